@@ -1,0 +1,6 @@
+"""Agent attention for Stable Diffusion on diffusers, without training."""
+
+from .config import AgentConfig
+from .patch import AgentHandle, apply_agentsd, remove_agentsd
+
+__all__ = ["AgentConfig", "AgentHandle", "apply_agentsd", "remove_agentsd"]

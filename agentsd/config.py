@@ -1,0 +1,90 @@
+"""Settings of agent attention: one frozen dataclass, checked when it is made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+
+MODES = ("exact",)
+LATE = ("tome", "none")
+CELLS = ("auto", "random", "first")
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """Settings of AgentSD ("Agent Attention", ECCV 2024, Eq. 9 and appendix B).
+
+    Attributes:
+        ratio: share of the tokens merged away before attention, in [0, 1).
+        k: weight of the `+ kV` residual, 0 or more.
+        scale: exponent of the head width `d` in the broadcast softmax, `d**scale`; 0 or less. The usual
+            attention scale is -0.5, the paper's is -0.15.
+        early_frac: share of the denoising steps, from the noisiest on, that run agent attention; in [0, 1].
+        mode: "exact" is the paper to the letter.
+        late: what the later steps run: "tome" (token merging, as the paper) or "none" (stock attention).
+        levels: how many attention levels are patched, counted from the model's finest one.
+        agent_ratio: share of the tokens merged away to make the agents, in (0, 1); at least the destination
+            tokens stay.
+        early_stride: side of the cells that hold one destination token each, in early steps.
+        late_stride: the same in later steps.
+        cells: the destination token of each cell: "random", "first" (top left), or "auto": random for an
+            even batch and first for an odd one, as ToMeSD does.
+        seed: seed of the random cells, 0 or more.
+
+    Raises:
+        TypeError, ValueError: a field has a wrong type or value; the message names both and the way out.
+    """
+
+    ratio: float = 0.4
+    k: float = 0.075
+    scale: float = -0.15
+    early_frac: float = 0.4
+    mode: str = "exact"
+    late: str = "tome"
+    levels: int = 1
+    agent_ratio: float = 0.95
+    early_stride: int = 4
+    late_stride: int = 2
+    cells: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            _check_type(field.name, getattr(self, field.name), str(field.type))
+        _check("ratio", self.ratio, 0 <= self.ratio < 1, "pass a share in [0, 1), for instance 0.4")
+        _check("k", self.k, self.k >= 0, "pass 0 or more, for instance 0.075")
+        _check(
+            "scale",
+            self.scale,
+            self.scale <= 0,
+            "it is the exponent of the head width: pass -0.15 (the paper) or any value of 0 or less",
+        )
+        _check("early_frac", self.early_frac, 0 <= self.early_frac <= 1, "pass a share in [0, 1], like 0.4")
+        _check("agent_ratio", self.agent_ratio, 0 < self.agent_ratio < 1, "pass a share in (0, 1), like 0.95")
+        _check("levels", self.levels, self.levels >= 1, "pass 1 (the finest attention level) or more")
+        for name in ("early_stride", "late_stride"):
+            stride = getattr(self, name)
+            _check(name, stride, stride >= 2, "pass 2 or more")
+        _check("seed", self.seed, 0 <= self.seed < 2**63, "pass an integer in [0, 2**63)")
+        for name, choices in (("mode", MODES), ("late", LATE), ("cells", CELLS)):
+            value = getattr(self, name)
+            _check(name, value, value in choices, "choose " + " or ".join(map(repr, choices)))
+
+
+def _check(name: str, value: object, ok: bool, way_out: str) -> None:
+    if not ok:
+        raise ValueError(f"{name}={value!r}: {way_out}")
+
+
+def _check_type(name: str, value: object, kind: str) -> None:
+    if kind == "str":
+        good = isinstance(value, str)
+    elif kind == "int":
+        good = isinstance(value, Integral) and not isinstance(value, bool)
+    else:
+        good = isinstance(value, Real) and not isinstance(value, bool)
+    if not good:
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: pass a {kind}")
+    if kind == "float" and not math.isfinite(value):  # type: ignore[arg-type]
+        raise ValueError(f"{name}={value!r}: pass a finite number")

@@ -1,0 +1,83 @@
+"""Bipartite soft matching: which tokens are most alike (ToMeSD, Bolya and Hoffman 2023, section 3).
+
+The plan only, no data is moved: `agentsd.merging` applies it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Entries of the score matrix that are held at once; larger ones are computed in slices of the sources.
+SCORE_BUDGET = 2**26
+
+
+class Partition(NamedTuple):
+    """Positions of the tokens on the flattened grid, split into sources (N-n,) and destinations (n,)."""
+
+    src: Tensor
+    dst: Tensor
+
+
+class Ranking(NamedTuple):
+    """Sources ordered by how alike they are to their best destination, best first.
+
+    Attributes:
+        src: (B, N-n) positions of the sources, in that order.
+        match: (B, N-n) index into `dst` of each source's best destination, in that order.
+        dst: (n,) positions of the destinations.
+    """
+
+    src: Tensor
+    match: Tensor
+    dst: Tensor
+
+
+def draw_cells(height: int, width: int, stride: int, key: tuple[int, int, float] | None) -> Tensor:
+    """One offset in [0, stride**2) for each whole `stride x stride` cell: (height//stride, width//stride).
+
+    `key` is (seed, layer, step): the same key gives the same offsets on every machine and in every call.
+    None takes the first token of each cell.
+    """
+    shape = (height // stride, width // stride)
+    if key is None:
+        return torch.zeros(shape, dtype=torch.int64)
+    digest = hashlib.blake2b(struct.pack("<qqd", *key), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
+    return torch.randint(stride * stride, shape, generator=generator)
+
+
+def split_grid(height: int, width: int, stride: int, cells: Tensor) -> Partition:
+    """Split the tokens of a `height x width` grid: the one at its offset in each cell is a destination.
+
+    Rows and columns beyond the last whole cell hold sources only.
+    """
+    rows, cols = cells.shape
+    y = torch.arange(rows)[:, None] * stride + cells // stride
+    x = torch.arange(cols)[None, :] * stride + cells % stride
+    dst = (y * width + x).flatten().sort().values
+    is_src = torch.ones(height * width, dtype=torch.bool)
+    is_src[dst] = False
+    return Partition(is_src.nonzero().flatten(), dst)
+
+
+@torch.no_grad()
+def rank_tokens(metric: Tensor, partition: Partition) -> Ranking:
+    """Rank the sources of `metric` (B, N, C) by cosine similarity to their best destination.
+
+    A token of zero norm is alike to none (similarity 0), so no NaN arises.
+    """
+    src, dst = (index.to(metric.device) for index in partition)
+    norm = torch.linalg.vector_norm(metric, dim=-1, keepdim=True, dtype=torch.float32)
+    metric = (metric / norm.clamp_min(torch.finfo(torch.float32).tiny)).to(metric.dtype)
+    targets = metric.index_select(1, dst).transpose(1, 2)
+    step = max(1, SCORE_BUDGET // (metric.shape[0] * max(1, dst.numel())))
+    best = [(metric.index_select(1, part) @ targets).max(dim=-1) for part in src.split(step)]
+    similarity = torch.cat([b.values for b in best], dim=1)
+    match = torch.cat([b.indices for b in best], dim=1)
+    order = similarity.argsort(dim=1, descending=True, stable=True)
+    return Ranking(src[order], match.gather(1, order), dst)

@@ -1,0 +1,226 @@
+"""Apply agent attention to a live pipeline, and take it away again."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from .config import AgentConfig
+from .hosts import Site, find_sites, find_unet, is_plain, is_tomesd_block
+from .matching import draw_cells, split_grid
+from .processor import AGENT, STOCK, TOME, AgentAttnProcessor, LayerState
+from .schedule import StepReader
+
+
+def apply_agentsd(
+    pipe: Any,
+    ratio: float = AgentConfig.ratio,
+    k: float = AgentConfig.k,
+    scale: float = AgentConfig.scale,
+    early_frac: float = AgentConfig.early_frac,
+    *,
+    mode: str = AgentConfig.mode,
+    late: str = AgentConfig.late,
+    levels: int = AgentConfig.levels,
+    agent_ratio: float = AgentConfig.agent_ratio,
+    early_stride: int = AgentConfig.early_stride,
+    late_stride: int = AgentConfig.late_stride,
+    cells: str = AgentConfig.cells,
+    seed: int = AgentConfig.seed,
+) -> AgentHandle:
+    """Swap the self-attention of a Stable Diffusion U-Net for agent attention (Agent Attention, Eq. 9).
+
+    No training, no change to the weights. A pipeline that is patched already gets the new settings.
+
+    Args:
+        pipe: a diffusers pipeline with a `unet`, or the U-Net itself.
+        ratio, k, scale, early_frac, mode, late, levels, agent_ratio, early_stride, late_stride, cells, seed:
+            see `AgentConfig`.
+
+    Returns:
+        A handle: `handle.remove()` undoes the patch, and so does leaving a `with apply_agentsd(pipe):` block.
+
+    Raises:
+        TypeError: `pipe` has no U-Net, or a setting has a wrong type.
+        ValueError: a setting is out of range, the model has no layer to patch, or something else holds its
+            self-attention (tomesd, a processor of another kind). The pipeline is left as it was.
+    """
+    config = AgentConfig(
+        ratio=ratio,
+        k=k,
+        scale=scale,
+        early_frac=early_frac,
+        mode=mode,
+        late=late,
+        levels=levels,
+        agent_ratio=agent_ratio,
+        early_stride=early_stride,
+        late_stride=late_stride,
+        cells=cells,
+        seed=seed,
+    )
+    unet = find_unet(pipe)
+    sites = find_sites(unet, config.levels)
+    for site in sites:
+        _check_free(site)
+    remove_agentsd(unet)
+    handle = AgentHandle(config, pipe if pipe is not unet else None, sites)
+    handle._attach(unet, sites)
+    return handle
+
+
+def remove_agentsd(pipe: Any) -> None:
+    """Leave a pipeline (or U-Net) as if agentsd had never been there; does nothing if it is not patched."""
+    unet = find_unet(pipe)
+    handle = getattr(unet, "_agentsd", None)
+    if handle is not None:
+        handle._detach(unet)
+
+
+class AgentHandle:
+    """What `apply_agentsd` returns: the settings, the patched layers, and the way back.
+
+    Attributes:
+        config: the `AgentConfig` in force.
+        layer_names: names of the patched self-attention layers.
+    """
+
+    def __init__(self, config: AgentConfig, pipe: Any, sites: list[Site]) -> None:
+        self.config = config
+        self.layer_names = [site.name for site in sites]
+        self._pipe = None if pipe is None or isinstance(pipe, Module) else weakref.ref(pipe)
+        self._unet: weakref.ref[Module] | None = None
+        self._layers = [
+            (site.attn, LayerState(site.name, site.level, i, config)) for i, site in enumerate(sites)
+        ]
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._steps = StepReader(config.early_frac)
+        self._said: set[str] = set()
+
+    def remove(self) -> None:
+        """Undo this patch; nothing happens if it was undone or replaced before."""
+        unet = self._unet() if self._unet is not None else None
+        if unet is not None and getattr(unet, "_agentsd", None) is self:
+            self._detach(unet)
+
+    def __enter__(self) -> AgentHandle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"AgentHandle({self.config}, {len(self.layer_names)} layers)"
+
+    def _attach(self, unet: Module, sites: list[Site]) -> None:
+        self._unet = weakref.ref(unet)
+        unet._agentsd = self  # type: ignore[assignment]
+        for site, (attn, layer) in zip(sites, self._layers, strict=True):
+            attn._agentsd = layer
+            self._claim(attn, layer)
+            self._hooks.append(site.block.norm1.register_forward_pre_hook(layer.see))
+        self._hooks.append(unet.register_forward_pre_hook(self._begin, with_kwargs=True))
+        self._hooks.append(unet.register_forward_hook(self._end, always_call=True))
+
+    def _detach(self, unet: Module) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for attn, layer in self._layers:
+            self._claim(attn, layer)
+            attn.set_processor(_unwrapped(attn.processor))
+            del attn._agentsd
+        # fuse_qkv_projections keeps the processors it found, to put them back
+        kept = getattr(unet, "original_attn_processors", None)
+        if kept:
+            unet.original_attn_processors = {name: _unwrapped(p) for name, p in kept.items()}  # type: ignore[assignment]
+        del unet._agentsd
+
+    # Hooks on a U-Net run outside of a compiled graph, so here a tensor's value may be read.
+
+    @torch.compiler.disable
+    def _begin(self, unet: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Set each layer's phase and token grid for the U-Net call that starts."""
+        if self._unet is None or self._unet() is not unet:
+            self._unet = weakref.ref(unet)  # the model was deep-copied, and this handle with it
+        sample: Tensor = args[0] if args else kwargs["sample"]
+        timestep = args[1] if len(args) > 1 else kwargs["timestep"]
+        pipe = self._pipe() if self._pipe is not None else None
+        step = self._steps.read(timestep, getattr(pipe, "scheduler", None))
+        if step.opens_without_early:
+            self._say_once(
+                f"agentsd: this run has no early step (it starts at timestep {step.timestep:g}), so agent attention "
+                f"never runs in it; raise early_frac={self.config.early_frac:g} (1.0 means every step)"
+            )
+        config = self.config
+        late = TOME if config.late == "tome" and config.ratio > 0 else STOCK
+        phase = AGENT if step.early else late
+        stride = config.early_stride if step.early else config.late_stride
+        random = config.cells == "random" or (config.cells == "auto" and sample.shape[0] % 2 == 0)
+        for attn, layer in self._layers:
+            height, width = (-(-size // 2**layer.level) for size in sample.shape[-2:])
+            layer.tokens = height * width
+            holds = self._claim(attn, layer)
+            layer.phase = phase if holds and min(height, width) >= stride else STOCK
+            if layer.phase != STOCK:
+                key = (config.seed, layer.index, step.timestep) if random else None
+                split = split_grid(height, width, stride, draw_cells(height, width, stride, key))
+                layer.partition = type(split)(*(index.to(sample.device) for index in split))
+
+    @torch.compiler.disable
+    def _end(self, unet: Module, args: tuple[Any, ...], output: Any) -> None:
+        """Let go of everything that belongs to the call that ends."""
+        for _, layer in self._layers:
+            layer.block_input = None
+            if not torch.is_grad_enabled():  # gradient checkpointing recomputes the layers after the call
+                layer.phase, layer.partition = STOCK, None
+            if layer.mismatch:
+                self._say_once(
+                    f"agentsd: {layer.name} got {layer.mismatch} tokens where {layer.tokens} were expected from the "
+                    "latent's size; it was left untouched"
+                )
+                layer.mismatch = 0
+
+    def _claim(self, attn: Module, layer: LayerState) -> bool:
+        """Hold the layer, also where the host has since put a plain processor there, or copied ours."""
+        processor = attn.processor
+        if not isinstance(processor, AgentAttnProcessor):
+            if not is_plain(processor):
+                self._say_once(
+                    f"agentsd: {layer.name} now has a {type(processor).__name__}; it is left untouched"
+                )
+                return False
+            processor = AgentAttnProcessor(processor)
+            attn.set_processor(processor)
+        elif processor.is_copy:
+            processor.wrapped, processor.is_copy = layer.wrapped_type(), False
+        layer.wrapped_type = type(processor.wrapped)
+        return True
+
+    def _say_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            warnings.warn(message, stacklevel=3)
+
+
+def _unwrapped(processor: Any) -> Any:
+    return processor.wrapped if isinstance(processor, AgentAttnProcessor) else processor
+
+
+def _check_free(site: Site) -> None:
+    if is_tomesd_block(site.block):
+        raise ValueError(f"{site.name} is patched by tomesd: call tomesd.remove_patch(pipe) first")
+    processor = _unwrapped(site.attn.processor)
+    if not is_plain(processor):
+        raise ValueError(
+            f"{site.name} has a {type(processor).__name__}, which agent attention would replace: "
+            "set it to AttnProcessor2_0 first (unet.set_attn_processor), or leave this pipeline unpatched"
+        )

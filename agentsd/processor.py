@@ -1,0 +1,117 @@
+"""The self-attention processor: project, merge, attend, unmerge; else call the processor that it wraps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from torch import Tensor
+from torch.nn import Module
+
+from .attention import agent_attention
+from .config import AgentConfig
+from .matching import Partition, rank_tokens
+from .merging import cut_ranking, merge, unmerge
+
+STOCK, TOME, AGENT = "stock", "tome", "agent"
+
+
+@dataclass
+class LayerState:
+    """What a patched attention layer knows of the call under way; kept on the layer, not on its processor.
+
+    Attributes:
+        name: the layer's name in the model.
+        level: how many times the latent is halved here.
+        index: number of the layer among the patched ones; part of the key of its random cells.
+        config: the settings.
+        phase: STOCK, TOME or AGENT.
+        tokens: how many tokens the layer is expected to get.
+        partition: the split of its token grid in this call.
+        block_input: (B, N, C) the block's input before `norm1`, from which tokens are ranked.
+        wrapped_type: what a host's copy of the layer's processor must wrap.
+        mismatch: the number of tokens that came instead of the expected one, or 0.
+    """
+
+    name: str
+    level: int
+    index: int
+    config: AgentConfig
+    phase: str = STOCK
+    tokens: int = 0
+    partition: Partition | None = None
+    block_input: Tensor | None = None
+    mismatch: int = 0
+    wrapped_type: type = AttnProcessor2_0
+
+    def see(self, norm1: Module, args: tuple[Tensor, ...]) -> None:
+        """Forward pre-hook of the block's `norm1`: note the block's input, if it will be ranked."""
+        if self.phase != STOCK:
+            self.block_input = args[0]
+
+
+class AgentAttnProcessor:
+    """Agent attention or token merging around the processor that was there before.
+
+    All state is the layer's (`LayerState`), so that a copy which a host makes by `type(processor)()`
+    works as long as agentsd is applied, and is plain attention when it is not.
+    """
+
+    def __init__(self, wrapped: Any = None) -> None:
+        self.is_copy = wrapped is None
+        self.wrapped = AttnProcessor2_0() if wrapped is None else wrapped
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Self-attention on `hidden_states` (B, N, C) -> (B, N, C); masks and cross-attention go to `wrapped`."""
+        layer: LayerState | None = getattr(attn, "_agentsd", None)
+        plain = encoder_hidden_states is None and attention_mask is None and hidden_states.ndim == 3
+        if layer is None or layer.phase == STOCK or not plain:
+            return self.wrapped(attn, hidden_states, encoder_hidden_states, attention_mask, *args, **kwargs)
+
+        block_input, layer.block_input = layer.block_input, None
+        n_tokens = hidden_states.shape[1]
+        if n_tokens != layer.tokens or block_input is None or layer.partition is None:
+            layer.mismatch = n_tokens
+            return self.wrapped(attn, hidden_states, None, None, *args, **kwargs)
+
+        config = layer.config
+        ranking = rank_tokens(block_input, layer.partition)
+        n_merged = int(n_tokens * config.ratio)
+        cut = cut_ranking(ranking, n_merged) if n_merged else None
+        tokens = merge(hidden_states, cut) if cut else hidden_states
+        n_agents = max(n_tokens - int(n_tokens * config.agent_ratio), layer.partition.dst.numel())
+        if layer.phase == AGENT and 2 * n_agents < tokens.shape[1]:
+            agents = merge(hidden_states, cut_ranking(ranking, n_tokens - n_agents))
+            out = _attend(attn, tokens, agents, config)
+        else:
+            out = self.wrapped(attn, tokens, None, None, *args, **kwargs)
+        return unmerge(out, cut) if cut else out
+
+
+def _attend(attn: Attention, tokens: Tensor, agents: Tensor, config: AgentConfig) -> Tensor:
+    """The layer's own projections and norms around `agent_attention`: (B, M, C) -> (B, M, C)."""
+    query, agent = attn.to_q(tokens), attn.to_q(agents)
+    key, value = attn.to_k(tokens), attn.to_v(tokens)
+    query, key, value, agent = (
+        x.unflatten(2, (attn.heads, -1)).transpose(1, 2) for x in (query, key, value, agent)
+    )
+    if attn.norm_q is not None:
+        query, agent = attn.norm_q(query), attn.norm_q(agent)
+    if attn.norm_k is not None:
+        key = attn.norm_k(key)
+    dtype = value.dtype
+    if attn.upcast_attention or attn.upcast_softmax:
+        query, key, value, agent = (x.float() for x in (query, key, value, agent))
+    out = agent_attention(query, key, value, agent, config.k, config.scale)
+    out = out.transpose(1, 2).flatten(2).to(dtype)
+    out = attn.to_out[1](attn.to_out[0](out))  # linear, dropout
+    return out / attn.rescale_output_factor
