@@ -1,0 +1,134 @@
+"""Same-seed pictures of several methods side by side (Fig. 6), with their times and differences."""
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+from rich.table import Table
+
+from . import fidelity
+from .config import CompareSettings
+from .grid import draw_grid
+from .methods import Method, check_scheduler, expand
+from .output import make_table
+from .pictures import Picture, from_prompts, from_references
+from .sampling import Seconds, sample
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One method of a comparison: its pictures in prompt order, and figures against stock."""
+
+    method: Method
+    pictures: list[Image.Image]
+    seconds: list[Seconds]
+    speedup: float
+    """Median over the prompts of stock's processor time over this method's (wall time on a GPU)."""
+    psnr: float
+    """Mean over the prompts, dB."""
+    mean_abs: float
+    """Mean over the prompts, levels of 0..255."""
+
+    @property
+    def seconds_per_image(self) -> float:
+        """The median wall-clock time of a picture."""
+        return statistics.median(seconds.wall for seconds in self.seconds)
+
+
+def pictures_to_compare(settings: CompareSettings) -> list[Picture]:
+    """Return the pictures named by the settings: their prompts, else captions of the embedded model."""
+    if settings.prompts:
+        return from_prompts(settings.prompts, len(settings.prompts), settings.seed)
+    from agentsd.demo import load_references
+
+    return from_references(load_references(), settings.images, settings.seed)
+
+
+def methods_of(settings: CompareSettings) -> list[Method]:
+    """Return the methods of the settings, stock first. Raises EvalError on an unknown one."""
+    return expand(settings.methods, [settings.ratio], settings)
+
+
+def compare(
+    pipe: Any,
+    methods: list[Method],
+    pictures: list[Picture],
+    settings: CompareSettings,
+    tick: Callable[[], None],
+) -> list[Comparison]:
+    """Make every picture with every method, one at a time, the methods taking turns (A B C A B C).
+
+    `tick` is called after each picture and each method's warm-up. The first method is the one compared with.
+    """
+    for method in methods:
+        check_scheduler(method, pipe.scheduler, settings.steps)
+    for method in methods:
+        sample(pipe, method, pictures[:1], settings, steps=min(settings.steps, 2))
+        tick()
+    images: dict[Method, list[Image.Image]] = {method: [] for method in methods}
+    seconds: dict[Method, list[Seconds]] = {method: [] for method in methods}
+    for picture in pictures:
+        for method in methods:
+            made, taken = sample(pipe, method, [picture], settings)
+            images[method] += made
+            seconds[method].append(taken)
+            tick()
+    stock = methods[0]
+    return [_against(stock, method, images, seconds, pipe.unet.device) for method in methods]
+
+
+def _against(
+    stock: Method,
+    method: Method,
+    images: dict[Method, list[Image.Image]],
+    seconds: dict[Method, list[Seconds]],
+    device: torch.device,
+) -> Comparison:
+    pairs = list(zip(images[method], images[stock], strict=True))
+    times = zip(seconds[stock], seconds[method], strict=True)
+    return Comparison(
+        method=method,
+        pictures=images[method],
+        seconds=seconds[method],
+        speedup=statistics.median(ours.charged(device) / own.charged(device) for ours, own in times),
+        psnr=statistics.mean(fidelity.psnr(*pair) for pair in pairs),
+        mean_abs=statistics.mean(fidelity.mean_abs(*pair) for pair in pairs),
+    )
+
+
+def draw(comparisons: list[Comparison], pictures: list[Picture]) -> Image.Image:
+    """Return the pictures as one labelled image, a row for each method."""
+    labels = [f"{c.method.label}\n{c.seconds_per_image:.2f} s/image\n{c.speedup:.2f}x" for c in comparisons]
+    columns = [f"{picture.prompt}\nseed {picture.seed}" for picture in pictures]
+    return draw_grid([c.pictures for c in comparisons], labels, columns)
+
+
+def summary(comparisons: list[Comparison], settings: CompareSettings, device: torch.device) -> Table:
+    """Return the figures as a terminal table."""
+    clock = "wall" if device.type == "cuda" else "CPU"
+    columns = [
+        "method",
+        "s/image",
+        "CPU s/image",
+        f"speed-up ({clock} time)",
+        "PSNR, dB",
+        "mean abs. diff, levels of 255",
+    ]
+    rows = [
+        [
+            c.method.label,
+            f"{c.seconds_per_image:.3f}",
+            f"{statistics.median(s.cpu for s in c.seconds):.3f}",
+            f"{c.speedup:.2f}x",
+            "equal" if c.psnr == math.inf else f"{c.psnr:.1f}",
+            f"{c.mean_abs:.2f}",
+        ]
+        for c in comparisons
+    ]
+    run = f"{settings.model}, {settings.steps} steps ({settings.scheduler})"
+    title = f"{run}, {settings.backend} attention, {device}"
+    return make_table(title, columns, rows)

@@ -1,0 +1,110 @@
+"""Settings of every command: command line over YAML over the defaults that stand here."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from agentsd import AgentConfig
+
+from .errors import EvalError
+
+Backend = Literal["sdpa", "unfused"]
+Scheduler = Literal["model", "plms", "ddim", "euler", "dpm++"]
+DType = Literal["float32", "float16", "bfloat16"]
+
+
+class Settings(BaseModel):
+    """What every command shares: a model and how it samples (Appendix B.2 of the paper where it speaks)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = "demo"
+    """"demo" (embedded), a folder, or a hub id of a Stable Diffusion pipeline."""
+    dtype: DType = "float32"
+    device: str | None = None
+    """None takes the first CUDA device, else the CPU."""
+    backend: Backend = "sdpa"
+    """Attention of the baseline, and of every layer that a method leaves alone."""
+    scheduler: Scheduler = "plms"
+    steps: int = Field(50, ge=1)
+    guidance_scale: float = Field(7.5, ge=0)
+    height: int | None = Field(None, ge=8, multiple_of=8)
+    width: int | None = Field(None, ge=8, multiple_of=8)
+    """Pixels; None takes the model's own size."""
+    seed: int = Field(0, ge=0)
+    """Picture i starts from the noise of seed + i, whatever the method, batch size or process."""
+    agent: dict[str, Any] = Field(default_factory=dict)
+    """Settings of `agentsd.apply_agentsd` other than `ratio`; what is left out keeps its own default."""
+    cache_interval: int = Field(3, ge=1)
+    """DeepCache runs the whole U-Net at every so many steps."""
+
+    @field_validator("agent")
+    @classmethod
+    def _known_agent_settings(cls, agent: dict[str, Any]) -> dict[str, Any]:
+        known = {field.name for field in fields(AgentConfig)} - {"ratio"}
+        if unknown := sorted(set(agent) - known):
+            raise ValueError(f"unknown {unknown}; known: {', '.join(sorted(known))}")
+        try:
+            AgentConfig(**agent)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+        return agent
+
+
+class CompareSettings(Settings):
+    """Same-seed pictures of a few methods side by side (Fig. 6)."""
+
+    methods: tuple[str, ...] = ("stock", "tomesd", "agentsd")
+    ratio: float = Field(0.4, ge=0, le=0.75)
+    prompts: tuple[str, ...] = ()
+    """Empty takes `images` captions of the embedded model's reference pictures."""
+    images: int = Field(6, ge=1)
+    out: Path = Path("outputs/compare.png")
+
+
+SettingsT = TypeVar("SettingsT", bound=Settings)
+
+
+def load_settings(kind: type[SettingsT], path: Path | None, overrides: Mapping[str, Any]) -> SettingsT:
+    """Return settings from a YAML file with `overrides` on top; overrides that are None don't count.
+
+    Raises EvalError naming each wrong key or value.
+    """
+    values = _read_yaml(path) if path else {}
+    given = {key: value for key, value in overrides.items() if value is not None}
+    if "agent" in given:
+        given["agent"] = {**values.get("agent", {}), **given["agent"]}
+    try:
+        return kind.model_validate({**values, **given})
+    except ValidationError as error:
+        raise EvalError(_explain(kind, path, error)) from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise EvalError(f"can't read the configuration {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise EvalError(f"{path} is not valid YAML: {error}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise EvalError(f"{path} must hold `key: value` lines; it holds a {type(values).__name__}")
+    return values
+
+
+def _explain(kind: type[Settings], path: Path | None, error: ValidationError) -> str:
+    lines = []
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"unknown key {key!r}; known keys: {', '.join(kind.model_fields)}")
+        else:
+            lines.append(f"{key} = {problem['input']!r}: {problem['msg']}")
+    where = f" in {path} and the command line" if path else ""
+    return f"wrong settings{where}:\n  " + "\n  ".join(lines)

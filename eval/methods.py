@@ -1,0 +1,218 @@
+"""The methods a row can name: each is applied to a pipeline for the length of a `with` block."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import tomesd
+import torch
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+
+from agentsd import apply_agentsd, remove_agentsd
+
+from .config import Backend, Settings
+from .errors import EvalError
+
+Reseed = Callable[[int], None]
+_MERGING = ("tomesd", "agentsd")
+
+
+@dataclass(frozen=True)
+class Method:
+    """One or more accelerators at one setting, such as ("agentsd", "deepcache") at ratio 0.4."""
+
+    parts: tuple[str, ...]
+    ratio: float | None = None
+    backend: Backend = "sdpa"
+    agent: tuple[tuple[str, Any], ...] = ()
+    cache_interval: int = 3
+
+    @property
+    def name(self) -> str:
+        """The parts joined by "+", or "stock"."""
+        return "+".join(self.parts) or "stock"
+
+    @property
+    def key(self) -> str:
+        """A folder name that differs wherever the pictures may differ."""
+        words = [self.name]
+        if self.ratio is not None:
+            words.append(f"r{self.ratio:g}")
+        words += [f"{key}{value}" for key, value in self.agent]
+        if "deepcache" in self.parts:
+            words.append(f"n{self.cache_interval}")
+        words.append(self.backend)
+        return "-".join(words)
+
+    @property
+    def label(self) -> str:
+        """The name and ratio for people, such as "agentsd r=0.4"."""
+        return self.name if self.ratio is None else f"{self.name} r={self.ratio:g}"
+
+    @contextmanager
+    def applied(self, pipe: Any) -> Iterator[Reseed]:
+        """Patch `pipe` (a pipeline or, without deepcache, a U-Net) and put everything back on leaving.
+
+        Yields a function that fixes the method's own random choices (tomesd draws its cells from a
+        generator of its own); call it before each batch.
+        """
+        reseeds = []
+        with ExitStack() as stack:
+            stack.enter_context(_attention_backend(pipe, self.backend))
+            for part in self.parts:
+                reseeds.append(stack.enter_context(_PARTS[part](self, pipe)))
+
+            def reseed_all(seed: int) -> None:
+                for reseed in reseeds:
+                    reseed(seed)
+
+            yield reseed_all
+
+
+def parse_method(
+    text: str, ratio: float | None, settings: Settings, backend: Backend | None = None
+) -> Method:
+    """Return the method named by `text`, such as "agentsd+deepcache"; "stock" has no parts.
+
+    A method that merges nothing drops the ratio. Raises EvalError on an unknown name.
+    """
+    parts = () if text == "stock" else tuple(text.split("+"))
+    if unknown := [part for part in parts if part not in _PARTS]:
+        raise EvalError(
+            f"unknown method {unknown[0]!r} in {text!r}; use stock, {', '.join(_PARTS)} or a composition "
+            "such as agentsd+deepcache"
+        )
+    if len(set(parts)) < len(parts) or set(_MERGING) <= set(parts):
+        raise EvalError(
+            f"{text!r} can't be combined: name a part once, and only one of {' and '.join(_MERGING)}"
+        )
+    if not set(parts) & set(_MERGING):
+        ratio = None
+    return Method(
+        parts,
+        ratio,
+        backend or settings.backend,
+        tuple(sorted(settings.agent.items())),
+        settings.cache_interval,
+    )
+
+
+def expand(names: Sequence[str], ratios: Sequence[float], settings: Settings) -> list[Method]:
+    """Return every method at every ratio, "stock" first, without repeats."""
+    methods = [parse_method("stock", None, settings)]
+    for name in names:
+        for ratio in ratios:
+            method = parse_method(name, ratio, settings)
+            if method not in methods:
+                methods.append(method)
+    return methods
+
+
+def unet_of(pipe: Any) -> Any:
+    """Return the U-Net of a pipeline, or the U-Net itself."""
+    return getattr(pipe, "unet", pipe)
+
+
+def finest_attention_downsample(unet: Any) -> int:
+    """Return how much the first level with attention is downsampled: 1 in SD 1.x, 2 in SDXL."""
+    for level, block in enumerate(unet.down_blocks):
+        if getattr(block, "attentions", None):
+            return 2**level
+    raise EvalError(
+        f"{type(unet).__name__} has no attention in its down blocks, so there is nothing to merge"
+    )
+
+
+def _nothing(seed: int) -> None:
+    """Fix no random choice: the method has none of its own."""
+
+
+@contextmanager
+def _attention_backend(pipe: Any, backend: Backend) -> Iterator[None]:
+    """Set the standard attention layers of the U-Net; layers with other processors are left alone."""
+    unet = unet_of(pipe)
+    wanted = {"sdpa": AttnProcessor2_0, "unfused": AttnProcessor}[backend]
+    before = dict(unet.attn_processors)
+    standard = (AttnProcessor, AttnProcessor2_0)
+    unet.set_attn_processor({n: wanted() if type(p) in standard else p for n, p in before.items()})
+    try:
+        yield
+    finally:
+        unet.set_attn_processor(before)
+
+
+@contextmanager
+def _tomesd(method: Method, pipe: Any) -> Iterator[Reseed]:
+    unet = unet_of(pipe)
+    # tomesd counts levels from the latent; its default of 1 would patch nothing in SDXL.
+    tomesd.apply_patch(pipe, ratio=method.ratio, max_downsample=finest_attention_downsample(unet))
+
+    def reseed(seed: int) -> None:
+        device = next(unet.parameters()).device
+        unet._tome_info["args"]["generator"] = torch.Generator(device).manual_seed(seed)
+
+    try:
+        yield reseed
+    finally:
+        tomesd.remove_patch(pipe)
+        for module in unet.modules():
+            module.__dict__.pop("_tome_info", None)
+
+
+@contextmanager
+def _agentsd(method: Method, pipe: Any) -> Iterator[Reseed]:
+    assert method.ratio is not None
+    try:
+        apply_agentsd(pipe, ratio=method.ratio, **dict(method.agent))
+    except (TypeError, ValueError) as error:
+        raise EvalError(f"{method.label}: {error}") from error
+    try:
+        yield _nothing
+    finally:
+        remove_agentsd(pipe)
+
+
+@contextmanager
+def _deepcache(method: Method, pipe: Any) -> Iterator[Reseed]:
+    from DeepCache import DeepCacheSDHelper
+
+    helper = DeepCacheSDHelper(pipe=pipe)
+    helper.set_params(cache_interval=method.cache_interval, cache_branch_id=0)
+    # Its disable() leaves a `forward` on every module it wrapped.
+    before = {module: module.__dict__.get("forward") for module in pipe.unet.modules()}
+    helper.enable()
+    try:
+        yield _nothing
+    finally:
+        helper.disable()
+        for module, forward in before.items():
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.forward = forward
+
+
+_PARTS: dict[str, Callable[[Method, Any], AbstractContextManager[Reseed]]] = {
+    "tomesd": _tomesd,
+    "agentsd": _agentsd,
+    "deepcache": _deepcache,
+}
+
+
+def check_scheduler(method: Method, scheduler: Any, steps: int) -> None:
+    """Raise EvalError where DeepCache would refresh its cache at the wrong calls.
+
+    DeepCache 0.1.1 finds its step by the first equal timestep. PLMS repeats one timestep, which is
+    harmless where both calls reuse the cache (an interval of 3 or more); Heun repeats them all.
+    """
+    if "deepcache" not in method.parts:
+        return
+    scheduler.set_timesteps(steps)
+    timesteps = scheduler.timesteps.tolist()
+    for call, timestep in enumerate(timesteps):
+        if (timesteps.index(timestep) % method.cache_interval == 0) != (call % method.cache_interval == 0):
+            raise EvalError(
+                f"DeepCache mistakes call {call} of {type(scheduler).__name__} for an earlier one (timestep "
+                f"{timestep} repeats) at cache_interval {method.cache_interval}; use --scheduler ddim"
+            )

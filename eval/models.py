@@ -1,0 +1,75 @@
+"""Load the pipeline that a command measures."""
+
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoPipelineForText2Image,
+    DDIMScheduler,
+    DPMSolverMultistepScheduler,
+    EulerDiscreteScheduler,
+    PNDMScheduler,
+)
+
+from .config import Settings
+from .errors import EvalError
+
+_SCHEDULERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plms": (PNDMScheduler, {"skip_prk_steps": True}),
+    "ddim": (DDIMScheduler, {}),
+    "euler": (EulerDiscreteScheduler, {}),
+    "dpm++": (DPMSolverMultistepScheduler, {"algorithm_type": "dpmsolver++"}),
+}
+
+
+def device_of(settings: Settings) -> torch.device:
+    """Return the device asked for, or the first CUDA device, or the CPU."""
+    if settings.device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(settings.device)
+    except RuntimeError as error:
+        raise EvalError(f"device {settings.device!r}: {error}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise EvalError(f"device {settings.device!r} was asked for, but torch finds no CUDA device; use cpu")
+    return device
+
+
+def load_pipeline(settings: Settings) -> Any:
+    """Return the pipeline of `settings.model` on its device, with its scheduler, quiet and unchecked.
+
+    The safety checker is taken out: it would replace pictures by black ones. Raises EvalError if the
+    model can't be loaded or is none of the kind that the methods patch.
+    """
+    device = device_of(settings)
+    dtype = getattr(torch, settings.dtype)
+    if settings.model == "demo":
+        from agentsd.demo import load_pipeline as load_demo
+
+        pipe = load_demo(dtype=dtype, device=device)
+    else:
+        try:
+            pipe = AutoPipelineForText2Image.from_pretrained(settings.model, dtype=dtype).to(device)
+        except (OSError, ValueError) as error:
+            raise EvalError(
+                f"can't load the model {settings.model!r}: {error}\nGive 'demo', the folder of a diffusers "
+                "pipeline, or a hub id that is in the cache or can be downloaded."
+            ) from error
+        if pipe.dtype != dtype:  # diffusers before 0.42 has another name for it
+            pipe.to(dtype)
+    if not hasattr(pipe, "unet"):
+        raise EvalError(
+            f"{settings.model!r} is a {type(pipe).__name__} without a U-Net; use SD 1.x, 2.x or SDXL"
+        )
+    if getattr(pipe, "safety_checker", None) is not None:
+        pipe.safety_checker = None
+    set_scheduler(pipe, settings.scheduler)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def set_scheduler(pipe: Any, name: str) -> None:
+    """Replace the scheduler, keeping the model's noise schedule; "model" keeps the model's own."""
+    if name != "model":
+        kind, options = _SCHEDULERS[name]
+        pipe.scheduler = kind.from_config(pipe.scheduler.config, **options)

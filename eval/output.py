@@ -1,0 +1,99 @@
+"""What the commands share on their way out: progress, tables, files that are whole or not there."""
+
+import errno
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from PIL import Image
+from rich.console import Console
+from rich.markup import escape as escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from .errors import EvalError
+
+
+def progress(console: Console) -> Progress:
+    """Return a progress bar with the time left."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Return a terminal table; the first column is text, the others are figures."""
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(escape(column), justify="left" if number == 0 else "right", no_wrap=number == 0)
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    return table
+
+
+def read_scalar(text: str) -> Any:
+    """Return `text` as YAML reads it: a number, true, null or a string."""
+    return yaml.safe_load(text)
+
+
+def check_writable(path: Path) -> None:
+    """Make the folder of `path`; raise EvalError now if a file can't be written there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe = path.parent / f".{path.name}.{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise explain_os_error(error, path) from error
+
+
+def explain_os_error(error: OSError, path: Path) -> EvalError:
+    """Return the error to show when `path` can't be written; it says what a full disk costs: nothing."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return EvalError(
+            f"the disk is full: {path} was not written. Everything before it is safe; make room and run the "
+            "same command again, it goes on from there."
+        )
+    return EvalError(f"can't write {path}: {error.strerror or error}; choose another place with --out")
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file that is whole or not there: to a neighbour first, then renamed over `path`."""
+    neighbour = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with neighbour.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        neighbour.replace(path)
+    except OSError as error:
+        neighbour.unlink(missing_ok=True)
+        raise explain_os_error(error, path) from error
+
+
+def save_image(image: Image.Image, path: Path) -> None:
+    """Write a PNG that is whole or not there."""
+    write_bytes(path, png_bytes(image))
+
+
+def png_bytes(image: Image.Image) -> bytes:
+    """Return a picture as PNG."""
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()

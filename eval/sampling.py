@@ -1,0 +1,91 @@
+"""One batch of pictures, from noise that belongs to each picture alone."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+
+from .config import Settings
+from .methods import Method
+from .pictures import Picture
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Wall-clock and processor seconds of one measured stretch."""
+
+    wall: float
+    cpu: float
+
+    def charged(self, device: torch.device) -> float:
+        """Return what speed-ups are computed from: wall time on a GPU, processor time on a CPU.
+
+        Processor time is what a busy machine disturbs least.
+        """
+        return self.wall if device.type == "cuda" else self.cpu
+
+
+class Stopwatch:
+    """Measures a `with` block, after the device has finished what came before and inside."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.seconds = Seconds(0.0, 0.0)
+
+    def _now(self) -> tuple[float, float]:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter(), time.process_time()
+
+    def __enter__(self) -> "Stopwatch":
+        self._start = self._now()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        wall, cpu = self._now()
+        self.seconds = Seconds(wall - self._start[0], cpu - self._start[1])
+
+
+def size_of(pipe: Any, settings: Settings) -> tuple[int, int]:
+    """Return (height, width) in pixels: the settings' own, else the model's."""
+    native = pipe.unet.config.sample_size * pipe.vae_scale_factor
+    return settings.height or native, settings.width or native
+
+
+def initial_latents(pipe: Any, seeds: Sequence[int], height: int, width: int) -> torch.Tensor:
+    """Return standard normal noise (len(seeds), C, h, w), float32 on the CPU, a generator for each seed."""
+    factor = pipe.vae_scale_factor
+    shape = (pipe.unet.config.in_channels, height // factor, width // factor)
+    return torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+
+
+def sample(
+    pipe: Any, method: Method, pictures: Sequence[Picture], settings: Settings, steps: int | None = None
+) -> tuple[list[Image.Image], Seconds]:
+    """Return one picture for each of `pictures`, made as one batch under `method`, and the time it took.
+
+    The time is that of the pipeline's call (text encoder, denoising, decoder), not of patching. A
+    picture's noise depends on its seed alone; tomesd's random cells also on the batch's first seed.
+    """
+    height, width = size_of(pipe, settings)
+    seeds = [picture.seed for picture in pictures]
+    device, dtype = pipe.unet.device, pipe.unet.dtype
+    latents = initial_latents(pipe, seeds, height, width).to(device, dtype)
+    # For samplers that add noise at each step; another stream than the one of the initial noise.
+    generators = [torch.Generator().manual_seed(2**32 + seed) for seed in seeds]
+    with method.applied(pipe) as reseed:
+        reseed(seeds[0])
+        with Stopwatch(device) as watch:
+            output = pipe(
+                prompt=[picture.prompt for picture in pictures],
+                height=height,
+                width=width,
+                num_inference_steps=steps or settings.steps,
+                guidance_scale=settings.guidance_scale,
+                latents=latents,
+                generator=generators,
+            )
+    return output.images, watch.seconds
