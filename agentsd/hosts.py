@@ -39,7 +39,7 @@ class Site:
         return self.block.attn1
 
 
-def find_unet(pipe: Any) -> Module:
+def find_unet(pipe: Any) -> Any:
     """The U-Net of a pipeline, or `pipe` itself when it is one; unwrapped if it is compiled.
 
     Raises:
@@ -51,11 +51,11 @@ def find_unet(pipe: Any) -> Module:
         if hasattr(unet, "down_blocks"):
             return unet
     raise TypeError(
-        f"{type(pipe).__name__} has no U-Net: pass a diffusers pipeline with a `unet`, or a UNet2DConditionModel"
+        f"{type(pipe).__name__} has no U-Net: pass a diffusers pipeline with a `unet`, or the U-Net itself"
     )
 
 
-def find_sites(unet: Module, levels: int) -> list[Site]:
+def find_sites(unet: Any, levels: int) -> list[Site]:
     """The spatial self-attention layers on the `levels` finest attention levels, in the model's order.
 
     Levels are counted from the finest one that has self-attention (level 0 in SD 1.x, 1 in SDXL).

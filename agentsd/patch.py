@@ -96,7 +96,7 @@ class AgentHandle:
         self.layer_names = [site.name for site in sites]
         self._pipe = None if pipe is None or isinstance(pipe, Module) else weakref.ref(pipe)
         self._unet: weakref.ref[Module] | None = None
-        self._layers = [
+        self._layers: list[tuple[Any, LayerState]] = [
             (site.attn, LayerState(site.name, site.level, i, config)) for i, site in enumerate(sites)
         ]
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -120,9 +120,9 @@ class AgentHandle:
     def __repr__(self) -> str:
         return f"AgentHandle({self.config}, {len(self.layer_names)} layers)"
 
-    def _attach(self, unet: Module, sites: list[Site]) -> None:
+    def _attach(self, unet: Any, sites: list[Site]) -> None:
         self._unet = weakref.ref(unet)
-        unet._agentsd = self  # type: ignore[assignment]
+        unet._agentsd = self
         for site, (attn, layer) in zip(sites, self._layers, strict=True):
             attn._agentsd = layer
             self._claim(attn, layer)
@@ -130,7 +130,7 @@ class AgentHandle:
         self._hooks.append(unet.register_forward_pre_hook(self._begin, with_kwargs=True))
         self._hooks.append(unet.register_forward_hook(self._end, always_call=True))
 
-    def _detach(self, unet: Module) -> None:
+    def _detach(self, unet: Any) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -141,7 +141,7 @@ class AgentHandle:
         # fuse_qkv_projections keeps the processors it found, to put them back
         kept = getattr(unet, "original_attn_processors", None)
         if kept:
-            unet.original_attn_processors = {name: _unwrapped(p) for name, p in kept.items()}  # type: ignore[assignment]
+            unet.original_attn_processors = {name: _unwrapped(p) for name, p in kept.items()}
         del unet._agentsd
 
     # Hooks on a U-Net run outside of a compiled graph, so here a tensor's value may be read.
@@ -157,8 +157,8 @@ class AgentHandle:
         step = self._steps.read(timestep, getattr(pipe, "scheduler", None))
         if step.opens_without_early:
             self._say_once(
-                f"agentsd: this run has no early step (it starts at timestep {step.timestep:g}), so agent attention "
-                f"never runs in it; raise early_frac={self.config.early_frac:g} (1.0 means every step)"
+                f"agentsd: this run has no early step (it starts at timestep {step.timestep:g}), so agent "
+                f"attention never runs in it; raise early_frac={self.config.early_frac:g} (1.0: every step)"
             )
         config = self.config
         late = TOME if config.late == "tome" and config.ratio > 0 else STOCK
@@ -184,12 +184,12 @@ class AgentHandle:
                 layer.phase, layer.partition = STOCK, None
             if layer.mismatch:
                 self._say_once(
-                    f"agentsd: {layer.name} got {layer.mismatch} tokens where {layer.tokens} were expected from the "
-                    "latent's size; it was left untouched"
+                    f"agentsd: {layer.name} got {layer.mismatch} tokens where the latent's size gives "
+                    f"{layer.tokens}; it was left untouched"
                 )
                 layer.mismatch = 0
 
-    def _claim(self, attn: Module, layer: LayerState) -> bool:
+    def _claim(self, attn: Any, layer: LayerState) -> bool:
         """Hold the layer, also where the host has since put a plain processor there, or copied ours."""
         processor = attn.processor
         if not isinstance(processor, AgentAttnProcessor):

@@ -71,7 +71,7 @@ class AgentAttnProcessor:
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Self-attention on `hidden_states` (B, N, C) -> (B, N, C); masks and cross-attention go to `wrapped`."""
+        """Self-attention on `hidden_states` (B, N, C) -> (B, N, C); else `wrapped` is called."""
         layer: LayerState | None = getattr(attn, "_agentsd", None)
         plain = encoder_hidden_states is None and attention_mask is None and hidden_states.ndim == 3
         if layer is None or layer.phase == STOCK or not plain:

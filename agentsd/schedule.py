@@ -23,6 +23,8 @@ def early_threshold(timesteps: Sequence[float], early_frac: float) -> float:
     """
     unique = list(dict.fromkeys(timesteps))
     last = round(early_frac * len(unique))
+    if last == 0:
+        return math.inf
     return unique[last] if last < len(unique) else -math.inf
 
 

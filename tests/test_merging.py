@@ -1,0 +1,49 @@
+import pytest
+import torch
+
+from agentsd.matching import Ranking
+from agentsd.merging import cut_ranking, merge, unmerge
+
+# Two images of six tokens; destinations 0 and 3.
+RANKING = Ranking(
+    src=torch.tensor([[5, 1, 4, 2], [2, 4, 1, 5]]),
+    match=torch.tensor([[1, 0, 1, 0], [0, 0, 1, 1]]),
+    dst=torch.tensor([0, 3]),
+)
+X = torch.arange(12.0).view(2, 6, 1)
+
+
+def test_merge_by_hand():
+    merged = merge(X, cut_ranking(RANKING, 3))
+    # image 0: 5 and 4 join 3, 1 joins 0, 2 stays; image 1 (values 6..11): 2 and 4 join 0, 1 joins 3, 5 stays
+    assert merged.flatten().tolist() == [2, 0.5, 4, 11, (6 + 8 + 10) / 3, (9 + 7) / 2]
+
+
+def test_unmerge_by_hand():
+    cut = cut_ranking(RANKING, 3)
+    back = unmerge(torch.tensor([[[20.0], [21.0], [22.0]], [[30.0], [31.0], [32.0]]]), cut)
+    assert back[0].flatten().tolist() == [21, 21, 20, 22, 22, 22]
+    assert back[1].flatten().tolist() == [31, 32, 31, 32, 31, 30]
+
+
+@pytest.mark.parametrize("r", [0, 1, 4, 99])
+def test_a_cut_takes_at_most_all_sources_and_keeps_the_mass(r):
+    cut = cut_ranking(RANKING, r)
+    merged = merge(X, cut)
+    assert merged.shape[1] == max(6 - r, 2)
+    # every token is counted once: what is unmerged, weighted by how often it was copied, sums to the whole
+    torch.testing.assert_close(unmerge(merged, cut).sum(1), X.sum(1))
+
+
+def test_merging_is_differentiable():
+    x = torch.randn(2, 6, 3, dtype=torch.float64, requires_grad=True)
+    cut = cut_ranking(RANKING, 3)
+    assert torch.autograd.gradcheck(lambda x: unmerge(merge(x, cut), cut), x)
+
+
+def test_half_precision_sums_are_taken_in_float32():
+    """2,001 tokens of 1 and 3 joined in float16 steps would stop counting at 2,048."""
+    n = 4001
+    ranking = Ranking(torch.arange(1, n)[None], torch.zeros(1, n - 1, dtype=torch.int64), torch.tensor([0]))
+    x = torch.ones(1, n, 1, dtype=torch.float16)
+    assert merge(x, cut_ranking(ranking, n)).item() == 1

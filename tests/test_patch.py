@@ -1,0 +1,374 @@
+import gc
+import weakref
+
+import diffusers
+import pytest
+import tomesd
+import torch
+from conftest import make_sdxl_unet, make_unet
+from diffusers.models.attention_processor import (
+    AttnProcessor,
+    AttnProcessor2_0,
+    PAGIdentitySelfAttnProcessor2_0,
+)
+
+from agentsd import AgentConfig, apply_agentsd, remove_agentsd
+from agentsd.attention import agent_attention
+from agentsd.matching import draw_cells, rank_tokens, split_grid
+from agentsd.merging import cut_ranking, merge, unmerge
+from agentsd.processor import AgentAttnProcessor
+
+
+def snapshot(unet):
+    """Everything a patch could leave behind: processors, hooks, and attributes, of every module."""
+    return {
+        name: (
+            getattr(module, "processor", None),
+            {k: v for k, v in vars(module).items() if not isinstance(v, dict)}.keys(),
+            [
+                dict(v)
+                for k, v in vars(module).items()
+                if k.endswith("hooks") or k.endswith("hooks_with_kwargs")
+            ],
+        )
+        for name, module in unet.named_modules()
+    }
+
+
+def call(unet, t=999, size=(16, 16), batch=2, dtype=torch.float32):
+    """One U-Net forward on seeded input: (batch, 4, *size)."""
+    rng = torch.Generator().manual_seed(0)
+    latent = torch.randn(batch, 4, *size, generator=rng).to(dtype)
+    text = torch.randn(batch, 7, unet.config.cross_attention_dim, generator=rng).to(dtype)
+    with torch.no_grad():
+        return unet(latent, torch.tensor(t), text).sample
+
+
+def test_remove_leaves_no_trace(pipe, sample):
+    before, picture, keys = snapshot(pipe.unet), sample(pipe), list(pipe.unet.state_dict())
+    handle = apply_agentsd(pipe)
+    patched = sample(pipe)
+    assert not torch.equal(patched, picture)
+    assert list(pipe.unet.state_dict()) == keys
+    handle.remove()
+    assert snapshot(pipe.unet) == before
+    assert torch.equal(sample(pipe), picture)
+    handle.remove()  # harmless
+    remove_agentsd(pipe)
+    with apply_agentsd(pipe):
+        assert torch.equal(sample(pipe), patched)
+    assert snapshot(pipe.unet) == before
+
+
+def test_apply_twice_equals_once_and_takes_the_new_settings(pipe, sample):
+    before = snapshot(pipe.unet)
+    first = apply_agentsd(pipe)
+    once = sample(pipe)
+    other = apply_agentsd(pipe, ratio=0.7)
+    assert not torch.equal(sample(pipe), once)
+    first.remove()  # was replaced: must not touch the patch in force
+    assert pipe.unet._agentsd is other
+    apply_agentsd(pipe)
+    assert torch.equal(sample(pipe), once)
+    remove_agentsd(pipe)
+    assert snapshot(pipe.unet) == before
+
+
+def test_nothing_to_do_is_bit_identical_to_stock(pipe, sample):
+    stock = sample(pipe)
+    with apply_agentsd(pipe, ratio=0, early_frac=0):
+        assert torch.equal(sample(pipe), stock)
+    with apply_agentsd(pipe, early_frac=0, late="none"):
+        assert torch.equal(sample(pipe), stock)
+    with apply_agentsd(pipe, late="none"):
+        assert not torch.equal(sample(pipe), stock)
+
+
+@pytest.mark.parametrize("ratio", [0.2, 0.5])
+def test_token_merging_alone_is_the_tomesd_packages(pipe, sample, ratio):
+    stock = sample(pipe)
+    tomesd.apply_patch(pipe, ratio=ratio, use_rand=False)
+    their_call, theirs = call(pipe.unet), sample(pipe)
+    tomesd.remove_patch(pipe)
+    with apply_agentsd(pipe, ratio=ratio, early_frac=0, cells="first"):
+        ours_call, ours = call(pipe.unet), sample(pipe)
+    torch.testing.assert_close(ours_call, their_call, rtol=0, atol=1e-6)
+    # over a run of 6 calls rounding grows with the latents
+    assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max() < 1e-2 * (stock - theirs).abs().max()
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.4])
+def test_one_layer_is_equation_9_on_the_blocks_own_tensors(ratio):
+    """The patched layer's output, rebuilt from the layer's own weights and the block's input."""
+    unet = make_unet()
+    block = unet.down_blocks[0].attentions[0].transformer_blocks[0]
+    handle = apply_agentsd(unet, ratio=ratio, seed=5)
+    seen = {}
+    hooks = [
+        block.register_forward_pre_hook(lambda m, args: seen.update(x=args[0])),
+        block.attn1.register_forward_hook(lambda m, args, out: seen.update(out=out)),
+    ]
+    call(unet, t=999)
+    assert handle.layer_names[0] == "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
+
+    x, attn = seen["x"], block.attn1
+    ranking = rank_tokens(x, split_grid(16, 16, 4, draw_cells(16, 16, 4, (5, 0, 999.0))))
+    cut = cut_ranking(ranking, int(256 * ratio))
+    with torch.no_grad():
+        tokens, agents = (merge(block.norm1(x), c) for c in (cut, cut_ranking(ranking, 240)))
+        assert agents.shape[1] == 16
+        q, k, v, a = (
+            project(rows).unflatten(2, (2, 8)).transpose(1, 2)
+            for project, rows in (
+                (attn.to_q, tokens),
+                (attn.to_k, tokens),
+                (attn.to_v, tokens),
+                (attn.to_q, agents),
+            )
+        )
+        mixed = agent_attention(q, k, v, a, 0.075, -0.15).transpose(1, 2).flatten(2)
+        expected = unmerge(attn.to_out[0](mixed), cut)
+    torch.testing.assert_close(seen["out"], expected, rtol=0, atol=1e-6)
+    for hook in hooks:
+        hook.remove()
+
+
+def test_the_finest_attention_level_is_counted_from_the_model():
+    sdxl = make_sdxl_unet()
+    names = apply_agentsd(sdxl).layer_names
+    assert len(names) == 2 + 2 * 2
+    assert {name.split(".")[0] + name.split(".")[1] for name in names} == {"down_blocks1", "up_blocks1"}
+    stock = make_sdxl_unet()
+    assert not torch.equal(call(sdxl), call(stock))
+    assert len(apply_agentsd(make_unet(), levels=2).layer_names) == 3 + 3
+
+
+@pytest.mark.parametrize("size", [(65, 49), (17, 16), (9, 30), (4, 4), (3, 3)])
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_any_size_and_batch(size, batch):
+    unet = make_unet()
+    apply_agentsd(unet, levels=2)
+    for t in (999, 1):
+        out = call(unet, t, size, batch)
+        assert out.shape == (batch, 4, *size)
+        assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("t", [999, 1])
+def test_half_precision_stays_near_float32(dtype, t):
+    unet = make_unet()
+    apply_agentsd(unet, cells="first")
+    exact = call(unet, t)
+    half = call(unet.to(dtype), t, dtype=dtype)
+    assert half.dtype == dtype
+    assert (half.float() - exact).abs().mean() < 0.03 * exact.abs().mean()
+
+
+def test_upcast_attention_takes_the_softmax_inputs_to_float32(monkeypatch):
+    seen = []
+    import agentsd.processor as processor
+
+    def spy(query, *rest):
+        seen.append(query.dtype)
+        return agent_attention(query, *rest)
+
+    monkeypatch.setattr(processor, "agent_attention", spy)
+    for upcast in (False, True):
+        unet = make_unet(upcast_attention=upcast).to(torch.bfloat16)
+        apply_agentsd(unet)
+        call(unet, dtype=torch.bfloat16)
+    assert set(seen[:3]) == {torch.bfloat16}
+    assert set(seen[3:]) == {torch.float32}
+
+
+def test_same_seed_same_bits_and_guidance_branches_share_cells(pipe, sample):
+    apply_agentsd(pipe, cells="random")
+    torch.manual_seed(1)
+    first = sample(pipe)
+    torch.manual_seed(2)
+    assert torch.equal(sample(pipe), first)  # no global generator, no call counter
+    unet = pipe.unet
+    together, cond = call(unet, batch=2), call(unet, batch=2)[:1]
+    assert torch.equal(together[:1], cond)
+    # one branch at a time, as a guider calls it
+    rng = torch.Generator().manual_seed(0)
+    latent = torch.randn(2, 4, 16, 16, generator=rng)
+    text = torch.randn(2, 7, 16, generator=rng)
+    with torch.no_grad():
+        alone = [unet(latent[i : i + 1], torch.tensor(999), text[i : i + 1]).sample for i in range(2)]
+    torch.testing.assert_close(torch.cat(alone), together, rtol=0, atol=2e-6)
+
+
+def test_an_odd_batch_takes_the_first_token_of_each_cell():
+    unet = make_unet()
+    outputs = {}
+    for cells in ("auto", "first", "random"):
+        with apply_agentsd(unet, cells=cells):
+            outputs[cells] = [call(unet, batch=batch) for batch in (1, 2)]
+    assert torch.equal(outputs["auto"][0], outputs["first"][0])
+    assert torch.equal(outputs["auto"][1], outputs["random"][1])
+    assert not torch.equal(outputs["auto"][1], outputs["first"][1])
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        diffusers.DDIMScheduler,
+        diffusers.PNDMScheduler,
+        diffusers.EulerDiscreteScheduler,
+        diffusers.EulerAncestralDiscreteScheduler,
+        diffusers.DPMSolverMultistepScheduler,
+        diffusers.HeunDiscreteScheduler,
+        diffusers.UniPCMultistepScheduler,
+        diffusers.LCMScheduler,
+    ],
+)
+def test_phases_in_a_run_of_each_scheduler(pipe, sample, scheduler, monkeypatch):
+    """The scheduler is swapped after the patch; the early calls are counted from what the layers do."""
+    apply_agentsd(pipe)
+    pipe.scheduler = scheduler.from_config(pipe.scheduler.config)
+    calls = []
+    attn = pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
+    attn.register_forward_pre_hook(lambda module, args: calls.append(module._agentsd.phase))
+    steps = []
+    pipe.unet.register_forward_pre_hook(lambda module, args: steps.append(float(args[1])))
+    sample(pipe, num_inference_steps=10)
+    distinct = sorted(set(pipe.scheduler.timesteps.tolist()), reverse=True)
+    early = set(distinct[: round(0.4 * len(distinct))])
+    assert calls == ["agent" if t in early else "tome" for t in steps]
+    assert 0 < calls.count("agent") < len(calls)
+
+
+def test_a_run_without_an_early_step_is_said_once(make_pipeline):
+    base = make_pipeline()
+    pipe = diffusers.StableDiffusionImg2ImgPipeline(**base.components, requires_safety_checker=False)
+    pipe.set_progress_bar_config(disable=True)
+    apply_agentsd(pipe)
+    image = torch.zeros(1, 3, 32, 32)
+
+    def run(strength):
+        pipe("a cat", image=image, strength=strength, num_inference_steps=10, output_type="latent")
+
+    with pytest.warns(UserWarning, match="no early step") as caught:
+        run(0.5)
+    assert len(caught) == 1
+    run(0.5)  # a second warning would be an error here
+    run(1.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "error", "message"),
+    [
+        (make_unet, {"ratio": 1.5}, ValueError, "ratio=1.5"),
+        (make_unet, {"levels": 4}, ValueError, "levels=4.*3 levels"),
+        (dict, {}, TypeError, "dict has no U-Net"),
+        (lambda: torch.nn.Linear(1, 1), {}, TypeError, "Linear has no U-Net"),
+    ],
+)
+def test_bad_input_changes_nothing(make, settings, error, message):
+    target = make()
+    before = snapshot(target) if isinstance(target, torch.nn.Module) else None
+    with pytest.raises(error, match=message):
+        apply_agentsd(target, **settings)
+    assert before is None or snapshot(target) == before
+
+
+def test_a_model_with_no_layer_to_patch_is_refused():
+    unet = make_unet(
+        down_block_types=("DownBlock2D",) * 3, up_block_types=("UpBlock2D",) * 3, mid_block_type=None
+    )
+    with pytest.raises(ValueError, match="no self-attention that agentsd could patch"):
+        apply_agentsd(unet)
+
+
+def test_a_patch_in_force_survives_a_bad_call(pipe, sample):
+    apply_agentsd(pipe)
+    picture = sample(pipe)
+    with pytest.raises(ValueError, match=r"scale=0\.54"):
+        apply_agentsd(pipe, scale=0.54)
+    assert torch.equal(sample(pipe), picture)
+
+
+def test_tomesd_and_strange_processors_are_refused(pipe):
+    tomesd.apply_patch(pipe)
+    with pytest.raises(ValueError, match=r"tomesd.remove_patch"):
+        apply_agentsd(pipe)
+    tomesd.remove_patch(pipe)
+    attn = pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
+    attn.set_processor(PAGIdentitySelfAttnProcessor2_0())
+    with pytest.raises(ValueError, match="PAGIdentitySelfAttnProcessor2_0"):
+        apply_agentsd(pipe)
+    assert isinstance(attn.processor, PAGIdentitySelfAttnProcessor2_0)
+
+
+def test_the_processor_that_was_there_does_the_later_steps(pipe, sample):
+    stock = sample(pipe)
+    pipe.unet.set_attn_processor(AttnProcessor())
+    apply_agentsd(pipe, early_frac=0, ratio=0.5, cells="first")
+    kinds = {type(p.wrapped) for p in pipe.unet.attn_processors.values() if isinstance(p, AgentAttnProcessor)}
+    assert kinds == {AttnProcessor}
+    with_unfused = sample(pipe)
+    remove_agentsd(pipe)
+    pipe.unet.set_attn_processor(AttnProcessor2_0())
+    apply_agentsd(pipe, early_frac=0, ratio=0.5, cells="first")
+    torch.testing.assert_close(sample(pipe), with_unfused, rtol=0, atol=1e-4)
+    assert not torch.allclose(with_unfused, stock, atol=1e-3)
+
+
+def test_no_tensor_is_kept_and_the_model_is_let_go():
+    unet = make_unet()
+    handle = apply_agentsd(unet)
+    call(unet)
+    for attn, layer in handle._layers:
+        assert layer.block_input is None
+        assert layer.partition is None
+        assert attn._agentsd is layer
+    gone = weakref.ref(unet)
+    gc.disable()
+    try:
+        del unet, attn, layer
+        handle = None
+        assert gone() is None  # no reference cycle holds the weights
+    finally:
+        gc.enable()
+
+
+def test_an_exception_in_the_middle_leaves_the_next_run_clean(pipe, sample):
+    apply_agentsd(pipe)
+    picture = sample(pipe)
+
+    def stop(pipeline, step, t, tensors):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sample(pipe, callback_on_step_end=stop)
+    hook = pipe.unet.mid_block.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sample(pipe)
+    hook.remove()
+    assert all(layer.block_input is None for _, layer in pipe.unet._agentsd._layers)
+    assert torch.equal(sample(pipe), picture)
+
+
+def test_gradient_checkpointing_recomputes_the_same_cells():
+    grads = {}
+    for checkpointing in (False, True):
+        unet = make_unet().train()
+        apply_agentsd(unet, early_frac=1.0, cells="random")
+        if checkpointing:
+            unet.enable_gradient_checkpointing()
+        rng = torch.Generator().manual_seed(0)
+        latent = torch.randn(2, 4, 16, 16, generator=rng)
+        out = unet(latent, torch.tensor([500, 500]), torch.randn(2, 7, 16, generator=rng)).sample
+        out.square().mean().backward()
+        grads[checkpointing] = [p.grad for p in unet.parameters() if p.grad is not None]
+    assert grads[False]
+    for plain, again in zip(grads[False], grads[True], strict=True):
+        assert torch.equal(plain, again)
+
+
+def test_handle_tells_its_settings(pipe):
+    handle = apply_agentsd(pipe, 0.3, 0.05, -0.25, 0.6)
+    assert handle.config == AgentConfig(ratio=0.3, k=0.05, scale=-0.25, early_frac=0.6)
+    assert "ratio=0.3" in repr(handle)
