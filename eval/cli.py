@@ -10,8 +10,8 @@ import transformers
 import typer
 from rich.console import Console
 
-from . import output
-from .config import CompareSettings, load_settings
+from . import output, results
+from .config import CompareSettings, LatencySettings, load_settings
 from .errors import EvalError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -38,6 +38,7 @@ Precision = Annotated[str | None, typer.Option("--dtype", help="float32, float16
 Backend = Annotated[str | None, typer.Option(help="Attention of the baseline: sdpa (fused) or unfused.")]
 Height = Annotated[int | None, typer.Option(help="Pixels, a multiple of 8; default: the model's own.")]
 Width = Annotated[int | None, typer.Option(help="Pixels, a multiple of 8; default: the model's own.")]
+Ratio = Annotated[float | None, typer.Option(help="Share of the tokens that is merged.")]
 Agent = Annotated[
     list[str] | None,
     typer.Option("--agent", metavar="KEY=VALUE", help="A setting of apply_agentsd, such as k=0.05; repeat."),
@@ -86,7 +87,7 @@ def compare(
     config: Config = None,
     model: Model = None,
     method: Methods = None,
-    ratio: Annotated[float | None, typer.Option(help="Share of the tokens that is merged.")] = None,
+    ratio: Ratio = None,
     prompt: Annotated[
         list[str] | None, typer.Option(help="A prompt; repeat. Default: the model's own.")
     ] = None,
@@ -123,6 +124,57 @@ def compare(
     output.save_image(job.draw(comparisons, pictures), settings.out)
     console.print(job.summary(comparisons, settings, pipe.unet.device))
     console.print(f"pictures: {settings.out}", soft_wrap=True)
+
+
+@app.command()
+@clear_errors
+def latency(
+    config: Config = None,
+    model: Model = None,
+    arch: Annotated[
+        str | None, typer.Option(help="sd15 or sdxl, random weights, in place of a model.")
+    ] = None,
+    method: Methods = None,
+    ratio: Ratio = None,
+    size: Annotated[list[int] | None, typer.Option(help="Pixels on a side; repeat.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Pictures at once; repeat.")] = None,
+    scope: Annotated[
+        list[str] | None, typer.Option(help="forward (one U-Net call), pipeline; repeat.")
+    ] = None,
+    backend: Annotated[list[str] | None, typer.Option(help="sdpa or unfused attention; repeat.")] = None,
+    repeats: Annotated[int | None, typer.Option(help="Timed rounds; the median counts.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for latency.jsonl, .csv and .md.")] = None,
+    steps: Steps = None,
+    guidance: Guidance = None,
+    scheduler: SchedulerName = None,
+    device: Device = None,
+    dtype: Precision = None,
+    agent: Agent = None,
+) -> None:
+    """Measure cost alone: seconds, multiply-adds and, on a GPU, memory; the methods take turns."""
+    from . import latency as job
+
+    overrides = dict(
+        model=model, arch=arch, methods=method, ratio=ratio, sizes=size, batches=batch, scopes=scope,
+        backends=backend, repeats=repeats, out=out, steps=steps, guidance_scale=guidance,
+        scheduler=scheduler, device=device, dtype=dtype, agent=parse_agent(agent),
+    )  # fmt: skip
+    settings = load_settings(LatencySettings, config, overrides)
+    methods = job.methods_of(settings)
+    output.check_writable(settings.out / "latency.jsonl")
+    pipe = job.load(settings)
+    cases = job.cases_of(settings, pipe)
+    run = results.describe_run(settings, pipe.unet.device)
+    columns = job.columns_of(pipe.unet.device)
+    rows = []
+    with output.progress(console) as bars:
+        task = bars.add_task("rounds", total=len(cases) * (settings.repeats + 1))
+        for row in job.measure(pipe, cases, methods, settings, lambda: bars.advance(task)):
+            rows.append(row)
+            results.write_rows(settings.out, "latency", rows, columns, run)
+    for table in job.summary(rows, settings, pipe.unet.device):
+        console.print(table)
+    console.print(f"figures: {settings.out}", soft_wrap=True)
 
 
 def main() -> None:

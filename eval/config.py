@@ -32,11 +32,6 @@ class Settings(BaseModel):
     scheduler: Scheduler = "plms"
     steps: int = Field(50, ge=1)
     guidance_scale: float = Field(7.5, ge=0)
-    height: int | None = Field(None, ge=8, multiple_of=8)
-    width: int | None = Field(None, ge=8, multiple_of=8)
-    """Pixels; None takes the model's own size."""
-    seed: int = Field(0, ge=0)
-    """Picture i starts from the noise of seed + i, whatever the method, batch size or process."""
     agent: dict[str, Any] = Field(default_factory=dict)
     """Settings of `agentsd.apply_agentsd` other than `ratio`; what is left out keeps its own default."""
     cache_interval: int = Field(3, ge=1)
@@ -55,7 +50,17 @@ class Settings(BaseModel):
         return agent
 
 
-class CompareSettings(Settings):
+class SamplingSettings(Settings):
+    """What the commands share that make pictures."""
+
+    height: int | None = Field(None, ge=8, multiple_of=8)
+    width: int | None = Field(None, ge=8, multiple_of=8)
+    """Pixels; None takes the model's own size."""
+    seed: int = Field(0, ge=0)
+    """Picture i starts from the noise of seed + i, whatever the method, batch size or process."""
+
+
+class CompareSettings(SamplingSettings):
     """Same-seed pictures of a few methods side by side (Fig. 6)."""
 
     methods: tuple[str, ...] = ("stock", "tomesd", "agentsd")
@@ -64,6 +69,38 @@ class CompareSettings(Settings):
     """Empty takes `images` captions of the embedded model's reference pictures."""
     images: int = Field(6, ge=1)
     out: Path = Path("outputs/compare.png")
+
+
+class LatencySettings(Settings):
+    """Cost alone: seconds, multiply-adds and, on a GPU, memory."""
+
+    arch: Literal["sd15", "sdxl"] | None = None
+    """A bare architecture with random weights in place of `model`."""
+    methods: tuple[str, ...] = ("stock", "tomesd", "agentsd")
+    ratio: float = Field(0.4, ge=0, le=0.75)
+    backends: tuple[Backend, ...] = ("sdpa",)
+    """Each method is measured under each of these, in place of `backend`."""
+    sizes: tuple[int, ...] = ()
+    """Pixels on a side, multiples of 8; empty takes the model's own."""
+    batches: tuple[int, ...] = (1,)
+    scopes: tuple[Literal["forward", "pipeline"], ...] = ("forward", "pipeline")
+    """One guided U-Net call in the early and in the late phase, or a whole pipeline call."""
+    repeats: int = Field(5, ge=1)
+    out: Path = Path("outputs/latency")
+
+    @field_validator("sizes")
+    @classmethod
+    def _whole_latents(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        if wrong := [size for size in sizes if size < 64 or size % 8]:
+            raise ValueError(f"{wrong}: sizes are pixels, 64 or more and multiples of 8")
+        return sizes
+
+    @field_validator("batches")
+    @classmethod
+    def _whole_batches(cls, batches: tuple[int, ...]) -> tuple[int, ...]:
+        if wrong := [batch for batch in batches if batch < 1]:
+            raise ValueError(f"{wrong}: a batch has 1 picture or more")
+        return batches
 
 
 SettingsT = TypeVar("SettingsT", bound=Settings)

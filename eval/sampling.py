@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from .config import Settings
+from .config import SamplingSettings
 from .methods import Method
 from .pictures import Picture
 
@@ -49,7 +49,7 @@ class Stopwatch:
         self.seconds = Seconds(wall - self._start[0], cpu - self._start[1])
 
 
-def size_of(pipe: Any, settings: Settings) -> tuple[int, int]:
+def size_of(pipe: Any, settings: SamplingSettings) -> tuple[int, int]:
     """Return (height, width) in pixels: the settings' own, else the model's."""
     native = pipe.unet.config.sample_size * pipe.vae_scale_factor
     return settings.height or native, settings.width or native
@@ -63,7 +63,11 @@ def initial_latents(pipe: Any, seeds: Sequence[int], height: int, width: int) ->
 
 
 def sample(
-    pipe: Any, method: Method, pictures: Sequence[Picture], settings: Settings, steps: int | None = None
+    pipe: Any,
+    method: Method,
+    pictures: Sequence[Picture],
+    settings: SamplingSettings,
+    steps: int | None = None,
 ) -> tuple[list[Image.Image], Seconds]:
     """Return one picture for each of `pictures`, made as one batch under `method`, and the time it took.
 

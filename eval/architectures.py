@@ -1,0 +1,93 @@
+"""Stable Diffusion's architectures with random weights: they cost what the trained models cost."""
+
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    PNDMScheduler,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
+
+_SD15: dict[str, Any] = {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8}
+_SDXL: dict[str, Any] = {
+    "sample_size": 128,
+    "block_out_channels": (320, 640, 1280),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "transformer_layers_per_block": (1, 2, 10),
+    "attention_head_dim": (5, 10, 20),
+    "cross_attention_dim": 2048,
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+}
+
+
+def build(arch: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """Return a pipeline of the U-Net and VAE of "sd15" or "sdxl", random, without text encoders.
+
+    It is called with `prompt_embeds`. The text encoders are left out: they run once a picture and no
+    method touches them.
+    """
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            unet = UNet2DConditionModel(**(_SDXL if arch == "sdxl" else _SD15))
+            vae = AutoencoderKL(
+                block_out_channels=(128, 256, 512, 512),
+                down_block_types=("DownEncoderBlock2D",) * 4,
+                up_block_types=("UpDecoderBlock2D",) * 4,
+                layers_per_block=2,
+                latent_channels=4,
+                sample_size=8 * (_SDXL if arch == "sdxl" else _SD15)["sample_size"],
+            )
+    finally:
+        torch.set_default_dtype(before)
+    torch.nn.Module.eval(unet)
+    torch.nn.Module.eval(vae)
+    scheduler = PNDMScheduler(
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        skip_prk_steps=True,
+        set_alpha_to_one=False,
+        steps_offset=1,
+    )
+    if arch == "sdxl":
+        return StableDiffusionXLPipeline(
+            vae=vae,
+            text_encoder=None,
+            text_encoder_2=None,
+            tokenizer=None,
+            tokenizer_2=None,
+            unet=unet,
+            scheduler=scheduler,
+            add_watermarker=False,
+        )
+    return StableDiffusionPipeline(
+        vae=vae,
+        text_encoder=None,
+        tokenizer=None,
+        unet=unet,
+        scheduler=scheduler,
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+
+
+def random_embeds(unet: Any, batch: int) -> dict[str, torch.Tensor]:
+    """Return random `prompt_embeds` (B, 77, C) and, for SDXL, `pooled_prompt_embeds` (B, 1280)."""
+    config = unet.config
+    like = {"device": unet.device, "dtype": unet.dtype}
+    embeds = {"prompt_embeds": torch.randn(batch, 77, config.cross_attention_dim, **like)}
+    if config.addition_embed_type == "text_time":
+        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+        embeds["pooled_prompt_embeds"] = torch.randn(batch, pooled, **like)
+    return embeds

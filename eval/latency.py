@@ -1,0 +1,253 @@
+"""Cost alone: seconds, multiply-adds and memory of one U-Net call by phase, or of a whole pipeline call."""
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from .architectures import build, random_embeds
+from .config import Backend, LatencySettings
+from .errors import EvalError
+from .methods import Method, check_scheduler, parse_method
+from .models import device_of, load_pipeline, set_scheduler
+from .results import Column, Row, figure, method_text, to_terminal
+from .sampling import Seconds, Stopwatch
+
+_PHASES = {"forward early": 999, "forward late": 1}
+Run = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured: "pipeline", "forward early" or "forward late", at a size in pixels and a batch."""
+
+    scope: str
+    size: int
+    batch: int
+
+
+def cases_of(settings: LatencySettings, pipe: Any) -> list[Case]:
+    """Return every scope at every size and batch."""
+    sizes = settings.sizes or (pipe.unet.config.sample_size * pipe.vae_scale_factor,)
+    scopes = [s for scope in settings.scopes for s in (_PHASES if scope == "forward" else ("pipeline",))]
+    return [Case(scope, size, batch) for size in sizes for batch in settings.batches for scope in scopes]
+
+
+def methods_of(settings: LatencySettings) -> list[Method]:
+    """Return every method under every backend, stock first under each. Raises EvalError on an unknown one."""
+    methods = []
+    for backend in settings.backends:
+        for name in ("stock", *settings.methods):
+            method = parse_method(name, settings.ratio, settings, backend)
+            if method not in methods:
+                methods.append(method)
+    return methods
+
+
+def suits(method: Method, case: Case) -> bool:
+    """Whether the method has a cost in this scope: DeepCache has none within one U-Net call."""
+    return case.scope == "pipeline" or "deepcache" not in method.parts
+
+
+def measure(
+    pipe: Any, cases: list[Case], methods: list[Method], settings: LatencySettings, tick: Callable[[], None]
+) -> Iterator[dict[str, Any]]:
+    """Yield a row of figures for each case and method.
+
+    The methods take turns within a case (A B C A B C), after a warm-up round in which multiply-adds are
+    counted; a speed-up is the median over the rounds of stock's time over the method's. `tick` is
+    called after each round. Raises EvalError where the machine's memory doesn't do.
+    """
+    for method in methods:
+        check_scheduler(method, pipe.scheduler, settings.steps)
+    for case in cases:
+        fitting = [method for method in methods if suits(method, case)]
+        try:
+            yield from _measure_case(pipe, case, fitting, settings, tick)
+        except torch.OutOfMemoryError as error:
+            raise EvalError(
+                f"the GPU's memory doesn't do for {case}: leave out the size or batch, or use --dtype float16"
+            ) from error
+
+
+@torch.no_grad()
+def _measure_case(
+    pipe: Any, case: Case, methods: list[Method], settings: LatencySettings, tick: Callable[[], None]
+) -> Iterator[dict[str, Any]]:
+    run = _workload(pipe, case, settings)
+    target = pipe if case.scope == "pipeline" else pipe.unet
+    device = pipe.unet.device
+    operations = {method: _multiply_adds(method, target, run) for method in methods}
+    memory = {method: _memory_per_image(pipe, target, case, method, settings) for method in methods}
+    tick()
+    seconds: dict[Method, list[Seconds]] = {method: [] for method in methods}
+    for _ in range(settings.repeats):
+        for method in methods:
+            with method.applied(target) as reseed:
+                reseed(0)
+                with Stopwatch(device) as watch:
+                    run()
+            seconds[method].append(watch.seconds)
+        tick()
+    for method in methods:
+        row: dict[str, Any] = {
+            "scope": case.scope,
+            "size": case.size,
+            "batch": case.batch,
+            "method": method.name,
+            "ratio": method.ratio,
+            "backend": method.backend,
+            "seconds": statistics.median(s.wall for s in seconds[method]),
+            "cpu_seconds": statistics.median(s.cpu for s in seconds[method]),
+            "multiply_adds": operations[method],
+            "memory_per_image": memory[method],
+            "rounds": settings.repeats,
+        }
+        for name, backend in (("speedup", method.backend), ("speedup_over_sdpa", "sdpa")):
+            row |= _speedup(name, seconds, _stock(methods, backend), method, device)
+        yield row
+
+
+def _stock(methods: list[Method], backend: Backend | str) -> Method | None:
+    return next((m for m in methods if not m.parts and m.backend == backend), None)
+
+
+def _speedup(
+    name: str,
+    seconds: dict[Method, list[Seconds]],
+    stock: Method | None,
+    method: Method,
+    device: torch.device,
+) -> dict[str, float | None]:
+    """Return the median, least and greatest paired ratio of stock's time to the method's."""
+    if stock is None:
+        return {name: None, f"{name}_low": None, f"{name}_high": None}
+    rounds = zip(seconds[stock], seconds[method], strict=True)
+    ratios = [theirs.charged(device) / ours.charged(device) for theirs, ours in rounds]
+    return {name: statistics.median(ratios), f"{name}_low": min(ratios), f"{name}_high": max(ratios)}
+
+
+def _workload(pipe: Any, case: Case, settings: LatencySettings) -> Run:
+    """Return the call to measure, on random inputs that don't depend on the method."""
+    if case.scope == "pipeline":
+        return _pipeline_call(pipe, case, settings)
+    unet = pipe.unet
+    guided = 2 if settings.guidance_scale > 1 else 1
+    side = case.size // pipe.vae_scale_factor
+    torch.manual_seed(0)
+    like = {"device": unet.device, "dtype": unet.dtype}
+    rows = guided * case.batch
+    latents = torch.randn(rows, unet.config.in_channels, side, side, **like)
+    embeds = random_embeds(unet, rows)
+    extra: dict[str, Any] = {}
+    if "pooled_prompt_embeds" in embeds:
+        time_ids = torch.tensor([[case.size, case.size, 0, 0, case.size, case.size]] * rows, **like)
+        extra["added_cond_kwargs"] = {"text_embeds": embeds["pooled_prompt_embeds"], "time_ids": time_ids}
+    timestep = torch.tensor(_PHASES[case.scope], device=unet.device)
+    return lambda: unet(latents, timestep, encoder_hidden_states=embeds["prompt_embeds"], **extra)
+
+
+def _pipeline_call(pipe: Any, case: Case, settings: LatencySettings) -> Run:
+    if getattr(pipe, "tokenizer", None) is not None:
+        prompt: dict[str, Any] = {"prompt": ["a photograph"] * case.batch}
+    else:
+        torch.manual_seed(0)
+        prompt = random_embeds(pipe.unet, case.batch)
+        prompt |= {f"negative_{name}": torch.zeros_like(embeds) for name, embeds in prompt.items()}
+
+    def run() -> Any:
+        return pipe(
+            **prompt,
+            height=case.size,
+            width=case.size,
+            num_inference_steps=settings.steps,
+            guidance_scale=settings.guidance_scale,
+            generator=[torch.Generator().manual_seed(i) for i in range(case.batch)],
+        )
+
+    return run
+
+
+def _sdpa_cpu_flop(
+    query: torch.Size, key: torch.Size, value: torch.Size, *args: Any, out_val: Any = None, **kwargs: Any
+) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+def _multiply_adds(method: Method, target: Any, run: Run) -> int:
+    """Return the multiply-adds of matrix products, convolutions and attention in one run."""
+    cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    counter = FlopCounterMode(display=False, custom_mapping={cpu_attention: _sdpa_cpu_flop})
+    with method.applied(target) as reseed, counter:
+        reseed(0)
+        run()
+    return counter.get_total_flops() // 2
+
+
+def _memory_per_image(
+    pipe: Any, target: Any, case: Case, method: Method, settings: LatencySettings
+) -> float | None:
+    """Return the growth of peak memory, in GB (1e9 bytes), when the batch grows by 1 (Table 10's GB/img)."""
+    if pipe.unet.device.type != "cuda":
+        return None
+    peaks = []
+    for batch in (case.batch, case.batch + 1):
+        run = _workload(pipe, Case(case.scope, case.size, batch), settings)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        with method.applied(target) as reseed:
+            reseed(0)
+            run()
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+    return (peaks[1] - peaks[0]) / 1e9
+
+
+def load(settings: LatencySettings) -> Any:
+    """Return the pipeline to measure: the bare architecture with random weights, or the model."""
+    if settings.arch is None:
+        return load_pipeline(settings)
+    pipe = build(settings.arch, device_of(settings), getattr(torch, settings.dtype))
+    set_scheduler(pipe, settings.scheduler)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def summary(rows: list[Row], settings: LatencySettings, device: torch.device) -> Iterator[Table]:
+    """Yield a terminal table for each case."""
+    shown = [column for column in columns_of(device) if column.title not in ("scope", "px", "batch")]
+    if len(settings.backends) == 1:
+        shown = [column for column in shown if column.title != "over SDPA stock"]
+    for (scope, size, batch), group in groupby(rows, lambda row: (row["scope"], row["size"], row["batch"])):
+        steps = f", {settings.steps} steps ({settings.scheduler})" if scope == "pipeline" else ""
+        name = settings.arch or settings.model
+        yield to_terminal(f"{name}, {scope}{steps}, {size} px, batch {batch}, {device}", list(group), shown)
+
+
+def columns_of(device: torch.device) -> list[Column]:
+    """Return the columns of the table; the clock of the speed-ups depends on the device."""
+    clock = "wall" if device.type == "cuda" else "CPU"
+
+    def speedup(row: Row, name: str = "speedup") -> str:
+        if row[name] is None:
+            return "-"
+        return f"{row[name]:.2f}x ({row[f'{name}_low']:.2f}-{row[f'{name}_high']:.2f})"
+
+    return [
+        Column("method", method_text),
+        Column("attention", figure("backend", "")),
+        Column("scope", figure("scope", "")),
+        Column("px", figure("size", "d")),
+        Column("batch", figure("batch", "d")),
+        Column("s", figure("seconds", ".3f")),
+        Column("CPU s", figure("cpu_seconds", ".3f")),
+        Column(f"speed-up ({clock} time)", speedup),
+        Column("over SDPA stock", lambda row: speedup(row, "speedup_over_sdpa")),
+        Column("GMACs", lambda row: f"{row['multiply_adds'] / 1e9:.1f}"),
+        Column("GB/image", figure("memory_per_image", ".2f", "n/a")),
+    ]

@@ -1,0 +1,96 @@
+"""Rows of figures on disk and on screen: JSON lines, CSV, Markdown, a terminal table."""
+
+import csv
+import io
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from .config import Settings
+from .output import make_table, write_bytes
+
+_PACKAGES = ("agentsd", "torch", "diffusers", "transformers", "tomesd", "DeepCache")
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: its title and how a row's figure is written."""
+
+    title: str
+    text: Callable[[Row], str]
+
+
+def figure(key: str, form: str, missing: str = "-") -> Callable[[Row], str]:
+    """Return a column's text: the row's `key` in a format such as ".2f"; `missing` where it is None."""
+    return lambda row: missing if row.get(key) is None else format(row[key], form)
+
+
+def method_text(row: Row) -> str:
+    """Return the method and ratio of a row for people, such as "agentsd r=0.4"."""
+    return row["method"] if row["ratio"] is None else f"{row['method']} r={row['ratio']:g}"
+
+
+def describe_run(settings: Settings, device: torch.device) -> Row:
+    """Return what a figure depends on: versions, device, settings and the command itself."""
+    return {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in _PACKAGES},
+        "settings": settings.model_dump(mode="json", exclude={"out"}),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    return f"{os.cpu_count()} cores {platform.machine()}"
+
+
+def write_rows(folder: Path, name: str, rows: Sequence[Row], columns: Sequence[Column], run: Row) -> None:
+    """Write `name`.jsonl (each row with `run`), `name`.csv and `name`.md; each is whole or not there."""
+    lines = [json.dumps({**row, "run": run}, ensure_ascii=False) for row in rows]
+    write_bytes(folder / f"{name}.jsonl", ("\n".join(lines) + "\n").encode())
+    write_bytes(folder / f"{name}.csv", to_csv(rows).encode())
+    write_bytes(folder / f"{name}.md", (to_markdown(rows, columns) + f"\n`{run['command']}`\n").encode())
+
+
+def to_csv(rows: Sequence[Row]) -> str:
+    """Return the rows with every key of theirs as a column."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, keys, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def to_markdown(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+    """Return a table that can be pasted in a README."""
+    lines = [[column.title for column in columns], ["---"] + ["---:"] * (len(columns) - 1)]
+    lines += [[column.text(row) for column in columns] for row in rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def to_terminal(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> Table:
+    """Return a table to print."""
+    cells = [[column.text(row) for column in columns] for row in rows]
+    return make_table(title, [column.title for column in columns], cells)
