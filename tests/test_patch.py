@@ -92,7 +92,7 @@ def test_token_merging_alone_is_the_tomesd_packages(pipe, sample, ratio):
     tomesd.remove_patch(pipe)
     with apply_agentsd(pipe, ratio=ratio, early_frac=0, cells="first"):
         ours_call, ours = call(pipe.unet), sample(pipe)
-    torch.testing.assert_close(ours_call, their_call, rtol=0, atol=1e-6)
+    torch.testing.assert_close(ours_call, their_call, rtol=0, atol=2e-6)
     # over a run of 6 calls rounding grows with the latents
     assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max() < 1e-2 * (stock - theirs).abs().max()
 
