@@ -72,12 +72,14 @@ def rank_tokens(metric: Tensor, partition: Partition) -> Ranking:
     A token of zero norm is alike to none (similarity 0), so no NaN arises.
     """
     src, dst = (index.to(metric.device) for index in partition)
-    norm = torch.linalg.vector_norm(metric, dim=-1, keepdim=True, dtype=torch.float32)
-    metric = (metric / norm.clamp_min(torch.finfo(torch.float32).tiny)).to(metric.dtype)
-    targets = metric.index_select(1, dst).transpose(1, 2)
+    norm = torch.linalg.vector_norm(metric, dim=-1, dtype=torch.float32)
+    norm = norm.clamp_min(torch.finfo(torch.float32).tiny)
+    # A source's own norm does not change which destination is best: it is divided out of the best one.
+    targets = metric.index_select(1, dst) / norm.index_select(1, dst)[..., None]
+    targets = targets.to(metric.dtype).transpose(1, 2)
     step = max(1, SCORE_BUDGET // (metric.shape[0] * max(1, dst.numel())))
     best = [(metric.index_select(1, part) @ targets).max(dim=-1) for part in src.split(step)]
-    similarity = torch.cat([b.values for b in best], dim=1)
+    similarity = torch.cat([b.values for b in best], dim=1) / norm.index_select(1, src)
     match = torch.cat([b.indices for b in best], dim=1)
     order = similarity.argsort(dim=1, descending=True, stable=True)
     return Ranking(src[order], match.gather(1, order), dst)
