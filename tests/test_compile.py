@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make_unet
+from tiny import make_unet
 from test_patch import call
 from torch._dynamo.testing import CompileCounter
 

@@ -5,7 +5,7 @@ import diffusers
 import pytest
 import tomesd
 import torch
-from conftest import make_sdxl_unet, make_unet
+from tiny import make_sdxl_unet, make_unet
 from diffusers.models.attention_processor import (
     AttnProcessor,
     AttnProcessor2_0,

@@ -1,0 +1,187 @@
+"""Features of the host that load, replace or rebuild processors around the patch, in any order."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+from peft import LoraConfig
+from tiny import WIDTH, make_image_encoder, make_image_processor
+
+from agentsd import apply_agentsd, remove_agentsd
+from agentsd.processor import AgentAttnProcessor
+
+
+def ip_adapter_weights(unet):
+    """A tiny IP-Adapter: 4 image tokens, keys and values for each cross-attention layer."""
+    rng = torch.Generator().manual_seed(3)
+    weights, number = {}, 1
+    for name in unet.attn_processors:
+        if name.endswith("attn2.processor"):
+            attn = unet.get_submodule(name.removesuffix(".processor"))
+            for part in ("to_k_ip", "to_v_ip"):
+                weights[f"{number}.{part}.weight"] = torch.randn(attn.inner_dim, WIDTH, generator=rng)
+            number += 2
+    projection = {
+        "proj.weight": torch.randn(4 * WIDTH, WIDTH, generator=rng),
+        "proj.bias": torch.randn(4 * WIDTH, generator=rng),
+        "norm.weight": torch.ones(WIDTH),
+        "norm.bias": torch.zeros(WIDTH),
+    }
+    return {"image_proj": projection, "ip_adapter": weights}
+
+
+def load_ip_adapter(pipe):
+    pipe.load_ip_adapter(
+        ip_adapter_weights(pipe.unet), subfolder="", weight_name="", image_encoder_folder=None
+    )
+
+
+def load_lora(pipe):
+    config = LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights=False)
+    torch.manual_seed(4)
+    pipe.unet.add_adapter(config, adapter_name="style")
+
+
+@dataclass
+class Feature:
+    """A feature and its way back."""
+
+    on: Callable
+    off: Callable
+
+
+FEATURES = {
+    "IP-Adapter": Feature(load_ip_adapter, lambda p: p.unload_ip_adapter()),
+    "LoRA": Feature(load_lora, lambda p: p.unload_lora_weights()),
+    "fused QKV": Feature(lambda p: p.fuse_qkv_projections(), lambda p: p.unfuse_qkv_projections()),
+    "attention slicing": Feature(lambda p: p.enable_attention_slicing(1), lambda p: p.disable_attention_slicing()),
+    "unfused attention": Feature(
+        lambda p: p.unet.set_attn_processor(AttnProcessor()),
+        lambda p: p.unet.set_attn_processor(AttnProcessor2_0()),
+    ),
+    "FreeU": Feature(lambda p: p.enable_freeu(0.9, 0.2, 1.2, 1.4), lambda p: p.disable_freeu()),
+    "VAE tiling": Feature(lambda p: p.vae.enable_tiling(), lambda p: p.vae.disable_tiling()),
+}
+# Each of these sets every processor anew; two at a time break a stock pipeline too.
+REPLACE = {"IP-Adapter", "fused QKV", "attention slicing", "unfused attention"}
+
+
+@pytest.fixture
+def new_pipe(make_pipeline):
+    """A pipeline that an IP-Adapter can be loaded into."""
+
+    def build():
+        return make_pipeline(
+            image_encoder=make_image_encoder(),
+            feature_extractor=make_image_processor(),
+            safety_checker=None,
+            requires_safety_checker=False,
+        )
+
+    return build
+
+
+def run(pipe):
+    """Latents after four steps, half of them early."""
+    inputs = {}
+    if any("IPAdapter" in type(p).__name__ for p in pipe.unet.attn_processors.values()):
+        inputs["ip_adapter_image_embeds"] = [torch.ones(2, 1, WIDTH)]
+    return pipe(
+        "a cat",
+        num_inference_steps=4,
+        output_type="latent",
+        generator=torch.Generator().manual_seed(0),
+        **inputs,
+    ).images
+
+
+def kinds(pipe):
+    return {name: type(p) for name, p in pipe.unet.attn_processors.items()}
+
+
+def same(a, b):
+    """Equal up to the rounding that fused projections bring."""
+    return torch.allclose(a, b, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_feature_and_patch_in_either_order(new_pipe, name, patch_first):
+    """The picture does not depend on which came first, and each can be taken away first."""
+    feature, pipe, twin = FEATURES[name], new_pipe(), new_pipe()
+    plain = run(pipe)
+    apply_agentsd(pipe, early_frac=0.5)
+    patched = run(pipe)
+    remove_agentsd(pipe)
+
+    feature.on(twin)
+    featured = run(twin)
+    apply_agentsd(twin, early_frac=0.5)
+    both = run(twin)
+    assert not same(both, featured)  # the patch is at work under the feature
+
+    if patch_first:
+        apply_agentsd(pipe, early_frac=0.5)
+        feature.on(pipe)
+        assert same(run(pipe), both)
+        feature.off(pipe)
+        assert same(run(pipe), patched)
+        feature.on(pipe)
+        remove_agentsd(pipe)
+        assert torch.equal(run(pipe), featured)
+    else:
+        feature.off(twin)
+        assert same(run(twin), patched)
+        remove_agentsd(twin)
+        assert torch.equal(run(twin), plain)
+
+
+def test_lora_scaled_switched_and_fused_under_the_patch(new_pipe):
+    pipe, twin = new_pipe(), new_pipe()
+    apply_agentsd(pipe)
+    load_lora(pipe)
+    load_lora(twin)
+    for change in (
+        lambda p: p.set_adapters(["style"], [0.5]),
+        lambda p: p.fuse_lora(),
+        lambda p: p.unfuse_lora(),
+        lambda p: p.disable_lora(),
+        lambda p: p.enable_lora(),
+    ):
+        change(pipe)
+        change(twin)
+        with apply_agentsd(twin):
+            assert same(run(pipe), run(twin))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_order_of_loading_and_patching_strands_a_pipeline(new_pipe, seed):
+    """A twin lives through the same features without agentsd; after removal nothing tells them apart."""
+    rng = random.Random(seed)
+    pipe, twin = new_pipe(), new_pipe()
+    on, patched = set(), False
+    for _ in range(10):
+        step = rng.choice(["agentsd", "agentsd", *FEATURES])
+        if step == "agentsd":
+            (remove_agentsd if patched else apply_agentsd)(pipe)
+            patched = not patched
+            continue
+        if step in REPLACE and (on & REPLACE) - {step}:
+            continue
+        for each in (pipe, twin):
+            (FEATURES[step].off if step in on else FEATURES[step].on)(each)
+        on ^= {step}
+        if rng.random() < 0.3:
+            with apply_agentsd(twin):
+                expected = run(twin)
+            assert same(run(pipe), expected if patched else run(twin)), on
+    remove_agentsd(pipe)
+    assert torch.equal(run(pipe), run(twin)), on
+    assert kinds(pipe) == kinds(twin)
+    for module in pipe.unet.modules():
+        assert not any("agentsd" in key for key in vars(module))
+    kept = getattr(pipe.unet, "original_attn_processors", None) or {}
+    assert not any(isinstance(p, AgentAttnProcessor) for p in kept.values())

@@ -1,0 +1,144 @@
+"""Parts of tiny Stable Diffusion pipelines, built from configs with random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, ControlNetModel, MotionAdapter, PNDMScheduler, T2IAdapter, UNet2DConditionModel
+from transformers import (
+    CLIPImageProcessorPil,
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    CLIPVisionConfig,
+    CLIPVisionModelWithProjection,
+)
+
+BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+WIDTH = 16  # of the text encoder
+
+
+def make_unet(**changes: Any) -> UNet2DConditionModel:
+    """An SD 1.x U-Net of three levels, attention on two of them and in the middle, two heads a block."""
+    settings: dict[str, Any] = {
+        "sample_size": 16,
+        "block_out_channels": (16, 32, 32),
+        "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+        "layers_per_block": 1,
+        "cross_attention_dim": WIDTH,
+        "attention_head_dim": 2,
+        "norm_num_groups": 4,
+    }
+    torch.manual_seed(0)
+    return UNet2DConditionModel(**settings | changes).eval()
+
+
+def make_sdxl_unet(**changes: Any) -> UNet2DConditionModel:
+    """An SDXL U-Net: no attention on the first level, several transformer blocks below it."""
+    settings: dict[str, Any] = {
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        "transformer_layers_per_block": (1, 2, 3),
+        "use_linear_projection": True,
+        "attention_head_dim": (2, 2, 4),
+    }
+    return make_unet(**settings | changes)
+
+
+def make_controlnet() -> ControlNetModel:
+    """A ControlNet of `make_unet`'s encoder, whose output is not zero."""
+    unet = make_unet()
+    torch.manual_seed(1)
+    net = ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=(16, 16)).eval()
+    for parameter in net.controlnet_down_blocks.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return net
+
+
+def make_vae() -> AutoencoderKL:
+    """An autoencoder that halves each side."""
+    torch.manual_seed(0)
+    return AutoencoderKL(
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        layers_per_block=1,
+        norm_num_groups=4,
+        sample_size=32,
+    ).eval()
+
+
+def make_tokenizer(folder: Path) -> CLIPTokenizer:
+    """A CLIP tokenizer that spells words letter by letter; its files are written to `folder`."""
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789.,"
+    words = ["<|startoftext|>", "<|endoftext|>", *letters, *(c + "</w>" for c in letters)]
+    (folder / "vocab.json").write_text(json.dumps({w: i for i, w in enumerate(words)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    return CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=20)
+
+
+def make_text_encoder(tokenizer: CLIPTokenizer, projection: bool = False) -> Any:
+    """A CLIP text encoder of width 16, with or without a projection (SDXL's second one)."""
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=WIDTH,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=20,
+        projection_dim=WIDTH,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+    torch.manual_seed(0)
+    return (CLIPTextModelWithProjection if projection else CLIPTextModel)(config).eval()
+
+
+def make_image_encoder() -> CLIPVisionModelWithProjection:
+    """A CLIP image encoder of width 16."""
+    config = CLIPVisionConfig(
+        hidden_size=WIDTH,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=32,
+        patch_size=8,
+        projection_dim=WIDTH,
+    )
+    torch.manual_seed(0)
+    return CLIPVisionModelWithProjection(config).eval()
+
+
+def make_image_processor() -> CLIPImageProcessorPil:
+    """Its image processor."""
+    return CLIPImageProcessorPil(crop_size=32, size={"shortest_edge": 32})
+
+
+def make_t2i_adapter() -> T2IAdapter:
+    """A T2I-Adapter whose features fit `make_unet`."""
+    torch.manual_seed(0)
+    return T2IAdapter(
+        in_channels=3, channels=[16, 32, 32], num_res_blocks=1, downscale_factor=2, adapter_type="full_adapter"
+    ).eval()
+
+
+def make_motion_adapter() -> MotionAdapter:
+    """An AnimateDiff motion adapter for `make_unet`."""
+    torch.manual_seed(0)
+    return MotionAdapter(
+        block_out_channels=(16, 32, 32),
+        motion_layers_per_block=1,
+        motion_norm_num_groups=4,
+        motion_num_attention_heads=2,
+    ).eval()
+
+
+def make_scheduler() -> PNDMScheduler:
+    """SD 1.5's scheduler."""
+    return PNDMScheduler(**BETAS, skip_prk_steps=True, steps_offset=1)
