@@ -38,8 +38,8 @@ def build(arch: str, device: torch.device, dtype: torch.dtype) -> Any:
     torch.set_default_dtype(dtype)
     try:
         with device:
-            unet = UNet2DConditionModel(**(_SDXL if arch == "sdxl" else _SD15))
-            vae = AutoencoderKL(
+            unet: Any = UNet2DConditionModel(**(_SDXL if arch == "sdxl" else _SD15))
+            vae: Any = AutoencoderKL(
                 block_out_channels=(128, 256, 512, 512),
                 down_block_types=("DownEncoderBlock2D",) * 4,
                 up_block_types=("UpDecoderBlock2D",) * 4,
@@ -49,8 +49,8 @@ def build(arch: str, device: torch.device, dtype: torch.dtype) -> Any:
             )
     finally:
         torch.set_default_dtype(before)
-    torch.nn.Module.eval(unet)
-    torch.nn.Module.eval(vae)
+    unet.eval()
+    vae.eval()
     scheduler = PNDMScheduler(
         beta_start=0.00085,
         beta_end=0.012,

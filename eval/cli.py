@@ -10,39 +10,22 @@ import transformers
 import typer
 from rich.console import Console
 
+from . import options as o
 from . import output, results
-from .config import CompareSettings, LatencySettings, load_settings
+from .config import (
+    AblateSettings,
+    CompareSettings,
+    FidSettings,
+    LatencySettings,
+    RunSettings,
+    TableSettings,
+    load_settings,
+)
 from .errors import EvalError
+from .methods import Method
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 console = Console()
-
-Config = Annotated[
-    Path | None, typer.Option("--config", help="YAML file of settings; options here override it.")
-]
-Model = Annotated[str | None, typer.Option(help="'demo' (embedded), a folder, or a hub id.")]
-Methods = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--method", help="stock, tomesd, agentsd, deepcache or a sum such as agentsd+deepcache; repeat."
-    ),
-]
-Steps = Annotated[int | None, typer.Option(help="Denoising steps.")]
-Guidance = Annotated[float | None, typer.Option("--guidance", help="Guidance scale; 1 or less turns it off.")]
-SchedulerName = Annotated[
-    str | None, typer.Option("--scheduler", help="plms, ddim, euler, dpm++ or model (its own).")
-]
-Seed = Annotated[int | None, typer.Option(help="Picture i has seed + i.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...; default: CUDA if there is one.")]
-Precision = Annotated[str | None, typer.Option("--dtype", help="float32, float16 or bfloat16.")]
-Backend = Annotated[str | None, typer.Option(help="Attention of the baseline: sdpa (fused) or unfused.")]
-Height = Annotated[int | None, typer.Option(help="Pixels, a multiple of 8; default: the model's own.")]
-Width = Annotated[int | None, typer.Option(help="Pixels, a multiple of 8; default: the model's own.")]
-Ratio = Annotated[float | None, typer.Option(help="Share of the tokens that is merged.")]
-Agent = Annotated[
-    list[str] | None,
-    typer.Option("--agent", metavar="KEY=VALUE", help="A setting of apply_agentsd, such as k=0.05; repeat."),
-]
 
 
 def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
@@ -84,25 +67,25 @@ def start() -> None:
 @app.command()
 @clear_errors
 def compare(
-    config: Config = None,
-    model: Model = None,
-    method: Methods = None,
-    ratio: Ratio = None,
+    config: o.Config = None,
+    model: o.Model = None,
+    method: o.Methods = None,
+    ratio: o.Ratio = None,
     prompt: Annotated[
         list[str] | None, typer.Option(help="A prompt; repeat. Default: the model's own.")
     ] = None,
     images: Annotated[int | None, typer.Option(help="How many of the embedded model's prompts.")] = None,
     out: Annotated[Path | None, typer.Option(help="The PNG to write.")] = None,
-    steps: Steps = None,
-    guidance: Guidance = None,
-    scheduler: SchedulerName = None,
-    seed: Seed = None,
-    height: Height = None,
-    width: Width = None,
-    device: Device = None,
-    dtype: Precision = None,
-    backend: Backend = None,
-    agent: Agent = None,
+    steps: o.Steps = None,
+    guidance: o.Guidance = None,
+    scheduler: o.SchedulerName = None,
+    seed: o.Seed = None,
+    height: o.Height = None,
+    width: o.Width = None,
+    device: o.Device = None,
+    dtype: o.Precision = None,
+    backend: o.Backend = None,
+    agent: o.Agent = None,
 ) -> None:
     """Make the same pictures with each method, side by side in one PNG, and print times and differences."""
     from . import compare as job
@@ -129,13 +112,13 @@ def compare(
 @app.command()
 @clear_errors
 def latency(
-    config: Config = None,
-    model: Model = None,
+    config: o.Config = None,
+    model: o.Model = None,
     arch: Annotated[
         str | None, typer.Option(help="sd15 or sdxl, random weights, in place of a model.")
     ] = None,
-    method: Methods = None,
-    ratio: Ratio = None,
+    method: o.Methods = None,
+    ratio: o.Ratio = None,
     size: Annotated[list[int] | None, typer.Option(help="Pixels on a side; repeat.")] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Pictures at once; repeat.")] = None,
     scope: Annotated[
@@ -144,12 +127,12 @@ def latency(
     backend: Annotated[list[str] | None, typer.Option(help="sdpa or unfused attention; repeat.")] = None,
     repeats: Annotated[int | None, typer.Option(help="Timed rounds; the median counts.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for latency.jsonl, .csv and .md.")] = None,
-    steps: Steps = None,
-    guidance: Guidance = None,
-    scheduler: SchedulerName = None,
-    device: Device = None,
-    dtype: Precision = None,
-    agent: Agent = None,
+    steps: o.Steps = None,
+    guidance: o.Guidance = None,
+    scheduler: o.SchedulerName = None,
+    device: o.Device = None,
+    dtype: o.Precision = None,
+    agent: o.Agent = None,
 ) -> None:
     """Measure cost alone: seconds, multiply-adds and, on a GPU, memory; the methods take turns."""
     from . import latency as job
@@ -171,10 +154,129 @@ def latency(
         task = bars.add_task("rounds", total=len(cases) * (settings.repeats + 1))
         for row in job.measure(pipe, cases, methods, settings, lambda: bars.advance(task)):
             rows.append(row)
-            results.write_rows(settings.out, "latency", rows, columns, run)
+            results.write_rows(settings.out, "latency", rows, [columns], run)
     for table in job.summary(rows, settings, pipe.unet.device):
         console.print(table)
     console.print(f"figures: {settings.out}", soft_wrap=True)
+
+
+def _run_table(settings: RunSettings, methods: list[Method]) -> None:
+    from . import table as job
+
+    rows = job.run(settings, methods, console)
+    if not rows:
+        return
+    for title, columns in job.tables_of(rows, settings).items():
+        console.print(results.to_terminal(title, rows, columns))
+    console.print(job.NOTE)
+    if advice := job.plan(rows):
+        console.print(advice)
+    console.print(f"figures: {settings.out}", soft_wrap=True)
+
+
+@app.command()
+@clear_errors
+def table(
+    config: o.Config = None,
+    model: o.Model = None,
+    method: o.Methods = None,
+    ratio: Annotated[list[float] | None, typer.Option(help="Share of tokens merged; repeat.")] = None,
+    images: o.Images = None,
+    batch_size: o.BatchSize = None,
+    prompts: o.Prompts = None,
+    classes: o.Classes = None,
+    reference: o.Reference = None,
+    features: o.Features = None,
+    inception_weights: o.InceptionWeights = None,
+    out: o.RunOut = None,
+    steps: o.Steps = None,
+    guidance: o.Guidance = None,
+    scheduler: o.SchedulerName = None,
+    seed: o.Seed = None,
+    height: o.Height = None,
+    width: o.Width = None,
+    device: o.Device = None,
+    dtype: o.Precision = None,
+    backend: o.Backend = None,
+    agent: o.Agent = None,
+) -> None:
+    """Make pictures with each method and ratio, and a row of quality and cost for each (Table 10)."""
+    from . import table as job
+
+    overrides = dict(
+        model=model, methods=method, ratios=ratio, images=images, batch_size=batch_size, prompts=prompts,
+        classes=classes, reference=reference, features=features, inception_weights=inception_weights, out=out,
+        steps=steps, guidance_scale=guidance, scheduler=scheduler, seed=seed, height=height, width=width,
+        device=device, dtype=dtype, backend=backend, agent=parse_agent(agent),
+    )  # fmt: skip
+    settings = load_settings(TableSettings, config, overrides)
+    _run_table(settings, job.table_methods(settings))
+
+
+@app.command()
+@clear_errors
+def ablate(
+    what: Annotated[str, typer.Argument(help="k (Table 11), scale (Table 12) or early (Table 13).")],
+    config: o.Config = None,
+    model: o.Model = None,
+    value: Annotated[list[float] | None, typer.Option(help="A value; repeat. Default: the paper's.")] = None,
+    ratio: o.Ratio = None,
+    images: o.Images = None,
+    batch_size: o.BatchSize = None,
+    prompts: o.Prompts = None,
+    classes: o.Classes = None,
+    reference: o.Reference = None,
+    features: o.Features = None,
+    inception_weights: o.InceptionWeights = None,
+    out: o.RunOut = None,
+    steps: o.Steps = None,
+    guidance: o.Guidance = None,
+    scheduler: o.SchedulerName = None,
+    seed: o.Seed = None,
+    height: o.Height = None,
+    width: o.Width = None,
+    device: o.Device = None,
+    dtype: o.Precision = None,
+    backend: o.Backend = None,
+    agent: o.Agent = None,
+) -> None:
+    """Vary one setting of AgentSD at one ratio, beside stock (Tables 11, 12 and 13)."""
+    from . import table as job
+
+    overrides = dict(
+        model=model, values=value, ratio=ratio, images=images, batch_size=batch_size, prompts=prompts,
+        classes=classes, reference=reference, features=features, inception_weights=inception_weights, out=out,
+        steps=steps, guidance_scale=guidance, scheduler=scheduler, seed=seed, height=height, width=width,
+        device=device, dtype=dtype, backend=backend, agent=parse_agent(agent),
+    )  # fmt: skip
+    settings = load_settings(AblateSettings, config, overrides)
+    _run_table(settings, job.ablation_methods(settings, what))
+
+
+@app.command()
+@clear_errors
+def fid(
+    first: Annotated[Path, typer.Argument(help="A folder of pictures.", metavar="DIR_A")],
+    second: Annotated[Path, typer.Argument(help="Another.", metavar="DIR_B")],
+    features: Annotated[
+        str, typer.Option(help="efficientnet-lite0, or inception for real FID.")
+    ] = "inception",
+    inception_weights: o.InceptionWeights = None,
+    cache: Annotated[Path, typer.Option(help="Folder for features, computed once.")] = Path(
+        "outputs/features"
+    ),
+    device: o.Device = None,
+) -> None:
+    """Measure the Fréchet and kernel distance between two folders of pictures."""
+    from . import fid as job
+
+    overrides = dict(features=features, inception_weights=inception_weights, cache=cache, device=device)
+    settings = load_settings(FidSettings, None, overrides)
+    pictures = job.pictures_of(first, second)
+    with output.progress(console) as bars:
+        task = bars.add_task("features", total=sum(map(len, pictures)))
+        row = job.distances(pictures, settings, lambda count: bars.advance(task, count))
+    console.print(results.to_terminal(f"{first} and {second}", [row], job.columns(settings)))
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -14,6 +14,7 @@ from .errors import EvalError
 
 Backend = Literal["sdpa", "unfused"]
 Scheduler = Literal["model", "plms", "ddim", "euler", "dpm++"]
+FeatureName = Literal["efficientnet-lite0", "inception"]
 DType = Literal["float32", "float16", "bfloat16"]
 
 
@@ -71,6 +72,52 @@ class CompareSettings(SamplingSettings):
     out: Path = Path("outputs/compare.png")
 
 
+class RunSettings(SamplingSettings):
+    """Pictures for a table, what they are judged by, and where everything is kept."""
+
+    images: int = Field(64, ge=2)
+    """Pictures for each row."""
+    batch_size: int = Field(8, ge=1)
+    prompts: Path | None = None
+    """A text file, one prompt a line."""
+    classes: Path | None = None
+    """A text file, one class name a line, each asked for by `template` for `per_class` pictures."""
+    template: str = "A high quality photograph of a {cls}."
+    per_class: int = Field(2, ge=1)
+    reference: Path | None = None
+    """Folder of real pictures; None takes the embedded model's own, and for other models none."""
+    features: FeatureName = "efficientnet-lite0"
+    inception_weights: Path | None = None
+    """pytorch-fid's weights; None lets pytorch-fid download them."""
+    clip: str | None = None
+    """Folder or hub id of a CLIP model, for the CLIP score."""
+    bootstrap: int = Field(200, ge=2)
+    out: Path = Path("runs/table")
+
+    @field_validator("template")
+    @classmethod
+    def _names_the_class(cls, template: str) -> str:
+        if "{cls}" not in template:
+            raise ValueError("a template holds {cls}, where the class name goes")
+        return template
+
+
+class TableSettings(RunSettings):
+    """Table 10: methods at several ratios."""
+
+    methods: tuple[str, ...] = ("stock", "tomesd", "agentsd")
+    ratios: tuple[Annotated[float, Field(ge=0, le=0.75)], ...] = (0.1, 0.2, 0.3, 0.4, 0.5)
+
+
+class AblateSettings(RunSettings):
+    """Tables 11, 12 and 13: AgentSD with one setting varied."""
+
+    ratio: float = Field(0.5, ge=0, le=0.75)
+    values: tuple[float, ...] = ()
+    """Empty takes the paper's own values."""
+    out: Path = Path("runs/ablate")
+
+
 class LatencySettings(Settings):
     """Cost alone: seconds, multiply-adds and, on a GPU, memory."""
 
@@ -103,7 +150,18 @@ class LatencySettings(Settings):
         return batches
 
 
-SettingsT = TypeVar("SettingsT", bound=Settings)
+class FidSettings(BaseModel):
+    """Two folders of pictures."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    features: FeatureName = "inception"
+    inception_weights: Path | None = None
+    cache: Path = Path("outputs/features")
+    device: str | None = None
+
+
+SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
 
 def load_settings(kind: type[SettingsT], path: Path | None, overrides: Mapping[str, Any]) -> SettingsT:
@@ -135,7 +193,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def _explain(kind: type[Settings], path: Path | None, error: ValidationError) -> str:
+def _explain(kind: type[BaseModel], path: Path | None, error: ValidationError) -> str:
     lines = []
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"])

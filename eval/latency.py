@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from .architectures import build, random_embeds
 from .config import Backend, LatencySettings
 from .errors import EvalError
+from .memory import memory_per_image
 from .methods import Method, check_scheduler, parse_method
-from .models import device_of, load_pipeline, set_scheduler
+from .models import find_device, load_pipeline, set_scheduler
 from .results import Column, Row, figure, method_text, to_terminal
 from .sampling import Seconds, Stopwatch
 
@@ -83,7 +84,16 @@ def _measure_case(
     target = pipe if case.scope == "pipeline" else pipe.unet
     device = pipe.unet.device
     operations = {method: _multiply_adds(method, target, run) for method in methods}
-    memory = {method: _memory_per_image(pipe, target, case, method, settings) for method in methods}
+    memory = {}
+    for method in methods:
+
+        def call(batch: int, method: Method = method) -> None:
+            workload = _workload(pipe, replace(case, batch=batch), settings)
+            with method.applied(target) as reseed:
+                reseed(0)
+                workload()
+
+        memory[method] = memory_per_image(call, case.batch, device)
     tick()
     seconds: dict[Method, list[Seconds]] = {method: [] for method in methods}
     for _ in range(settings.repeats):
@@ -189,30 +199,11 @@ def _multiply_adds(method: Method, target: Any, run: Run) -> int:
     return counter.get_total_flops() // 2
 
 
-def _memory_per_image(
-    pipe: Any, target: Any, case: Case, method: Method, settings: LatencySettings
-) -> float | None:
-    """Return the growth of peak memory, in GB (1e9 bytes), when the batch grows by 1 (Table 10's GB/img)."""
-    if pipe.unet.device.type != "cuda":
-        return None
-    peaks = []
-    for batch in (case.batch, case.batch + 1):
-        run = _workload(pipe, Case(case.scope, case.size, batch), settings)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        with method.applied(target) as reseed:
-            reseed(0)
-            run()
-        torch.cuda.synchronize()
-        peaks.append(torch.cuda.max_memory_allocated())
-    return (peaks[1] - peaks[0]) / 1e9
-
-
 def load(settings: LatencySettings) -> Any:
     """Return the pipeline to measure: the bare architecture with random weights, or the model."""
     if settings.arch is None:
         return load_pipeline(settings)
-    pipe = build(settings.arch, device_of(settings), getattr(torch, settings.dtype))
+    pipe = build(settings.arch, find_device(settings.device), getattr(torch, settings.dtype))
     set_scheduler(pipe, settings.scheduler)
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -220,9 +211,12 @@ def load(settings: LatencySettings) -> Any:
 
 def summary(rows: list[Row], settings: LatencySettings, device: torch.device) -> Iterator[Table]:
     """Yield a terminal table for each case."""
-    shown = [column for column in columns_of(device) if column.title not in ("scope", "px", "batch")]
+    hidden = {"scope", "px", "batch"}
     if len(settings.backends) == 1:
-        shown = [column for column in shown if column.title != "over SDPA stock"]
+        hidden |= {"attention", "over SDPA stock"}
+    if device.type != "cuda":
+        hidden.add("GB/image")
+    shown = [column for column in columns_of(device) if column.title not in hidden]
     for (scope, size, batch), group in groupby(rows, lambda row: (row["scope"], row["size"], row["batch"])):
         steps = f", {settings.steps} steps ({settings.scheduler})" if scope == "pipeline" else ""
         name = settings.arch or settings.model

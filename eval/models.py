@@ -22,16 +22,16 @@ _SCHEDULERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def device_of(settings: Settings) -> torch.device:
-    """Return the device asked for, or the first CUDA device, or the CPU."""
-    if settings.device is None:
+def find_device(name: str | None) -> torch.device:
+    """Return the device of that name, or without one the first CUDA device, or the CPU."""
+    if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(settings.device)
+        device = torch.device(name)
     except RuntimeError as error:
-        raise EvalError(f"device {settings.device!r}: {error}") from None
+        raise EvalError(f"device {name!r}: {error}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise EvalError(f"device {settings.device!r} was asked for, but torch finds no CUDA device; use cpu")
+        raise EvalError(f"device {name!r} was asked for, but torch finds no CUDA device; use cpu")
     return device
 
 
@@ -41,7 +41,7 @@ def load_pipeline(settings: Settings) -> Any:
     The safety checker is taken out: it would replace pictures by black ones. Raises EvalError if the
     model can't be loaded or is none of the kind that the methods patch.
     """
-    device = device_of(settings)
+    device = find_device(settings.device)
     dtype = getattr(torch, settings.dtype)
     if settings.model == "demo":
         from agentsd.demo import load_pipeline as load_demo

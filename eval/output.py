@@ -24,7 +24,7 @@ from rich.table import Table
 from .errors import EvalError
 
 
-def progress(console: Console) -> Progress:
+def progress(console: Console, disable: bool = False) -> Progress:
     """Return a progress bar with the time left."""
     return Progress(
         TextColumn("{task.description}"),
@@ -34,6 +34,7 @@ def progress(console: Console) -> Progress:
         TextColumn("left"),
         TimeRemainingColumn(),
         console=console,
+        disable=disable,
     )
 
 
@@ -50,6 +51,17 @@ def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 def read_scalar(text: str) -> Any:
     """Return `text` as YAML reads it: a number, true, null or a string."""
     return yaml.safe_load(text)
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a text file that aren't blank. Raises EvalError if there is none."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except OSError as error:
+        raise EvalError(f"can't read {path}: {error.strerror}") from None
+    if not lines:
+        raise EvalError(f"{path} is empty; it needs one entry a line")
+    return lines
 
 
 def check_writable(path: Path) -> None:

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .config import RunSettings
 from .errors import EvalError
+from .output import read_lines
 
 if TYPE_CHECKING:
     from agentsd.demo import Reference
@@ -37,3 +39,30 @@ def from_prompts(prompts: Sequence[str], images: int, seed: int) -> list[Picture
     if not prompts:
         raise EvalError("there is no prompt to make a picture of")
     return [Picture(i, prompts[i % len(prompts)], seed + i) for i in range(images)]
+
+
+def from_classes(classes: Sequence[str], template: str, per_class: int, seed: int) -> list[Picture]:
+    """Return `per_class` pictures of each class (Appendix B.2 of the paper: 2 of each ImageNet class)."""
+    prompts = [template.replace("{cls}", name) for name in classes for _ in range(per_class)]
+    return from_prompts(prompts, len(prompts), seed)
+
+
+def pictures_of(settings: RunSettings) -> list[Picture]:
+    """Return the pictures of a run: of its classes, its prompts, or the embedded model's captions.
+
+    Raises EvalError if a file is missing or empty, or if another model is given no prompts.
+    """
+    if settings.classes and settings.prompts:
+        raise EvalError(f"give prompts ({settings.prompts}) or classes ({settings.classes}), not both")
+    if settings.classes:
+        names = read_lines(settings.classes)
+        return from_classes(names, settings.template, settings.per_class, settings.seed)
+    if settings.prompts:
+        return from_prompts(read_lines(settings.prompts), settings.images, settings.seed)
+    if settings.model != "demo":
+        raise EvalError(
+            f"the model {settings.model!r} has no prompts of its own: give --prompts or --classes FILE"
+        )
+    from agentsd.demo import load_references
+
+    return from_references(load_references(), settings.images, settings.seed)

@@ -65,12 +65,25 @@ def _cpu_name() -> str:
     return f"{os.cpu_count()} cores {platform.machine()}"
 
 
-def write_rows(folder: Path, name: str, rows: Sequence[Row], columns: Sequence[Column], run: Row) -> None:
-    """Write `name`.jsonl (each row with `run`), `name`.csv and `name`.md; each is whole or not there."""
+def write_rows(
+    folder: Path, name: str, rows: Sequence[Row], tables: Sequence[Sequence[Column]], run: Row, note: str = ""
+) -> None:
+    """Write `name`.jsonl (each row with `run`), `name`.csv and `name`.md; each is whole or not there.
+
+    `tables` are the columns of each table of the Markdown file, and `note` what stands below them.
+    """
     lines = [json.dumps({**row, "run": run}, ensure_ascii=False) for row in rows]
     write_bytes(folder / f"{name}.jsonl", ("\n".join(lines) + "\n").encode())
-    write_bytes(folder / f"{name}.csv", to_csv(rows).encode())
-    write_bytes(folder / f"{name}.md", (to_markdown(rows, columns) + f"\n`{run['command']}`\n").encode())
+    write_csv(folder / f"{name}.csv", rows)
+    parts = [to_markdown(rows, columns) for columns in tables]
+    parts += [f"{note}\n"] if note else []
+    parts.append(f"`{run['command']}`\n")
+    write_bytes(folder / f"{name}.md", "\n".join(parts).encode())
+
+
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
+    """Write rows as CSV."""
+    write_bytes(path, to_csv(rows).encode())
 
 
 def to_csv(rows: Sequence[Row]) -> str:
@@ -83,14 +96,20 @@ def to_csv(rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
+def _with_figures(rows: Sequence[Row], columns: Sequence[Column]) -> list[Row]:
+    return [row for row in rows if any(column.text(row) not in ("-", "n/a") for column in columns[1:])]
+
+
 def to_markdown(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """Return a table that can be pasted in a README."""
+    """Return a table that can be pasted in a README; rows without a figure are left out."""
+    rows = _with_figures(rows, columns)
     lines = [[column.title for column in columns], ["---"] + ["---:"] * (len(columns) - 1)]
     lines += [[column.text(row) for column in columns] for row in rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def to_terminal(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> Table:
-    """Return a table to print."""
+    """Return a table to print; rows without a figure are left out."""
+    rows = _with_figures(rows, columns)
     cells = [[column.text(row) for column in columns] for row in rows]
     return make_table(title, [column.title for column in columns], cells)

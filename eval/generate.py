@@ -1,0 +1,83 @@
+"""Make the pictures of a run: shared among processes, resumed where it stopped, methods taking turns."""
+
+import hashlib
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .config import RunSettings
+from .methods import Method, check_scheduler
+from .pictures import Picture
+from .sampling import sample, size_of
+from .store import Store, weights_digest
+
+
+@dataclass(frozen=True)
+class Share:
+    """This process's part of the batches: number `rank` of `world`."""
+
+    rank: int = 0
+    world: int = 1
+
+
+def fingerprint(pipe: Any, pictures: Sequence[Picture], settings: RunSettings) -> dict[str, Any]:
+    """Return what every picture of a run depends on beside its method."""
+    listed = "\n".join(f"{picture.seed} {picture.prompt}" for picture in pictures)
+    height, width = size_of(pipe, settings)
+    return {
+        "model": settings.model,
+        "weights": weights_digest(pipe.unet),
+        "dtype": settings.dtype,
+        "device": pipe.unet.device.type,
+        "scheduler": settings.scheduler,
+        "steps": settings.steps,
+        "guidance_scale": settings.guidance_scale,
+        "height": height,
+        "width": width,
+        "batch_size": settings.batch_size,
+        "pictures": len(pictures),
+        "prompts_and_seeds": hashlib.sha256(listed.encode()).hexdigest()[:16],
+    }
+
+
+def batches_of(pictures: Sequence[Picture], settings: RunSettings) -> list[Sequence[Picture]]:
+    """Return the pictures in batches that are the same in every run, whoever makes them and when.
+
+    A picture's last bits depend on its batch's size (and, under tomesd, its merging on the batch), so a
+    damaged picture is made again together with its batch.
+    """
+    size = settings.batch_size
+    return [pictures[start : start + size] for start in range(0, len(pictures), size)]
+
+
+def generate(
+    pipe: Any,
+    store: Store,
+    methods: Sequence[Method],
+    pictures: Sequence[Picture],
+    settings: RunSettings,
+    share: Share,
+    tick: Callable[[int], None],
+) -> None:
+    """Make every picture of this process's share that isn't on disk, unharmed, already.
+
+    Methods take turns at each batch, so that their times compare and a run stopped early has the same
+    pictures of each. `tick` is called with the number of pictures that are done.
+    """
+    for method in methods:
+        check_scheduler(method, pipe.scheduler, settings.steps)
+    done = {method: store.intact(method) for method in methods}
+    session = uuid.uuid4().hex[:12]
+    warm: set[Method] = set()
+    for number, batch in enumerate(batches_of(pictures, settings)):
+        if number % share.world != share.rank:
+            continue
+        for method in methods:
+            if not all(picture.index in done[method] for picture in batch):
+                if method not in warm:
+                    sample(pipe, method, batch, settings, steps=min(settings.steps, 2))
+                    warm.add(method)
+                images, seconds = sample(pipe, method, batch, settings)
+                store.save(method, number, batch, images, seconds, session)
+            tick(len(batch))

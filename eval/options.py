@@ -1,0 +1,41 @@
+"""Options that commands share; a None leaves the setting to the configuration or its default."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Config = Annotated[
+    Path | None, typer.Option("--config", help="YAML file of settings; options here override it.")
+]
+Model = Annotated[str | None, typer.Option(help="'demo' (embedded), a folder, or a hub id.")]
+Methods = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--method", help="stock, tomesd, agentsd, deepcache or a sum such as agentsd+deepcache; repeat."
+    ),
+]
+Steps = Annotated[int | None, typer.Option(help="Denoising steps.")]
+Guidance = Annotated[float | None, typer.Option("--guidance", help="Guidance scale; 1 or less turns it off.")]
+SchedulerName = Annotated[
+    str | None, typer.Option("--scheduler", help="plms, ddim, euler, dpm++ or model (its own).")
+]
+Seed = Annotated[int | None, typer.Option(help="Picture i has seed + i.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...; default: CUDA if there is one.")]
+Precision = Annotated[str | None, typer.Option("--dtype", help="float32, float16 or bfloat16.")]
+Backend = Annotated[str | None, typer.Option(help="Attention of the baseline: sdpa (fused) or unfused.")]
+Height = Annotated[int | None, typer.Option(help="Pixels, a multiple of 8; default: the model's own.")]
+Width = Annotated[int | None, typer.Option(help="Pixels, a multiple of 8; default: the model's own.")]
+Ratio = Annotated[float | None, typer.Option(help="Share of the tokens that is merged.")]
+Agent = Annotated[
+    list[str] | None,
+    typer.Option("--agent", metavar="KEY=VALUE", help="A setting of apply_agentsd, such as k=0.05; repeat."),
+]
+Images = Annotated[int | None, typer.Option(help="Pictures for each row.")]
+BatchSize = Annotated[int | None, typer.Option(help="Pictures made at once.")]
+Prompts = Annotated[Path | None, typer.Option(help="A text file, one prompt a line.")]
+Classes = Annotated[Path | None, typer.Option(help="A text file, one class name a line.")]
+Reference = Annotated[Path | None, typer.Option(help="A folder of real pictures.")]
+Features = Annotated[str | None, typer.Option(help="efficientnet-lite0, or inception for real FID.")]
+InceptionWeights = Annotated[Path | None, typer.Option(help="pytorch-fid's weights file, if not downloaded.")]
+RunOut = Annotated[Path | None, typer.Option(help="The run's folder; the same folder resumes it.")]

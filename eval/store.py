@@ -1,0 +1,144 @@
+"""A run's folder: pictures that are whole or not there, and manifests that say how each was made."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from .errors import EvalError
+from .methods import Method
+from .output import explain_os_error, png_bytes, write_bytes
+from .pictures import Picture
+from .sampling import Seconds
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of a manifest: a picture, its file's SHA-256, and its batch's time."""
+
+    index: int
+    seed: int
+    prompt: str
+    sha256: str
+    batch: int
+    batch_images: int
+    seconds: float
+    cpu_seconds: float
+    session: str
+    """Names the process that made it; times are compared within one only."""
+
+
+class Store:
+    """The pictures of one run, in `folder/pictures/<method>/00000.png`."""
+
+    def __init__(self, folder: Path, rank: int = 0) -> None:
+        self.folder = folder
+        self._rank = rank
+
+    def claim(self, fingerprint: dict[str, Any]) -> None:
+        """Mark the folder as that of a run; EvalError names how another run's differs."""
+        path = self.folder / "run.json"
+        if not path.exists():
+            write_bytes(path, json.dumps(fingerprint, indent=1).encode())
+            return
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise EvalError(f"can't read {path}: {error}; remove it if the folder is no run's") from None
+        if different := [key for key in fingerprint if found.get(key) != fingerprint[key]]:
+            changes = "; ".join(
+                f"{key}: {found.get(key)!r} there, {fingerprint[key]!r} now" for key in different
+            )
+            raise EvalError(f"{self.folder} holds another run's pictures ({changes}); choose another --out")
+
+    def path(self, method: Method, index: int) -> Path:
+        """Return where a picture is, or will be."""
+        return self.folder / "pictures" / method.key / f"{index:05d}.png"
+
+    def intact(self, method: Method) -> dict[int, Entry]:
+        """Return the entries of all pictures that are on disk as they were written, by index."""
+        entries = {}
+        digests: dict[int, str | None] = {}
+        for entry in self._entries(method):
+            if entry.index not in digests:
+                digests[entry.index] = _digest(self.path(method, entry.index))
+            if digests[entry.index] == entry.sha256:
+                entries[entry.index] = entry
+        return entries
+
+    def _entries(self, method: Method) -> Iterator[Entry]:
+        for manifest in sorted(self.path(method, 0).parent.glob("manifest-*.jsonl")):
+            for line in manifest.read_bytes().splitlines():
+                try:
+                    yield Entry(**json.loads(line))
+                except (ValueError, TypeError):
+                    continue  # a line cut off when the run was killed: its picture is made again
+
+    def save(
+        self,
+        method: Method,
+        batch: int,
+        pictures: Sequence[Picture],
+        images: Sequence[Image.Image],
+        seconds: Seconds,
+        session: str,
+    ) -> None:
+        """Write a batch's pictures, then its lines. Raises EvalError if the disk is full."""
+        lines = []
+        for picture, image in zip(pictures, images, strict=True):
+            path = self.path(method, picture.index)
+            content = png_bytes(image)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise explain_os_error(error, path) from error
+            write_bytes(path, content)
+            entry = Entry(
+                index=picture.index,
+                seed=picture.seed,
+                prompt=picture.prompt,
+                sha256=hashlib.sha256(content).hexdigest(),
+                batch=batch,
+                batch_images=len(pictures),
+                seconds=seconds.wall,
+                cpu_seconds=seconds.cpu,
+                session=session,
+            )
+            lines.append(json.dumps(vars(entry), ensure_ascii=False))
+        self._append(self.path(method, 0).with_name(f"manifest-{self._rank}.jsonl"), lines)
+
+    def _append(self, manifest: Path, lines: list[str]) -> None:
+        try:
+            with manifest.open("ab") as file:
+                # The line break first: a killed run may have left half a line.
+                file.write("".join(f"\n{line}" for line in lines).encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise explain_os_error(error, manifest) from error
+
+    def image(self, method: Method, index: int) -> Image.Image:
+        """Return a picture, RGB."""
+        return Image.open(self.path(method, index)).convert("RGB")
+
+
+def _digest(path: Path) -> str | None:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def weights_digest(unet: Any) -> str:
+    """Return a hash of the head of every tensor of a U-Net: it changes with training, and is quick."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(unet.state_dict().items()):
+        head = tensor.detach().flatten()[:64].to("cpu", torch.float32)
+        digest.update(name.encode() + head.numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,206 @@
+"""Tables 10 to 13: pictures of every method, then a row of quality and cost for each."""
+
+import statistics
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from rich.console import Console
+
+from . import metrics, results
+from .config import AblateSettings, RunSettings, TableSettings
+from .errors import EvalError
+from .generate import Share, fingerprint, generate
+from .judge import Judge, load_real
+from .memory import memory_per_image
+from .methods import Method, expand, parse_method
+from .models import find_device, load_pipeline
+from .output import check_writable, progress
+from .pictures import Picture, pictures_of
+from .results import Column, Row, figure
+from .sampling import Seconds, sample, size_of
+from .store import Entry, Store
+
+PAPER_VALUES: dict[str, tuple[float, ...]] = {
+    "k": (0.0, 0.025, 0.075, 0.15),
+    "scale": (-0.5, -0.25, -0.15, -0.05),
+    "early": (0.2, 0.4, 0.6, 0.8),
+}
+"""What Tables 11, 12 and 13 vary."""
+_SETTING = {"k": "k", "scale": "scale", "early": "early_frac"}
+
+
+def table_methods(settings: TableSettings) -> list[Method]:
+    """Return the rows of Table 10: stock, then every method at every ratio."""
+    return expand(settings.methods, settings.ratios, settings)
+
+
+def ablation_methods(settings: AblateSettings, what: str) -> list[Method]:
+    """Return stock and AgentSD at each value of "k", "scale" or "early"."""
+    if what not in PAPER_VALUES:
+        raise EvalError(f"can't ablate {what!r}; choose k (Table 11), scale (Table 12) or early (Table 13)")
+    methods = [parse_method("stock", None, settings)]
+    for value in settings.values or PAPER_VALUES[what]:
+        agent = {**settings.agent, _SETTING[what]: value}
+        methods.append(parse_method("agentsd", settings.ratio, settings.model_copy(update={"agent": agent})))
+    return methods
+
+
+def run(settings: RunSettings, methods: list[Method], console: Console) -> list[Row]:
+    """Make what pictures are missing, judge them all, and write `table` and `pictures` files in `out`.
+
+    Under `accelerate launch` the processes share the batches; the first one judges and writes, and the
+    others return no rows. Everything that can be wrong is looked at before the first picture.
+    """
+    state = PartialState(cpu=find_device(settings.device).type == "cpu", timeout=timedelta(days=7))
+    if state.num_processes > 1 and state.device.type == "cuda":
+        settings = settings.model_copy(update={"device": str(state.device)})
+    check_writable(settings.out / "table.jsonl")
+    pictures = pictures_of(settings)
+    pipe = load_pipeline(settings)
+    height, width = size_of(pipe, settings)
+    real = load_real(settings, height, width)
+    judge = Judge(settings, pictures, real, pipe.unet.device)
+    store = Store(settings.out, state.process_index)
+    with state.main_process_first():
+        store.claim(fingerprint(pipe, pictures, settings))
+    share = Share(state.process_index, state.num_processes)
+    with progress(console, disable=not state.is_main_process) as bars:
+        task = bars.add_task("pictures", total=-(-len(pictures) * len(methods) // share.world))
+        generate(pipe, store, methods, pictures, settings, share, lambda n: bars.advance(task, n))
+        state.wait_for_everyone()
+        if not state.is_main_process:
+            return []
+        task = bars.add_task("features", total=len(pictures) * len(methods))
+        rows, singles = judge.judge(store, methods, lambda n: bars.advance(task, n))
+    costs = _costs(pipe, store, methods, pictures, settings)
+    rows = [_identity(m) | row | cost for m, row, cost in zip(methods, rows, costs, strict=True)]
+    if real is not None:
+        rows.append(judge.floor() | {"backend": None})
+    run_facts = results.describe_run(settings, pipe.unet.device)
+    tables = list(tables_of(rows, settings).values())
+    results.write_rows(settings.out, "table", rows, tables, run_facts, NOTE)
+    results.write_csv(settings.out / "pictures.csv", singles)
+    return rows
+
+
+def _identity(method: Method) -> Row:
+    return {
+        "method": method.name,
+        "ratio": method.ratio,
+        "backend": method.backend,
+        "key": method.key,
+        "agent": ", ".join(f"{key}={value}" for key, value in method.agent) or None,
+    }
+
+
+def _costs(
+    pipe: Any, store: Store, methods: Sequence[Method], pictures: Sequence[Picture], settings: RunSettings
+) -> list[Row]:
+    """Return seconds a picture, speed-up against stock where both ran in one session, and GB a picture."""
+    device = pipe.unet.device
+    by_batch = {m: {e.batch: e for e in store.intact(m).values()} for m in methods}
+    rows = []
+    for method in methods:
+        ours, stock = by_batch[method], by_batch[methods[0]]
+        both = [b for b in ours if b in stock and ours[b].session == stock[b].session]
+        ratios = [_charged(stock[b], device) / _charged(ours[b], device) for b in both]
+
+        def call(batch: int, method: Method = method) -> None:
+            wanted = [pictures[i % len(pictures)] for i in range(batch)]
+            sample(pipe, method, wanted, settings)
+
+        rows.append(
+            {
+                "seconds": statistics.median(e.seconds / e.batch_images for e in ours.values()),
+                "cpu_seconds": statistics.median(e.cpu_seconds / e.batch_images for e in ours.values()),
+                "speedup": statistics.median(ratios) if ratios else None,
+                "speedup_batches": len(ratios),
+                "memory_per_image": memory_per_image(call, settings.batch_size, device),
+            }
+        )
+    return rows
+
+
+def _charged(entry: Entry, device: torch.device) -> float:
+    return Seconds(entry.seconds, entry.cpu_seconds).charged(device)
+
+
+def _setting(row: Row) -> str:
+    return results.method_text(row) + (f", {row['agent']}" if row.get("agent") else "")
+
+
+def change(key: str, form: str, factor: float = 1.0) -> Any:
+    """Return a column's text: the change against stock with its 95% half-width, "≈" if inside the noise."""
+
+    def text(row: Row) -> str:
+        value, error = row.get(f"{key}_change"), row.get(f"{key}_change_error")
+        if value is None or error is None:
+            return "-"
+        half = metrics.Z95 * error
+        return f"{format(factor * value, '+' + form)} ± {format(factor * half, form)}" + (
+            " ≈" if abs(value) <= half else ""
+        )
+
+    return text
+
+
+def tables_of(rows: Sequence[Row], settings: RunSettings) -> dict[str, list[Column]]:
+    """Return the columns of each table by its title; a column without a figure is left out."""
+    distance = "FID" if settings.features == "inception" else f"Fréchet ({settings.features})"
+    on_gpu = any(row.get("memory_per_image") is not None for row in rows)
+    tables = {
+        "distance to real pictures": [
+            Column("images", figure("images", "d")),
+            Column(distance, figure("frechet", ".2f")),
+            Column("Fréchet change", change("frechet", ".2f")),
+            Column("kernel x1000 ± s.e.", _kernel),
+            Column("kernel change", change("kernel", ".2f", 1e3)),
+        ],
+        "prompt and fidelity": [
+            Column("right, seen", figure("accuracy_seen", ".1%")),
+            Column("seen change", change("accuracy_seen", ".1%")),
+            Column("right, held out", figure("accuracy_heldout", ".1%")),
+            Column("held-out change", change("accuracy_heldout", ".1%")),
+            Column("PSNR, dB", figure("psnr", ".2f")),
+            Column("SSIM", figure("ssim", ".3f")),
+            Column("feature distance", figure("feature_distance", ".4f")),
+        ],
+        "cost": [
+            Column("attention", figure("backend", "")),
+            Column("s/img", figure("seconds", ".3f")),
+            Column("CPU s/img", figure("cpu_seconds", ".3f")),
+            Column(f"speed-up ({'wall' if on_gpu else 'CPU'} time)", figure("speedup", ".2f")),
+            Column("GB/img", figure("memory_per_image", ".2f", "n/a")),
+        ],
+    }
+    first = Column("method", _setting)
+    filled = {
+        title: [c for c in columns if any(c.text(r) != "-" for r in rows)]
+        for title, columns in tables.items()
+    }
+    return {title: [first, *columns] for title, columns in filled.items() if len(columns) > 0}
+
+
+def _kernel(row: Row) -> str:
+    if row.get("kernel") is None:
+        return "-"
+    return f"{1e3 * row['kernel']:.2f} ± {1e3 * row['kernel_error']:.2f}"
+
+
+NOTE = (
+    "change: against stock, same seeds, ± half of a 95% interval; ≈ marks a change inside the noise. "
+    "Speed-ups are against stock with the attention named in the row."
+)
+
+
+def plan(rows: Sequence[Row]) -> str | None:
+    """Return how many pictures a row needs to show a 2% difference in distance, judged by these rows."""
+    needed = [row["pictures_for_2_percent"] for row in rows if row.get("pictures_for_2_percent")]
+    if not needed:
+        return None
+    return (
+        f"to show a 2% difference in Fréchet distance at 95%, about {max(needed)} pictures a row are needed"
+    )
