@@ -179,6 +179,11 @@ class AgentHandle:
     def _end(self, unet: Module, args: tuple[Any, ...], output: Any) -> None:
         """Let go of everything that belongs to the call that ends."""
         for _, layer in self._layers:
+            if layer.block_input is not None and output is not None:
+                self._say_once(
+                    f"agentsd: {layer.name} was computed without its attention processor (T-GATE does so); "
+                    "it was left untouched"
+                )
             layer.block_input = None
             if not torch.is_grad_enabled():  # gradient checkpointing recomputes the layers after the call
                 layer.phase, layer.partition = STOCK, None

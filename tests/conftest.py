@@ -23,7 +23,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> CLIPTokenizer:
 def make_pipeline(tokenizer: CLIPTokenizer) -> Callable[..., Any]:
     """Build a tiny pipeline, StableDiffusionPipeline by default, with parts of one's own if given."""
 
-    def build(unet: UNet2DConditionModel | None = None, scheduler: Any = None, cls: Any = None, **parts: Any) -> Any:
+    def build(
+        unet: UNet2DConditionModel | None = None, scheduler: Any = None, cls: Any = None, **parts: Any
+    ) -> Any:
         common = {
             "vae": make_vae(),
             "text_encoder": make_text_encoder(tokenizer),

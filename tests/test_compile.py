@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tiny import make_unet
 from test_patch import call
+from tiny import make_unet
 from torch._dynamo.testing import CompileCounter
 
 from agentsd import apply_agentsd, remove_agentsd

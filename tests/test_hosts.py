@@ -8,8 +8,6 @@ from tiny import (
     BETAS,
     WIDTH,
     make_controlnet,
-    make_image_encoder,
-    make_image_processor,
     make_motion_adapter,
     make_sdxl_unet,
     make_t2i_adapter,
@@ -160,4 +158,160 @@ def test_host(build, name):
     assert torch.equal(run(), patched)
     remove_agentsd(pipe)
     assert torch.equal(run(), stock)
-    assert {k: id(v) for k, v in pipe.unet.attn_processors.items()} == {k: id(v) for k, v in processors.items()}
+    assert {k: id(v) for k, v in pipe.unet.attn_processors.items()} == {
+        k: id(v) for k, v in processors.items()
+    }
+
+
+def test_the_controlnets_own_attention_is_patched_only_when_asked(build):
+    pipe, run = build("ControlNet")
+    stock = run()
+    before = dict(pipe.controlnet.attn_processors)
+    apply_agentsd(pipe)
+    unet_only = run()
+    assert {k: id(v) for k, v in pipe.controlnet.attn_processors.items()} == {
+        k: id(v) for k, v in before.items()
+    }
+    handle = apply_agentsd(pipe.controlnet)
+    assert not torch.equal(run(), unet_only)
+    handle.remove()
+    assert torch.equal(run(), unet_only)
+    remove_agentsd(pipe)
+    assert torch.equal(run(), stock)
+
+
+def deepcache(pipe):
+    from DeepCache import DeepCacheSDHelper
+
+    helper = DeepCacheSDHelper(pipe=pipe)
+    helper.set_params(cache_interval=3, cache_branch_id=0)
+    helper.enable()
+    return helper.disable
+
+
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_deepcache_in_either_order(build, patch_first):
+    pipe, run = build("SD 1.x")
+    pipe.scheduler = diffusers.DDIMScheduler(**BETAS)  # DeepCache looks timesteps up: they must not repeat
+    stock = run()
+    disable = deepcache(pipe)
+    cached = run()
+    apply_agentsd(pipe)
+    both = run()
+    assert not torch.equal(both, cached)
+    disable()
+    remove_agentsd(pipe)
+    assert torch.equal(run(), stock)
+
+    steps = [lambda: apply_agentsd(pipe).remove, lambda: deepcache(pipe)]
+    undo = [step() for step in (steps if patch_first else reversed(steps))]
+    assert torch.equal(run(), both)
+    for back in undo:
+        back()
+    assert torch.equal(run(), stock)
+
+
+def test_tgate_goes_round_processors_and_that_is_said(build):
+    pytest.importorskip("tgate", reason="the tgate package is not installed")
+    from tgate import TgateSDLoader
+
+    pipe, _ = build("SD 1.x")
+    pipe.scheduler = diffusers.DDIMScheduler(**BETAS)
+    gated = TgateSDLoader(pipe, gate_step=4, sp_interval=1, fi_interval=1, warm_up=2, num_inference_steps=6)
+
+    def run():
+        settings = {"gate_step": 4, "num_inference_steps": 6, "output_type": "latent"}
+        return gated.tgate("a cat", generator=torch.Generator().manual_seed(0), **settings).images
+
+    stock = run()
+    apply_agentsd(pipe)
+    with pytest.warns(UserWarning, match="without its attention processor"):
+        assert torch.equal(run(), stock)
+    remove_agentsd(pipe)
+    assert torch.equal(run(), stock)
+
+
+def test_saving_a_patched_pipeline_saves_a_stock_one(build, tmp_path):
+    pipe, run = build("SD 1.x")
+    stock = run()
+    apply_agentsd(pipe)
+    patched = run()
+    pipe.save_pretrained(tmp_path)
+    assert "agentsd" not in "".join(p.read_text() for p in tmp_path.rglob("*.json"))
+    loaded = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path)
+    settings = {"prompt": "a cat", "num_inference_steps": 6, "output_type": "latent"}
+    assert torch.equal(loaded(generator=torch.Generator().manual_seed(0), **settings).images, stock)
+    apply_agentsd(loaded)
+    assert torch.equal(loaded(generator=torch.Generator().manual_seed(0), **settings).images, patched)
+
+
+def test_pipelines_that_share_a_unet_share_the_patch(build):
+    pipe, run = build("SD 1.x")
+    stock = run()
+    other = diffusers.AutoPipelineForImage2Image.from_pipe(pipe)
+    assert other.unet is pipe.unet
+    apply_agentsd(pipe)
+    assert not torch.equal(run(), stock)
+    remove_agentsd(other)
+    assert torch.equal(run(), stock)
+
+
+@pytest.mark.parametrize("patch_first", [True, False])
+@pytest.mark.parametrize("offload", ["group", "casting"])
+def test_group_offloading_and_layerwise_casting(build, offload, patch_first):
+    pipe, run = build("SD 1.x")
+    stock = run()
+    if patch_first:
+        apply_agentsd(pipe)
+    if offload == "group":
+        cpu = torch.device("cpu")
+        pipe.unet.enable_group_offload(onload_device=cpu, offload_device=cpu, offload_type="leaf_level")
+    else:
+        pipe.unet.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
+    if not patch_first:
+        apply_agentsd(pipe)
+    patched = run()
+    remove_agentsd(pipe)
+    plain = run()
+    assert not torch.equal(patched, plain)
+    if offload == "group":
+        assert torch.equal(plain, stock)
+        apply_agentsd(pipe)
+        assert torch.equal(run(), patched)
+
+
+def test_attention_backends_and_moves_after_the_patch(build):
+    pipe, run = build("SD 1.x")
+    apply_agentsd(pipe)
+    patched = run()
+    pipe.unet.set_attention_backend("native")
+    assert torch.equal(run(), patched)
+    assert run().dtype == torch.float32
+    pipe.to(torch.bfloat16)
+    assert run().dtype == torch.bfloat16
+
+
+def test_textual_inversion_after_the_patch(build):
+    pipe, run = build("SD 1.x")
+    apply_agentsd(pipe)
+    patched = run()
+    pipe.load_textual_inversion({"<cat>": torch.ones(1, WIDTH)}, token="<cat>")
+    picture = pipe(
+        "<cat>", num_inference_steps=6, output_type="latent", generator=torch.Generator().manual_seed(0)
+    )
+    assert not torch.equal(picture.images, patched)
+
+
+def test_upcast_attention_does_not_overflow_in_half_precision():
+    """Queries and keys whose products pass 65,504, as SD 2.1's do."""
+    unet = make_unet(upcast_attention=True)
+    handle = apply_agentsd(unet)
+    with torch.no_grad():
+        for attn, _ in handle._layers:
+            attn.to_q.weight.mul_(600)
+            attn.to_k.weight.mul_(600)
+    unet.to(torch.float16)
+    latent = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(0)).half()
+    with torch.no_grad():
+        out = unet(latent, torch.tensor(999), torch.zeros(2, 7, WIDTH).half()).sample
+    assert out.isfinite().all()

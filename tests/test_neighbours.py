@@ -57,7 +57,9 @@ FEATURES = {
     "IP-Adapter": Feature(load_ip_adapter, lambda p: p.unload_ip_adapter()),
     "LoRA": Feature(load_lora, lambda p: p.unload_lora_weights()),
     "fused QKV": Feature(lambda p: p.fuse_qkv_projections(), lambda p: p.unfuse_qkv_projections()),
-    "attention slicing": Feature(lambda p: p.enable_attention_slicing(1), lambda p: p.disable_attention_slicing()),
+    "attention slicing": Feature(
+        lambda p: p.enable_attention_slicing(1), lambda p: p.disable_attention_slicing()
+    ),
     "unfused attention": Feature(
         lambda p: p.unet.set_attn_processor(AttnProcessor()),
         lambda p: p.unet.set_attn_processor(AttnProcessor2_0()),

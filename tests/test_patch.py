@@ -5,12 +5,12 @@ import diffusers
 import pytest
 import tomesd
 import torch
-from tiny import make_sdxl_unet, make_unet
 from diffusers.models.attention_processor import (
     AttnProcessor,
     AttnProcessor2_0,
     PAGIdentitySelfAttnProcessor2_0,
 )
+from tiny import make_sdxl_unet, make_unet
 
 from agentsd import AgentConfig, apply_agentsd, remove_agentsd
 from agentsd.attention import agent_attention

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, ControlNetModel, MotionAdapter, PNDMScheduler, T2IAdapter, UNet2DConditionModel
+from diffusers import (
+    AutoencoderKL,
+    ControlNetModel,
+    MotionAdapter,
+    PNDMScheduler,
+    T2IAdapter,
+    UNet2DConditionModel,
+)
 from transformers import (
     CLIPImageProcessorPil,
     CLIPTextConfig,
@@ -124,7 +131,11 @@ def make_t2i_adapter() -> T2IAdapter:
     """A T2I-Adapter whose features fit `make_unet`."""
     torch.manual_seed(0)
     return T2IAdapter(
-        in_channels=3, channels=[16, 32, 32], num_res_blocks=1, downscale_factor=2, adapter_type="full_adapter"
+        in_channels=3,
+        channels=[16, 32, 32],
+        num_res_blocks=1,
+        downscale_factor=2,
+        adapter_type="full_adapter",
     ).eval()
 
 
