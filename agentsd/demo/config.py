@@ -1,0 +1,84 @@
+"""Settings of the recipe; a YAML file overrides the defaults, and an unknown key is an error."""
+
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from .data import PIPELINE
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LoopConfig(_Settings):
+    """How long and how fast one part is trained; `steps` or `max_minutes` ends it, whichever is first."""
+
+    steps: int = Field(gt=0)
+    max_minutes: float | None = Field(None, gt=0)
+    """Minutes of training over all rounds; the learning rate reaches 0 when they (or the steps) are over."""
+    batch: int = Field(8, gt=0)
+    lr: float = Field(gt=0)
+    warmup: int = Field(200, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    ema_decay: float = Field(0.999, ge=0, lt=1)
+    compile: bool = True
+    bf16: bool = True
+    log_every: int = Field(50, gt=0)
+    save_every: int = Field(1000, gt=0)
+
+
+class AutoencoderConfig(LoopConfig):
+    """The AutoencoderKL: a 2x-downsampling one has two entries in `channels`."""
+
+    steps: int = Field(6000, gt=0)
+    batch: int = Field(16, gt=0)
+    lr: float = Field(2e-3, gt=0)
+    channels: tuple[int, ...] = (32, 64)
+    layers: int = Field(1, gt=0)
+    kl_weight: float = Field(1e-4, ge=0)
+    """Weight of the mean divergence of a latent value, beside a squared error on pixels in [-1, 1]."""
+    l1_weight: float = Field(0.1, ge=0)
+
+
+class DiffusionConfig(LoopConfig):
+    """The U-Net and the text encoder, trained together."""
+
+    steps: int = Field(20000, gt=0)
+    lr: float = Field(5e-4, gt=0)
+    weight_decay: float = Field(0.01, ge=0)
+    ema_decay: float = Field(0.9995, ge=0, lt=1)
+    channels: tuple[int, ...] = (48, 128, 256)
+    layers: int = Field(1, gt=0)
+    text_width: int = Field(128, gt=0)
+    text_layers: int = Field(3, gt=0)
+    text_heads: int = Field(4, gt=0)
+    vocab_size: int = Field(2500, gt=514)
+    max_tokens: int = Field(16, gt=2)
+    caption_dropout: float = Field(0.1, ge=0, lt=1)
+    snr_gamma: float = Field(5.0, gt=0)
+    sheet_every: int = Field(2000, gt=0)
+    """Steps between contact sheets."""
+
+
+class DemoConfig(_Settings):
+    """The whole recipe."""
+
+    run_dir: Path = Path("runs/demo")
+    """Checkpoints, logs and contact sheets; a second run with the same folder resumes."""
+    export_dir: Path = PIPELINE
+    init_from: Path | None = None
+    """Folder of an exported pipeline whose weights a new run starts from; its shapes are kept."""
+    concepts: Literal["all"] | tuple[str, ...] = "all"
+    """What the U-Net is trained on; the autoencoder always sees every picture."""
+    device: str = "cpu"
+    seed: int = 0
+    autoencoder: AutoencoderConfig = AutoencoderConfig()
+    diffusion: DiffusionConfig = DiffusionConfig()
+
+
+def load_config(path: Path) -> DemoConfig:
+    """Read a YAML recipe; an unknown key or a bad value raises pydantic's ValidationError naming it."""
+    return DemoConfig.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")) or {})

@@ -1,0 +1,149 @@
+"""The text encoder and the U-Net, trained together on precomputed latents."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from diffusers import DDPMScheduler, PNDMScheduler, UNet2DConditionModel
+from diffusers.training_utils import compute_snr
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from torch import Tensor, nn
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+from .autoencoder import random_batch
+from .config import DiffusionConfig
+from .loop import compile_loss, train_loop
+
+START, END = "<|startoftext|>", "<|endoftext|>"
+
+
+def build_tokenizer(captions: Sequence[str], config: DiffusionConfig) -> CLIPTokenizer:
+    """Return a CLIP tokenizer whose byte pairs are learnt from the captions."""
+    bpe = Tokenizer(models.BPE(end_of_word_suffix="</w>", unk_token=END))
+    bpe.normalizer = normalizers.Lowercase()
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation(), pre_tokenizers.ByteLevel(False)]
+    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        captions,
+        trainers.BpeTrainer(
+            vocab_size=config.vocab_size,
+            initial_alphabet=sorted(alphabet),
+            special_tokens=[START, END],
+            end_of_word_suffix="</w>",
+            show_progress=False,
+        ),
+    )
+    learnt = json.loads(bpe.to_str())["model"]
+    merges = [tuple(merge) for merge in learnt["merges"]]
+    return CLIPTokenizer(vocab=learnt["vocab"], merges=merges, model_max_length=config.max_tokens)
+
+
+def build_text_encoder(tokenizer: CLIPTokenizer, config: DiffusionConfig) -> CLIPTextModel:
+    """Return an untrained text encoder."""
+    return CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=config.text_width,
+            intermediate_size=4 * config.text_width,
+            projection_dim=config.text_width,
+            num_hidden_layers=config.text_layers,
+            num_attention_heads=config.text_heads,
+            max_position_embeddings=config.max_tokens,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+def build_unet(config: DiffusionConfig, latent_size: int) -> UNet2DConditionModel:
+    """Return an untrained U-Net with self- and cross-attention at every level, one head in each."""
+    levels = len(config.channels)
+    return UNet2DConditionModel(
+        sample_size=latent_size,
+        block_out_channels=config.channels,
+        down_block_types=("CrossAttnDownBlock2D",) * levels,
+        up_block_types=("CrossAttnUpBlock2D",) * levels,
+        layers_per_block=config.layers,
+        cross_attention_dim=config.text_width,
+        attention_head_dim=1,  # diffusers takes this as the number of heads here
+        norm_num_groups=8,
+    )
+
+
+def build_scheduler() -> PNDMScheduler:
+    """Return SD 1.5's scheduler, but for a model that predicts the velocity."""
+    return PNDMScheduler(
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        skip_prk_steps=True,
+        set_alpha_to_one=False,
+        steps_offset=1,
+        prediction_type="v_prediction",
+    )
+
+
+def tokenize(tokenizer: CLIPTokenizer, captions: Sequence[str]) -> Tensor:
+    """Return token ids (N, max_tokens), padded and cut as the pipeline does."""
+    return tokenizer(list(captions), padding="max_length", truncation=True, return_tensors="pt").input_ids
+
+
+class DiffusionLoss(nn.Module):
+    """Squared error of the velocity, weighted by min(SNR + 1, gamma) / (SNR + 1)."""
+
+    weights: Tensor
+
+    def __init__(
+        self, unet: UNet2DConditionModel, text_encoder: CLIPTextModel, config: DiffusionConfig
+    ) -> None:
+        super().__init__()
+        self.unet = unet
+        self.text_encoder = text_encoder
+        self.noise = DDPMScheduler.from_config(build_scheduler().config)
+        snr = compute_snr(self.noise, torch.arange(len(self.noise))) + 1
+        self.register_buffer("weights", snr.clamp(max=config.snr_gamma) / snr, persistent=False)
+
+    def forward(self, latents: Tensor, noise: Tensor, t: Tensor, ids: Tensor) -> Tensor:
+        """Return the mean loss of latents (B, 4, h, w) at timesteps (B,) under token ids (B, L)."""
+        text = self.text_encoder(ids)[0]
+        velocity = self.unet(self.noise.add_noise(latents, noise, t), t, text).sample
+        error = (velocity.float() - self.noise.get_velocity(latents, noise, t)).square()
+        return (error.mean((1, 2, 3)) * self.weights[t]).mean()
+
+
+def train_diffusion(
+    loss: DiffusionLoss,
+    latents: Tensor,
+    ids: Tensor,
+    empty: Tensor,
+    config: DiffusionConfig,
+    folder: Path,
+    *,
+    seed: int,
+    device: torch.device,
+    draw: Callable[[int], None] | None = None,
+) -> None:
+    """Train on scaled latents (2, N, 4, h, w), mirrored ones second, under token ids (N, L).
+
+    `empty` (1, L) are the ids of the empty prompt; `draw` is called with the step for a contact sheet.
+    """
+    loss, latents, ids, empty = loss.to(device), latents.to(device), ids.to(device), empty.to(device)
+    if config.compile:
+        compile_loss(loss.unet)
+    steps = torch.arange(config.batch) / config.batch
+
+    def loss_at(generator: torch.Generator) -> Tensor:
+        batch, index = random_batch(latents, config.batch, generator)
+        noise = torch.randn(batch.shape, generator=generator)
+        # Evenly spread over the schedule, so that a small batch meets every level of noise.
+        spread = (steps + torch.rand(config.batch, generator=generator) / config.batch) * len(loss.noise)
+        dropped = torch.rand(config.batch, 1, generator=generator) < config.caption_dropout
+        prompt = torch.where(dropped.to(device), empty, ids[index])
+        return loss(batch, noise.to(device), spread.long().to(device), prompt)
+
+    every = (config.sheet_every, draw) if draw is not None else None
+    train_loop(loss, loss_at, config, folder, seed=seed, device=device, every=every)

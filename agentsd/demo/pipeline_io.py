@@ -1,0 +1,63 @@
+"""Load and export the embedded pipeline."""
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import diffusers.utils.logging
+import torch
+import transformers.utils.logging
+from diffusers import StableDiffusionPipeline
+
+from .data import PIPELINE
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence loading bars and advice (both libraries report only through their own switches)."""
+    libraries = (diffusers.utils.logging, transformers.utils.logging)
+    before = [library.get_verbosity() for library in libraries]
+    bars = [library.is_progress_bar_enabled() for library in libraries]
+    for library in libraries:
+        library.set_verbosity(logging.ERROR)
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library, verbosity, bar in zip(libraries, before, bars, strict=True):
+            library.set_verbosity(verbosity)
+            if bar:
+                library.enable_progress_bar()
+
+
+def load_pipeline(
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device | None = None,
+    folder: Path = PIPELINE,
+) -> StableDiffusionPipeline:
+    """Return the embedded model as an ordinary pipeline: 64x64 pixels, a latent of 4x32x32, PLMS.
+
+    Nothing is downloaded. `folder` may be another export of the same recipe; one that holds no pipeline
+    raises FileNotFoundError.
+    """
+    if not (folder / "model_index.json").exists():
+        raise FileNotFoundError(
+            f"no exported pipeline in {folder}; make one with `python -m agentsd.demo.train`"
+        )
+    with _quiet():
+        pipe = StableDiffusionPipeline.from_pretrained(
+            folder, dtype=dtype, safety_checker=None, requires_safety_checker=False, local_files_only=True
+        )
+    return pipe if device is None else pipe.to(device)
+
+
+def export_pipeline(pipe: StableDiffusionPipeline, folder: Path, training: dict[str, Any]) -> None:
+    """Write a pipeline in half precision, and `training.json` with what it was trained on."""
+    pipe.save_pretrained(folder)
+    for name in ("unet", "vae", "text_encoder"):
+        half = type(getattr(pipe, name)).from_pretrained(folder / name, dtype=torch.float16)
+        half.save_pretrained(folder / name)
+    (folder / "training.json").write_text(json.dumps(training, indent=1) + "\n", encoding="utf-8")
