@@ -148,14 +148,13 @@ def latency(
     pipe = job.load(settings)
     cases = job.cases_of(settings, pipe)
     run = results.describe_run(settings, pipe.unet.device)
-    columns = job.columns_of(pipe.unet.device)
     rows = []
     with output.progress(console) as bars:
         task = bars.add_task("rounds", total=len(cases) * (settings.repeats + 1))
         for row in job.measure(pipe, cases, methods, settings, lambda: bars.advance(task)):
             rows.append(row)
-            results.write_rows(settings.out, "latency", rows, [columns], run)
-    for table in job.summary(rows, settings, pipe.unet.device):
+            results.write_rows(settings.out, "latency", rows, [job.columns_of(rows, run["clock"])], run)
+    for table in job.summary(rows, settings, run["clock"]):
         console.print(table)
     console.print(f"figures: {settings.out}", soft_wrap=True)
 
@@ -166,7 +165,7 @@ def _run_table(settings: RunSettings, methods: list[Method]) -> None:
     rows = job.run(settings, methods, console)
     if not rows:
         return
-    for title, columns in job.tables_of(rows, settings).items():
+    for title, columns in job.tables_of(rows, settings.features).items():
         console.print(results.to_terminal(title, rows, columns))
     console.print(job.NOTE)
     if advice := job.plan(rows):
@@ -277,6 +276,18 @@ def fid(
         task = bars.add_task("features", total=sum(map(len, pictures)))
         row = job.distances(pictures, settings, lambda count: bars.advance(task, count))
     console.print(results.to_terminal(f"{first} and {second}", [row], job.columns(settings)))
+
+
+@app.command()
+@clear_errors
+def report(
+    folder: Annotated[Path, typer.Argument(help="A run's folder.", metavar="RUN_DIR")],
+    pictures: Annotated[int, typer.Option(help="How many seeds' pictures are shown.", min=1)] = 12,
+) -> None:
+    """Write one self-contained HTML page: tables, quality against time, pictures side by side."""
+    from .report import write_report
+
+    console.print(f"page: {write_report(folder, pictures)}", soft_wrap=True)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from .config import FidSettings
 from .features import features_of, load_network, picture_files
 from .models import find_device
 from .output import check_writable
-from .results import Column, Row, figure
+from .results import Column, Row, distance_name, figure
 
 
 def pictures_of(first: Path, second: Path) -> list[list[Path]]:
@@ -40,10 +40,9 @@ def distances(pictures: Sequence[Sequence[Path]], settings: FidSettings, tick: C
 
 def columns(settings: FidSettings) -> list[Column]:
     """Return the columns to print."""
-    name = "FID" if settings.features == "inception" else f"Fréchet ({settings.features})"
     return [
         Column("images", figure("images", "")),
-        Column(name, figure("frechet", ".3f")),
+        Column(distance_name(settings.features), figure("frechet", ".3f")),
         Column("kernel x1000", figure("kernel", ".3f")),
         Column("s.e.", figure("kernel_error", ".3f")),
     ]

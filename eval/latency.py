@@ -1,7 +1,7 @@
 """Cost alone: seconds, multiply-adds and memory of one U-Net call by phase, or of a whole pipeline call."""
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -209,39 +209,47 @@ def load(settings: LatencySettings) -> Any:
     return pipe
 
 
-def summary(rows: list[Row], settings: LatencySettings, device: torch.device) -> Iterator[Table]:
+def summary(rows: list[Row], settings: LatencySettings, clock: str) -> Iterator[Table]:
     """Yield a terminal table for each case."""
-    hidden = {"scope", "px", "batch"}
-    if len(settings.backends) == 1:
-        hidden |= {"attention", "over SDPA stock"}
-    if device.type != "cuda":
-        hidden.add("GB/image")
-    shown = [column for column in columns_of(device) if column.title not in hidden]
     for (scope, size, batch), group in groupby(rows, lambda row: (row["scope"], row["size"], row["batch"])):
         steps = f", {settings.steps} steps ({settings.scheduler})" if scope == "pipeline" else ""
-        name = settings.arch or settings.model
-        yield to_terminal(f"{name}, {scope}{steps}, {size} px, batch {batch}, {device}", list(group), shown)
+        title = f"{settings.arch or settings.model}, {scope}{steps}, {size} px, batch {batch}"
+        shown = list(group)
+        yield to_terminal(title, shown, columns_of(shown, clock))
 
 
-def columns_of(device: torch.device) -> list[Column]:
-    """Return the columns of the table; the clock of the speed-ups depends on the device."""
-    clock = "wall" if device.type == "cuda" else "CPU"
+def columns_of(rows: Sequence[Row], clock: str) -> list[Column]:
+    """Return the columns of a table; `clock` ("wall" or "CPU") is what its speed-ups are computed from.
 
-    def speedup(row: Row, name: str = "speedup") -> str:
-        if row[name] is None:
-            return "-"
-        return f"{row[name]:.2f}x ({row[f'{name}_low']:.2f}-{row[f'{name}_high']:.2f})"
-
-    return [
-        Column("method", method_text),
-        Column("attention", figure("backend", "")),
-        Column("scope", figure("scope", "")),
-        Column("px", figure("size", "d")),
-        Column("batch", figure("batch", "d")),
+    The case stands in columns where there are several; without a GPU there is no memory column, and
+    speed-ups over SDPA stand apart where there is another kind of attention.
+    """
+    cases = {(row["scope"], row["size"], row["batch"]) for row in rows}
+    backends = {row["backend"] for row in rows}
+    columns = [Column("method", method_text), Column("attention", figure("backend", ""))]
+    if len(cases) > 1:
+        columns += [
+            Column("scope", figure("scope", "")),
+            Column("px", figure("size", "d")),
+            Column("batch", figure("batch", "d")),
+        ]
+    columns += [
         Column("s", figure("seconds", ".3f")),
         Column("CPU s", figure("cpu_seconds", ".3f")),
-        Column(f"speed-up ({clock} time)", speedup),
-        Column("over SDPA stock", lambda row: speedup(row, "speedup_over_sdpa")),
-        Column("GMACs", lambda row: f"{row['multiply_adds'] / 1e9:.1f}"),
-        Column("GB/image", figure("memory_per_image", ".2f", "n/a")),
+        Column(f"speed-up ({clock} time)", _speedup_text("speedup")),
     ]
+    if backends != {"sdpa"}:
+        columns.append(Column("over SDPA stock", _speedup_text("speedup_over_sdpa")))
+    columns.append(Column("GMACs", lambda row: f"{row['multiply_adds'] / 1e9:.1f}"))
+    if any(row["memory_per_image"] is not None for row in rows):
+        columns.append(Column("GB/image", figure("memory_per_image", ".2f")))
+    return columns
+
+
+def _speedup_text(key: str) -> Callable[[Row], str]:
+    def text(row: Row) -> str:
+        if row[key] is None:
+            return "-"
+        return f"{row[key]:.2f}x ({row[f'{key}_low']:.2f}-{row[f'{key}_high']:.2f})"
+
+    return text

@@ -41,11 +41,17 @@ def method_text(row: Row) -> str:
     return row["method"] if row["ratio"] is None else f"{row['method']} r={row['ratio']:g}"
 
 
+def distance_name(features: str | None) -> str:
+    """Return what the Frechet distance on a feature network is called; only Inception's is FID."""
+    return "FID" if features == "inception" else f"Fréchet ({features})"
+
+
 def describe_run(settings: Settings, device: torch.device) -> Row:
     """Return what a figure depends on: versions, device, settings and the command itself."""
     return {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        "clock": "wall" if device.type == "cuda" else "CPU",
         "threads": torch.get_num_threads(),
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
         "python": platform.python_version(),
@@ -96,20 +102,19 @@ def to_csv(rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
-def _with_figures(rows: Sequence[Row], columns: Sequence[Column]) -> list[Row]:
-    return [row for row in rows if any(column.text(row) not in ("-", "n/a") for column in columns[1:])]
+def cells(rows: Sequence[Row], columns: Sequence[Column]) -> list[list[str]]:
+    """Return the text of each cell; rows without a figure are left out."""
+    lines = [[column.text(row) for column in columns] for row in rows]
+    return [line for line in lines if any(cell not in ("-", "n/a") for cell in line[1:])]
 
 
 def to_markdown(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """Return a table that can be pasted in a README; rows without a figure are left out."""
-    rows = _with_figures(rows, columns)
+    """Return a table that can be pasted in a README."""
     lines = [[column.title for column in columns], ["---"] + ["---:"] * (len(columns) - 1)]
-    lines += [[column.text(row) for column in columns] for row in rows]
+    lines += cells(rows, columns)
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def to_terminal(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> Table:
-    """Return a table to print; rows without a figure are left out."""
-    rows = _with_figures(rows, columns)
-    cells = [[column.text(row) for column in columns] for row in rows]
-    return make_table(title, [column.title for column in columns], cells)
+    """Return a table to print."""
+    return make_table(title, [column.title for column in columns], cells(rows, columns))

@@ -19,7 +19,7 @@ from .methods import Method, expand, parse_method
 from .models import find_device, load_pipeline
 from .output import check_writable, progress
 from .pictures import Picture, pictures_of
-from .results import Column, Row, figure
+from .results import Column, Row, distance_name, figure
 from .sampling import Seconds, sample, size_of
 from .store import Entry, Store
 
@@ -80,7 +80,7 @@ def run(settings: RunSettings, methods: list[Method], console: Console) -> list[
     if real is not None:
         rows.append(judge.floor() | {"backend": None})
     run_facts = results.describe_run(settings, pipe.unet.device)
-    tables = list(tables_of(rows, settings).values())
+    tables = list(tables_of(rows, settings.features).values())
     results.write_rows(settings.out, "table", rows, tables, run_facts, NOTE)
     results.write_csv(settings.out / "pictures.csv", singles)
     return rows
@@ -128,7 +128,8 @@ def _charged(entry: Entry, device: torch.device) -> float:
     return Seconds(entry.seconds, entry.cpu_seconds).charged(device)
 
 
-def _setting(row: Row) -> str:
+def row_label(row: Row) -> str:
+    """Return what a row is called: its method, ratio and settings."""
     return results.method_text(row) + (f", {row['agent']}" if row.get("agent") else "")
 
 
@@ -147,14 +148,13 @@ def change(key: str, form: str, factor: float = 1.0) -> Any:
     return text
 
 
-def tables_of(rows: Sequence[Row], settings: RunSettings) -> dict[str, list[Column]]:
+def tables_of(rows: Sequence[Row], features: str | None) -> dict[str, list[Column]]:
     """Return the columns of each table by its title; a column without a figure is left out."""
-    distance = "FID" if settings.features == "inception" else f"Fréchet ({settings.features})"
     on_gpu = any(row.get("memory_per_image") is not None for row in rows)
     tables = {
         "distance to real pictures": [
             Column("images", figure("images", "d")),
-            Column(distance, figure("frechet", ".2f")),
+            Column(distance_name(features), figure("frechet", ".2f")),
             Column("Fréchet change", change("frechet", ".2f")),
             Column("kernel x1000 ± s.e.", _kernel),
             Column("kernel change", change("kernel", ".2f", 1e3)),
@@ -176,7 +176,7 @@ def tables_of(rows: Sequence[Row], settings: RunSettings) -> dict[str, list[Colu
             Column("GB/img", figure("memory_per_image", ".2f", "n/a")),
         ],
     }
-    first = Column("method", _setting)
+    first = Column("method", row_label)
     filled = {
         title: [c for c in columns if any(c.text(r) != "-" for r in rows)]
         for title, columns in tables.items()

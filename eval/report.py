@@ -1,0 +1,139 @@
+"""One self-contained HTML page of a run: tables, quality against time (Fig. 5), pictures side by side."""
+
+import base64
+import csv
+import io
+import json
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+from matplotlib.figure import Figure
+from PIL import Image
+
+from . import latency, table
+from .errors import EvalError
+from .output import write_bytes
+from .results import Column, Row, cells, distance_name
+
+_SIDE = 256  # pixels on a side of a picture in the page, at most
+_MARKERS = "osD^vP"
+
+
+def write_report(folder: Path, pictures: int) -> Path:
+    """Write `folder`/report.html from what `table`, `ablate` or `latency` left there; return its path.
+
+    `pictures` is the number of seeds shown. Raises EvalError if the folder holds no results.
+    """
+    rows, times = (_read_jsonl(folder / f"{name}.jsonl") for name in ("table", "latency"))
+    if not rows and not times:
+        raise EvalError(
+            f"{folder} holds no table.jsonl or latency.jsonl; run `agentsd-eval table --out {folder}`"
+        )
+    run = (rows or times)[0]["run"]
+    features = run["settings"].get("features")
+    sections = [_section(name, rows, columns) for name, columns in table.tables_of(rows, features).items()]
+    sections += _latency_sections(times)
+    loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
+    template = jinja2.Environment(loader=loader, autoescape=True).get_template("report.html.j2")
+    page = template.render(
+        title=f"{run['settings'].get('arch') or run['settings']['model']}: quality and cost",
+        run=run,
+        facts=_facts(run),
+        sections=sections,
+        note=table.NOTE if rows else "",
+        plan=table.plan(rows),
+        scatter=_scatter(rows, features),
+        grid=_grid(folder, rows, pictures),
+    )
+    path = folder / "report.html"
+    write_bytes(path, page.encode())
+    return path
+
+
+def _read_jsonl(path: Path) -> list[Row]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _section(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> dict[str, Any]:
+    return {"title": title, "heads": [column.title for column in columns], "rows": cells(rows, columns)}
+
+
+def _latency_sections(rows: list[Row]) -> list[dict[str, Any]]:
+    sections = []
+    for case, group in groupby(rows, lambda row: (row["scope"], row["size"], row["batch"])):
+        shown = list(group)
+        scope, size, batch = case
+        columns = latency.columns_of(shown, rows[0]["run"]["clock"])
+        sections.append(_section(f"{scope}, {size} px, batch {batch}", shown, columns))
+    return sections
+
+
+def _facts(run: Row) -> dict[str, str]:
+    settings = {key: value for key, value in run["settings"].items() if value not in (None, {}, [])}
+    return {
+        "device": f"{run['device']}, {run['threads']} threads, {run['processes']} processes",
+        "versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items()),
+        "settings": ", ".join(f"{key} {value}" for key, value in settings.items()),
+    }
+
+
+def _scatter(rows: Sequence[Row], features: str | None) -> Markup | None:
+    """Return an SVG of distance against seconds, a line through each method's ratios."""
+    points = [row for row in rows if row.get("frechet") is not None and row.get("seconds") is not None]
+    if not points:
+        return None
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    for marker, (name, group) in zip(_MARKERS * 9, groupby(points, lambda row: row["method"]), strict=False):
+        line = list(group)
+        x, y = [row["seconds"] for row in line], [row["frechet"] for row in line]
+        # Values of an ablated setting have no order in time: points without a line.
+        style = "none" if any(row.get("agent") for row in line) else "-"
+        axes.plot(x, y, marker=marker, markersize=7, linestyle=style, label=name)
+        for row in line:
+            text = row.get("agent") or (f"r={row['ratio']:g}" if row["ratio"] is not None else "")
+            axes.annotate(
+                text, (row["seconds"], row["frechet"]), (6, 5), textcoords="offset points", fontsize=8
+            )
+    axes.margins(0.12)
+    axes.set_xlabel("seconds per image")
+    axes.set_ylabel(distance_name(features))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None})
+    return Markup(text.getvalue()[text.getvalue().index("<svg") :])
+
+
+def _grid(folder: Path, rows: Sequence[Row], pictures: int) -> dict[str, Any] | None:
+    """Return the methods and, for evenly spread seeds, the prompt and every method's picture."""
+    methods = [row for row in rows if row.get("key")]
+    listing = folder / "pictures.csv"
+    if not methods or not listing.exists():
+        return None
+    with listing.open(encoding="utf-8", newline="") as file:
+        every = [row for row in csv.DictReader(file) if row["method"] == methods[0]["key"]]
+    chosen = every[:: max(1, len(every) // pictures)][:pictures]
+    lines = []
+    for picture in chosen:
+        name = f"{int(picture['index']):05d}.png"
+        sources = [_data_uri(folder / "pictures" / method["key"] / name) for method in methods]
+        if all(sources):
+            lines.append({"prompt": picture["prompt"], "seed": picture["seed"], "sources": sources})
+    return {"heads": [table.row_label(method) for method in methods], "lines": lines} if lines else None
+
+
+def _data_uri(path: Path) -> str | None:
+    if not path.exists():
+        return None  # results were kept without their pictures
+    image = Image.open(path).convert("RGB")
+    image.thumbnail((_SIDE, _SIDE), Image.Resampling.LANCZOS)
+    content = io.BytesIO()
+    image.save(content, format="WEBP", quality=90)
+    return "data:image/webp;base64," + base64.b64encode(content.getvalue()).decode()
