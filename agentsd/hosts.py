@@ -1,7 +1,8 @@
-"""What the patch must know of a model it did not make: where its self-attention layers and levels are."""
+"""What the patch must know of a model it did not make: its self-attention layers and their token grids."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import Attention
 from diffusers.utils.torch_utils import unwrap_module
+from torch import Tensor
 from torch.nn import Module
 
 # Processors that compute softmax attention and nothing else, so that agent attention may stand in for them.
@@ -27,65 +29,88 @@ PLAIN_PROCESSORS = frozenset(
 
 @dataclass(frozen=True)
 class Site:
-    """One self-attention layer of a U-Net: its name, its block, and how often the latent is halved there."""
+    """One self-attention layer: its name, its block, and how many latent pixels a token spans on a side."""
 
     name: str
     block: BasicTransformerBlock
-    level: int
+    span: int
 
     @property
     def attn(self) -> Attention:
         """The layer itself."""
         return self.block.attn1
 
+    def grid(self, latent: Tensor) -> tuple[int, int]:
+        """Height and width in tokens for a latent (..., H, W); halves round up."""
+        height, width = (-(-size // self.span) for size in latent.shape[-2:])
+        return height, width
 
-def find_unet(pipe: Any) -> Any:
-    """The U-Net of a pipeline, or `pipe` itself when it is one; unwrapped if it is compiled.
+
+def find_model(pipe: Any) -> Any:
+    """The denoiser of a pipeline (its `unet`, or a `transformer` of the DiT kind), or `pipe` if it is one.
+
+    A compiled model is unwrapped.
 
     Raises:
         TypeError: there is none.
     """
-    unet = pipe if isinstance(pipe, Module) else getattr(pipe, "unet", None)
-    if isinstance(unet, Module):
-        unet = unwrap_module(unet)
-        if hasattr(unet, "down_blocks"):
-            return unet
+    candidates = (
+        [pipe]
+        if isinstance(pipe, Module)
+        else [getattr(pipe, "unet", None), getattr(pipe, "transformer", None)]
+    )
+    for model in candidates:
+        if isinstance(model, Module):
+            model = unwrap_module(model)
+            if hasattr(model, "down_blocks") or hasattr(model, "transformer_blocks"):
+                return model
     raise TypeError(
         f"{type(pipe).__name__} has no U-Net: pass a diffusers pipeline with a `unet`, or the U-Net itself"
     )
 
 
-def find_sites(unet: Any, levels: int) -> list[Site]:
+def find_sites(model: Any, levels: int) -> list[Site]:
     """The spatial self-attention layers on the `levels` finest attention levels, in the model's order.
 
-    Levels are counted from the finest one that has self-attention (level 0 in SD 1.x, 1 in SDXL).
+    Levels are counted from the finest one that has self-attention (latent pixels in SD 1.x, half of them in
+    SDXL; a DiT has one level, its patches).
 
     Raises:
         ValueError: the model has no such layer, or fewer levels.
     """
-    depth = len(unet.down_blocks)
     sites = []
-    for name, block in unet.named_modules():
-        place = re.match(r"(down_blocks|up_blocks|mid_block)\.(\d*)", name)
-        if not isinstance(block, BasicTransformerBlock) or place is None or "motion_modules" in name:
-            continue
-        if block.only_cross_attention:
-            continue
-        part, number = place.groups()
-        level = {"down_blocks": int(number or 0), "up_blocks": depth - 1 - int(number or 0)}.get(
-            part, depth - 1
-        )
-        sites.append(Site(f"{name}.attn1", block, level))
-    found = sorted({site.level for site in sites})
+    for name, block in model.named_modules():
+        span = _span(name, model)
+        if isinstance(block, BasicTransformerBlock) and span and not block.only_cross_attention:
+            sites.append(Site(f"{name}.attn1", block, span))
+    found = sorted({site.span for site in sites})
+    kind = type(model).__name__
     if not found:
-        raise ValueError(
-            f"{type(unet).__name__} has no self-attention that agentsd could patch; nothing was changed"
-        )
+        raise ValueError(f"{kind} has no self-attention that agentsd could patch; nothing was changed")
     if levels > len(found):
-        raise ValueError(
-            f"levels={levels}: {type(unet).__name__} has attention on {len(found)} levels; pass at most that"
-        )
-    return [site for site in sites if site.level in found[:levels]]
+        raise ValueError(f"levels={levels}: {kind} has attention on {len(found)} levels; pass at most that")
+    return [site for site in sites if site.span in found[:levels]]
+
+
+def _span(name: str, model: Any) -> int:
+    """Latent pixels on a side of a token in the block of that name; 0 where tokens are not of one image."""
+    if "motion_modules" in name:
+        return 0
+    if name.startswith("transformer_blocks."):
+        return int(model.config.patch_size)
+    place = re.match(r"(down_blocks|up_blocks|mid_block)\.(\d*)", name)
+    if place is None:
+        return 0
+    deepest = len(model.down_blocks) - 1
+    part, number = place.groups()
+    return 2 ** {"down_blocks": int(number or 0), "up_blocks": deepest - int(number or 0)}.get(part, deepest)
+
+
+def latent_and_timestep(model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+    """The two arguments of a forward call that the patch reads, wherever the model's signature has them."""
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return given[names[0]], given["timestep"]
 
 
 def is_plain(processor: Any) -> bool:

@@ -72,7 +72,8 @@ def rank_tokens(metric: Tensor, partition: Partition) -> Ranking:
     A token of zero norm is alike to none (similarity 0), so no NaN arises.
     """
     src, dst = (index.to(metric.device) for index in partition)
-    norm = torch.linalg.vector_norm(metric, dim=-1, dtype=torch.float32)
+    precise = torch.promote_types(metric.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(metric, dim=-1, dtype=precise)
     norm = norm.clamp_min(torch.finfo(torch.float32).tiny)
     # A source's own norm does not change which destination is best: it is divided out of the best one.
     targets = metric.index_select(1, dst) / norm.index_select(1, dst)[..., None]

@@ -21,13 +21,13 @@ class Cut(NamedTuple):
         home: (B * N,) row of the merged token that each token is in.
         members: (B * N,) rows of the tokens, those of one merged token side by side.
         starts: (B * (N-r),) where in `members` each merged token's rows begin.
-        share: (B * N,) weight of each member in its mean.
+        size: (B * N,) how many tokens are in each member's merged token.
     """
 
     home: Tensor
     members: Tensor
     starts: Tensor
-    share: Tensor
+    size: Tensor
 
 
 def cut_ranking(ranking: Ranking, r: int) -> Cut:
@@ -47,7 +47,7 @@ def cut_ranking(ranking: Ranking, r: int) -> Cut:
     rows, members = home.sort(stable=True)
     starts = torch.searchsorted(rows, slots.flatten())
     size = starts.diff(append=starts.new_tensor([rows.numel()]))
-    return Cut(home, members, starts, size.float().reciprocal()[rows])
+    return Cut(home, members, starts, size[rows])
 
 
 def merge(x: Tensor, cut: Cut) -> Tensor:
@@ -60,7 +60,7 @@ def merge(x: Tensor, cut: Cut) -> Tensor:
     if x.dtype in (torch.float16, torch.bfloat16):  # a weight would be rounded to half precision
         mean = embedding_bag(cut.members, rows, cut.starts, mode="mean")
     else:
-        share = cut.share.to(x.dtype)
+        share = cut.size.to(x.dtype).reciprocal()
         mean = embedding_bag(cut.members, rows, cut.starts, mode="sum", per_sample_weights=share)
     return mean.view(batch, -1, channels)
 

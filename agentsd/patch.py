@@ -8,11 +8,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 
 from .config import AgentConfig
-from .hosts import Site, find_sites, find_unet, is_plain, is_tomesd_block
+from .hosts import Site, find_model, find_sites, is_plain, is_tomesd_block, latent_and_timestep
 from .matching import draw_cells, split_grid
 from .processor import AGENT, STOCK, TOME, AgentAttnProcessor, LayerState
 from .schedule import StepReader
@@ -39,7 +38,7 @@ def apply_agentsd(
     No training, no change to the weights. A pipeline that is patched already gets the new settings.
 
     Args:
-        pipe: a diffusers pipeline with a `unet`, or the U-Net itself.
+        pipe: a diffusers pipeline with a `unet` (or a DiT or PixArt one), or the model itself.
         ratio, k, scale, early_frac, mode, late, levels, agent_ratio, early_stride, late_stride, cells, seed:
             see `AgentConfig`.
 
@@ -65,7 +64,7 @@ def apply_agentsd(
         cells=cells,
         seed=seed,
     )
-    unet = find_unet(pipe)
+    unet = find_model(pipe)
     sites = find_sites(unet, config.levels)
     for site in sites:
         _check_free(site)
@@ -77,7 +76,7 @@ def apply_agentsd(
 
 def remove_agentsd(pipe: Any) -> None:
     """Leave a pipeline (or U-Net) as if agentsd had never been there; does nothing if it is not patched."""
-    unet = find_unet(pipe)
+    unet = find_model(pipe)
     handle = getattr(unet, "_agentsd", None)
     if handle is not None:
         handle._detach(unet)
@@ -97,7 +96,7 @@ class AgentHandle:
         self._pipe = None if pipe is None or isinstance(pipe, Module) else weakref.ref(pipe)
         self._unet: weakref.ref[Module] | None = None
         self._layers: list[tuple[Any, LayerState]] = [
-            (site.attn, LayerState(site.name, site.level, i, config)) for i, site in enumerate(sites)
+            (site.attn, LayerState(site, i, config)) for i, site in enumerate(sites)
         ]
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._steps = StepReader(config.early_frac)
@@ -151,8 +150,7 @@ class AgentHandle:
         """Set each layer's phase and token grid for the U-Net call that starts."""
         if self._unet is None or self._unet() is not unet:
             self._unet = weakref.ref(unet)  # the model was deep-copied, and this handle with it
-        sample: Tensor = args[0] if args else kwargs["sample"]
-        timestep = args[1] if len(args) > 1 else kwargs["timestep"]
+        latent, timestep = latent_and_timestep(unet, args, kwargs)
         pipe = self._pipe() if self._pipe is not None else None
         step = self._steps.read(timestep, getattr(pipe, "scheduler", None))
         if step.opens_without_early:
@@ -164,16 +162,16 @@ class AgentHandle:
         late = TOME if config.late == "tome" and config.ratio > 0 else STOCK
         phase = AGENT if step.early else late
         stride = config.early_stride if step.early else config.late_stride
-        random = config.cells == "random" or (config.cells == "auto" and sample.shape[0] % 2 == 0)
+        random = config.cells == "random" or (config.cells == "auto" and latent.shape[0] % 2 == 0)
         for attn, layer in self._layers:
-            height, width = (-(-size // 2**layer.level) for size in sample.shape[-2:])
+            height, width = layer.site.grid(latent)
             layer.tokens = height * width
             holds = self._claim(attn, layer)
             layer.phase = phase if holds and min(height, width) >= stride else STOCK
             if layer.phase != STOCK:
                 key = (config.seed, layer.index, step.timestep) if random else None
                 split = split_grid(height, width, stride, draw_cells(height, width, stride, key))
-                layer.partition = type(split)(*(index.to(sample.device) for index in split))
+                layer.partition = type(split)(*(index.to(latent.device) for index in split))
 
     @torch.compiler.disable
     def _end(self, unet: Module, args: tuple[Any, ...], output: Any) -> None:
@@ -181,15 +179,15 @@ class AgentHandle:
         for _, layer in self._layers:
             if layer.block_input is not None and output is not None:
                 self._say_once(
-                    f"agentsd: {layer.name} was computed without its attention processor (T-GATE does so); "
-                    "it was left untouched"
+                    f"agentsd: {layer.site.name} was computed without its attention processor "
+                    "(T-GATE does so); it was left untouched"
                 )
             layer.block_input = None
             if not torch.is_grad_enabled():  # gradient checkpointing recomputes the layers after the call
                 layer.phase, layer.partition = STOCK, None
             if layer.mismatch:
                 self._say_once(
-                    f"agentsd: {layer.name} got {layer.mismatch} tokens where the latent's size gives "
+                    f"agentsd: {layer.site.name} got {layer.mismatch} tokens where the latent's size gives "
                     f"{layer.tokens}; it was left untouched"
                 )
                 layer.mismatch = 0
@@ -200,7 +198,7 @@ class AgentHandle:
         if not isinstance(processor, AgentAttnProcessor):
             if not is_plain(processor):
                 self._say_once(
-                    f"agentsd: {layer.name} now has a {type(processor).__name__}; it is left untouched"
+                    f"agentsd: {layer.site.name} now has a {type(processor).__name__}; it is left untouched"
                 )
                 return False
             processor = AgentAttnProcessor(processor)

@@ -11,6 +11,7 @@ from torch.nn import Module
 
 from .attention import agent_attention
 from .config import AgentConfig
+from .hosts import Site
 from .matching import Partition, rank_tokens
 from .merging import cut_ranking, merge, unmerge
 
@@ -22,8 +23,7 @@ class LayerState:
     """What a patched attention layer knows of the call under way; kept on the layer, not on its processor.
 
     Attributes:
-        name: the layer's name in the model.
-        level: how many times the latent is halved here.
+        site: the layer's name and place in the model.
         index: number of the layer among the patched ones; part of the key of its random cells.
         config: the settings.
         phase: STOCK, TOME or AGENT.
@@ -34,8 +34,7 @@ class LayerState:
         mismatch: the number of tokens that came instead of the expected one, or 0.
     """
 
-    name: str
-    level: int
+    site: Site
     index: int
     config: AgentConfig
     phase: str = STOCK
