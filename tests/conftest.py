@@ -59,3 +59,11 @@ def sample() -> Callable[..., torch.Tensor]:
             return pipe(generator=torch.Generator().manual_seed(seed), **settings).images
 
     return run
+
+
+@pytest.fixture(scope="session")
+def model_folder(make_pipeline: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny pipeline on disk, as `--model` takes it."""
+    folder = tmp_path_factory.mktemp("model")
+    make_pipeline().save_pretrained(folder)
+    return str(folder)

@@ -3,6 +3,7 @@
 import copy
 import gc
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -177,3 +178,23 @@ def test_the_host_internals_that_the_patch_stands_on():
         assert attn.group_norm is None
         assert not attn.residual_connection
         assert type(attn.processor) is AttnProcessor2_0
+
+
+def test_same_bits_in_another_process():
+    import subprocess
+    import sys
+
+    code = (
+        "import torch; torch.set_num_threads(1); from tiny import make_unet; from test_patch import call;"
+        "from agentsd import apply_agentsd; unet = make_unet(); apply_agentsd(unet);"
+        "print(call(unet, 999).double().sum().item().hex())"
+    )
+    sums = {
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code],
+            capture_output=True, text=True, check=True, cwd=Path(__file__).parent,
+            env={"PYTHONHASHSEED": str(seed), "HOME": "/"},
+        ).stdout.split()[-1]
+        for seed in (0, 1)
+    }  # fmt: skip
+    assert len(sums) == 1

@@ -386,3 +386,38 @@ def test_a_transformer_of_another_kind_is_refused():
     )  # fmt: skip
     with pytest.raises(ValueError, match="SD3Transformer2DModel has no self-attention"):
         apply_agentsd(model)
+
+
+def test_modular_sdxl_calls_the_unet_once_for_each_guidance_branch(tokenizer):
+    modular = pytest.importorskip(
+        "diffusers.modular_pipelines", reason="this diffusers has no modular pipelines"
+    )
+    from diffusers.guiders import ClassifierFreeGuidance
+
+    pipe = modular.StableDiffusionXLAutoBlocks().init_pipeline()
+    pipe.update_components(
+        vae=make_vae(),
+        text_encoder=make_text_encoder(tokenizer),
+        tokenizer=tokenizer,
+        unet=sdxl_unet(),
+        scheduler=diffusers.EulerDiscreteScheduler(**BETAS),
+        guider=ClassifierFreeGuidance(guidance_scale=5.0),
+        **sdxl_parts(tokenizer),
+    )
+    pipe.set_progress_bar_config(disable=True)
+
+    def run():
+        rng = torch.Generator().manual_seed(0)
+        inputs = {"prompt": "a cat", "height": 32, "width": 32, "num_inference_steps": 5}
+        return pipe(generator=rng, output="images", output_type="latent", **inputs)
+
+    stock = run()
+    handle = apply_agentsd(pipe, cells="random")
+    seen = watch_phases(handle)
+    patched = run()
+    assert not torch.equal(patched, stock)
+    for phases in seen.values():  # five steps, two of them early, two branches
+        assert phases == ["agent"] * 4 + ["tome"] * 6
+    assert torch.equal(run(), patched)
+    remove_agentsd(pipe)
+    assert torch.equal(run(), stock)
