@@ -65,7 +65,7 @@ def _inception(device: torch.device, weights: Path | None) -> Network:
     """Return pytorch-fid's Inception v3; it resizes to 299x299 itself, bilinearly."""
     try:
         from pytorch_fid import inception
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision is of another torch
         raise EvalError(
             f"real FID needs pytorch-fid ({error}): pip install 'agentsd[fid]', "
             "or use --features efficientnet-lite0"

@@ -89,13 +89,8 @@ def parse_method(
         )
     if not set(parts) & set(_MERGING):
         ratio = None
-    return Method(
-        parts,
-        ratio,
-        backend or settings.backend,
-        tuple(sorted(settings.agent.items())),
-        settings.cache_interval,
-    )
+    agent = tuple(sorted(settings.agent.items())) if "agentsd" in parts else ()
+    return Method(parts, ratio, backend or settings.backend, agent, settings.cache_interval)
 
 
 def expand(names: Sequence[str], ratios: Sequence[float], settings: Settings) -> list[Method]:

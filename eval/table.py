@@ -201,6 +201,4 @@ def plan(rows: Sequence[Row]) -> str | None:
     needed = [row["pictures_for_2_percent"] for row in rows if row.get("pictures_for_2_percent")]
     if not needed:
         return None
-    return (
-        f"to show a 2% difference in Fréchet distance at 95%, about {max(needed)} pictures a row are needed"
-    )
+    return f"A 2% difference in Fréchet distance shows at 95% from about {max(needed)} pictures a row on."

@@ -1,0 +1,208 @@
+"""The commands end to end on a tiny pipeline."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from agentsd_eval.cli import app
+from agentsd_eval.features import features_of, load_network
+from PIL import Image
+from typer.testing import CliRunner
+
+
+def invoke(*arguments: Any, code: int = 0) -> str:
+    """Run a command; return what it printed, blanks made one."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return re.sub(r"\s+", " ", result.output)
+
+
+@pytest.fixture(scope="session")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nine pictures of noise, of two sizes."""
+    folder = tmp_path_factory.mktemp("photographs")
+    random = np.random.default_rng(0)
+    for i in range(9):
+        pixels = random.integers(0, 255, (40, 50 + i % 2, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i}.png")
+    return folder
+
+
+def test_compare(model_folder: str, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "grid.png"
+    printed = invoke(
+        "compare", "--model", model_folder, "--prompt", "a cat", "--prompt", "a dog", "--steps", 3,
+        "--ratio", 0.5, "--agent", "k=0.1", "--out", out,
+    )  # fmt: skip
+    for method in ("stock", "tomesd r=0.5", "agentsd r=0.5"):
+        assert method in printed
+    with Image.open(out) as image:
+        assert image.size[0] > 2 * 160
+        assert image.size[1] > 3 * 160
+
+
+@pytest.fixture(scope="module")
+def run(model_folder: str, photographs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished table."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "prompts.txt").write_text("a cat\na dog\n")
+    printed = invoke(
+        "table", "--model", model_folder, "--prompts", folder / "prompts.txt", "--reference", photographs,
+        "--method", "agentsd", "--method", "tomesd+deepcache", "--ratio", 0.5, "--steps", 3, "--images", 5,
+        "--batch-size", 2, "--out", folder,
+    )  # fmt: skip
+    assert "distance to real pictures" in printed
+    return folder
+
+
+def test_table_has_a_row_for_each_method_and_a_floor(run: Path) -> None:
+    rows = [json.loads(line) for line in (run / "table.jsonl").read_text().splitlines()]
+    assert [row["method"] for row in rows] == ["stock", "agentsd", "tomesd+deepcache", "real/real"]
+    stock, agent, *_ = rows
+    assert (stock["speedup"], stock["ratio"], agent["ratio"], agent["backend"]) == (1.0, None, 0.5, "sdpa")
+    assert agent["frechet_change"] == pytest.approx(agent["frechet"] - stock["frechet"])
+    assert agent["psnr"] > 20
+    assert agent["memory_per_image"] is None
+    facts = agent["run"]
+    assert facts["settings"]["steps"] == 3
+    assert {"torch", "diffusers", "tomesd", "DeepCache"} <= set(facts["versions"])
+    markdown = (run / "table.md").read_text()
+    assert "| agentsd r=0.5 | 5 |" in markdown
+    assert "≈ marks a change inside the noise" in markdown
+
+
+def test_a_second_run_goes_on_with_another_ratio(run: Path, model_folder: str, photographs: Path) -> None:
+    before = (run / "table.jsonl").read_text().splitlines()
+    invoke(
+        "table", "--model", model_folder, "--prompts", run / "prompts.txt", "--reference", photographs,
+        "--method", "agentsd", "--ratio", 0.5, "--ratio", 0.25, "--steps", 3, "--images", 5,
+        "--batch-size", 2, "--out", run,
+    )  # fmt: skip
+    after = {r["key"]: r for r in map(json.loads, (run / "table.jsonl").read_text().splitlines()[:-1])}
+    old = json.loads(before[1])
+    assert after["agentsd-r0.5-sdpa"]["frechet"] == old["frechet"]
+    assert after["agentsd-r0.5-sdpa"]["seconds"] == old["seconds"]
+    # another process made it at another time: no speed-up over stock's pictures of then
+    assert after["agentsd-r0.25-sdpa"]["speedup"] is None
+    (run / "table.jsonl").write_text("\n".join(before) + "\n")
+
+
+def test_report_is_one_page_without_links(run: Path) -> None:
+    invoke("report", run, "--pictures", 2)
+    page = (run / "report.html").read_text()
+    assert page.count("data:image/webp;base64,") == 2 * 3
+    assert page.count("<svg") == 1
+    assert not re.findall(r'(?:src|href)="(?!data:|#)', page)
+    assert "agentsd r=0.5" in page
+
+
+def test_ablate(model_folder: str, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a cat\n")
+    printed = invoke(
+        "ablate", "k", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--value", 0,
+        "--value", 0.1, "--steps", 2, "--images", 2, "--batch-size", 2, "--out", tmp_path / "run",
+    )  # fmt: skip
+    assert "agentsd r=0.5, k=0.1" in printed
+    assert "Fréchet" not in printed  # no real pictures, no distance
+
+
+def test_latency(model_folder: str, tmp_path: Path) -> None:
+    printed = invoke(
+        "latency", "--model", model_folder, "--method", "agentsd", "--method", "deepcache", "--ratio", 0.5,
+        "--backend", "sdpa", "--backend", "unfused", "--steps", 3, "--size", 64, "--repeats", 2,
+        "--out", tmp_path,
+    )  # fmt: skip
+    assert "forward early, 64 px, batch 1" in printed
+    rows = [json.loads(line) for line in (tmp_path / "latency.jsonl").read_text().splitlines()]
+    found = {(row["scope"], row["method"], row["backend"]): row for row in rows}
+    assert ("forward late", "deepcache", "sdpa") not in found  # it has no cost within one call
+    assert len(found) == 2 * 2 * 2 + 3 * 2
+    early, late = (found[f"forward {phase}", "agentsd", "sdpa"] for phase in ("early", "late"))
+    stock = found["forward early", "stock", "sdpa"]
+    assert early["multiply_adds"] < late["multiply_adds"] < stock["multiply_adds"]
+    # the count doesn't depend on how attention is computed
+    assert found["forward early", "stock", "unfused"]["multiply_adds"] == stock["multiply_adds"]
+    assert stock["speedup"] == 1.0
+    assert found["pipeline", "stock", "unfused"]["speedup_over_sdpa"] != 1.0
+
+
+def test_fid_of_two_folders(photographs: Path, run: Path, tmp_path: Path) -> None:
+    command = ("fid", photographs, run / "pictures" / "stock-sdpa", "--features", "efficientnet-lite0")
+    printed = invoke(*command, "--cache", tmp_path)
+    assert "9 / 5" in printed
+    assert len(list(tmp_path.glob("*.npy"))) == 2
+    assert invoke(*command, "--cache", tmp_path) == printed
+    same = invoke("fid", photographs, photographs, "--features", "efficientnet-lite0", "--cache", tmp_path)
+    assert re.search(r"\b0\.00", same)
+
+
+def test_features_are_kept_under_the_pictures_content(photographs: Path, tmp_path: Path) -> None:
+    calls = 0
+    network = load_network("efficientnet-lite0", torch.device("cpu"))
+    forward = network._forward
+
+    def counted(pixels: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return forward(pixels)
+
+    network._forward = counted
+    paths = sorted(photographs.glob("*.png"))
+    first = features_of(network, paths, tmp_path)
+    assert first.shape == (9, 1280)
+    assert np.array_equal(features_of(network, paths, tmp_path), first)
+    assert calls == 1
+    features_of(network, paths[:8], tmp_path)
+    features_of(network, paths, tmp_path, crop=(32, 32))
+    assert calls == 3
+    kept = next(tmp_path.glob("*.npy"))
+    kept.write_bytes(kept.read_bytes()[:100])  # cut off: made again
+    for part in (paths, paths[:8]):
+        features_of(network, part, tmp_path)
+    features_of(network, paths, tmp_path, crop=(32, 32))
+    assert calls == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("compare", "--method", "tome"), "unknown method 'tome' in 'tome'; use stock"),
+        (("compare", "--agent", "k"), "--agent 'k' must be KEY=VALUE"),
+        (
+            ("compare", "--agent", "kk=1"),
+            "Value error, unknown ['kk']; known: agent_ratio",
+        ),
+        (("compare", "--ratio", "0.9"), "ratio = 0.9: Input should be less than or equal to 0.75"),
+        (("compare", "--model", "/no/such/model"), "can't load the model '/no/such/model'"),
+        (("compare", "--device", "cuda:77"), "device 'cuda:77'"),
+        (("compare", "--device", "toaster"), "device 'toaster'"),
+        (("ablate", "ratio"), "can't ablate 'ratio'; choose k"),
+        (("latency", "--arch", "sd3"), "arch = 'sd3': Input should be 'sd15' or 'sdxl'"),
+        (("table", "--config", "/no/such.yaml"), "can't read the configuration /no/such.yaml"),
+        (("fid", "/no/such", "/no/such"), "/no/such holds 0 pictures"),
+        (("report", "/no/such"), "holds no table.jsonl or latency.jsonl"),
+    ],
+)
+def test_errors_are_one_message_and_exit_code_2(arguments: tuple[str, ...], message: str) -> None:
+    if "cuda:77" in arguments and torch.cuda.is_available():
+        pytest.skip("there may be a CUDA device")
+    printed = invoke(*arguments, code=2)
+    assert message in printed
+    assert "Traceback" not in printed
+
+
+def test_wrong_inception_weights_are_refused(tmp_path: Path) -> None:
+    from agentsd_eval.errors import EvalError
+    from agentsd_eval.features import check_inception_weights
+
+    (tmp_path / "weights.pth").write_bytes(b"not these")
+    with pytest.raises(EvalError, match=r"has SHA-256 \w{8}\.\.\., but pytorch-fid's .* has 6726825d"):
+        check_inception_weights(tmp_path / "weights.pth")

@@ -1,0 +1,119 @@
+"""Methods: parsed by name, applied, and every trace of them removed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from agentsd_eval.config import CompareSettings
+from agentsd_eval.errors import EvalError
+from agentsd_eval.methods import Method, check_scheduler, expand, finest_attention_downsample, parse_method
+from diffusers import DDIMScheduler, HeunDiscreteScheduler, PNDMScheduler
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+from tiny import BETAS, make_sdxl_unet, make_unet
+
+SETTINGS = CompareSettings()
+EVERY = ("stock", "tomesd", "agentsd", "deepcache", "agentsd+deepcache", "tomesd+deepcache")
+
+
+def fingerprint(unet: Any) -> list[Any]:
+    """Everything a method may leave on a U-Net, module by module."""
+    return [
+        (
+            name,
+            type(module),
+            sorted(module.__dict__),
+            len(module._forward_pre_hooks),
+            len(module._forward_hooks),
+        )
+        for name, module in unet.named_modules()
+    ]
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("backend", ["sdpa", "unfused"])
+def test_methods_act_and_leave_no_trace(pipe: Any, sample: Any, name: str, backend: Any) -> None:
+    stock = sample(pipe)
+    before = fingerprint(pipe.unet)
+    processors = pipe.unet.attn_processors
+    with parse_method(name, 0.5, SETTINGS, backend).applied(pipe) as reseed:
+        reseed(0)
+        inside = sample(pipe)
+    assert torch.equal(inside, stock) == (name == "stock" and backend == "sdpa")
+    assert fingerprint(pipe.unet) == before
+    assert all(pipe.unet.attn_processors[key] is processor for key, processor in processors.items())
+    assert torch.equal(sample(pipe), stock)
+
+
+def test_methods_are_removed_after_an_error(pipe: Any) -> None:
+    before = fingerprint(pipe.unet)
+    with pytest.raises(KeyError), parse_method("agentsd+deepcache", 0.5, SETTINGS).applied(pipe):
+        raise KeyError
+    assert fingerprint(pipe.unet) == before
+
+
+@pytest.mark.parametrize(("backend", "kind"), [("sdpa", AttnProcessor2_0), ("unfused", AttnProcessor)])
+def test_backend_sets_every_standard_layer(backend: Any, kind: type) -> None:
+    unet = make_unet()
+    with Method((), backend=backend).applied(unet):
+        assert {type(processor) for processor in unet.attn_processors.values()} == {kind}
+
+
+def test_reseeded_tomesd_repeats_its_pictures(pipe: Any, sample: Any) -> None:
+    method = parse_method("tomesd", 0.5, SETTINGS)
+
+    def run(seed: int) -> torch.Tensor:
+        torch.rand(3)  # whatever else draws from the global generator
+        with method.applied(pipe) as reseed:
+            reseed(seed)
+            return sample(pipe)
+
+    assert torch.equal(run(0), run(0))
+    assert not torch.equal(run(0), run(1))
+
+
+def test_tomesd_is_no_silent_no_op_on_sdxl() -> None:
+    unet = make_sdxl_unet()
+    assert (finest_attention_downsample(make_unet()), finest_attention_downsample(unet)) == (1, 2)
+    inputs = torch.randn(2, 4, 16, 16), torch.tensor(500), torch.randn(2, 5, 16)
+    with torch.no_grad():
+        stock = unet(*inputs).sample
+        with parse_method("tomesd", 0.5, SETTINGS).applied(unet):
+            assert not torch.equal(unet(*inputs).sample, stock)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "tome",
+            "unknown method 'tome' in 'tome'; use stock, tomesd, agentsd, deepcache or",
+        ),
+        ("agentsd+stock", "unknown method 'stock'"),
+        ("agentsd+tomesd", "only one of tomesd and agentsd"),
+        ("deepcache+deepcache", "name a part once"),
+    ],
+)
+def test_unknown_methods_are_named(name: str, message: str) -> None:
+    with pytest.raises(EvalError, match=message):
+        parse_method(name, 0.4, SETTINGS)
+
+
+def test_rows_of_a_table() -> None:
+    methods = expand(["agentsd", "deepcache"], [0.2, 0.4], SETTINGS)
+    assert [m.label for m in methods] == ["stock", "agentsd r=0.2", "agentsd r=0.4", "deepcache"]
+    assert len({m.key for m in methods}) == 4
+    other = CompareSettings(agent={"k": 0.1})
+    assert parse_method("agentsd", 0.2, other).key != methods[1].key
+    assert parse_method("tomesd", 0.2, other).key == parse_method("tomesd", 0.2, SETTINGS).key
+
+
+def test_deepcache_is_refused_where_it_would_mistake_its_step() -> None:
+    three, two = (Method(("deepcache",), cache_interval=n) for n in (3, 2))
+    plms = PNDMScheduler(**BETAS, skip_prk_steps=True)
+    check_scheduler(three, plms, 20)  # the one repeated timestep falls where the cache is used anyway
+    check_scheduler(two, DDIMScheduler(**BETAS), 20)
+    check_scheduler(Method(("agentsd",), 0.5), HeunDiscreteScheduler(**BETAS), 20)
+    with pytest.raises(EvalError, match=r"DeepCache mistakes call .* use --scheduler ddim"):
+        check_scheduler(three, HeunDiscreteScheduler(**BETAS), 20)

@@ -1,0 +1,118 @@
+"""Distances against analytic Gaussians, pytorch-fid's own function, and loops over pairs."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from agentsd_eval import metrics
+
+
+def two_sets() -> tuple[np.ndarray, np.ndarray]:
+    i, j = np.arange(40)[:, None], np.arange(6)
+    first = np.sin(1.7 * i * (j + 1) + j) + 0.1 * j
+    i = np.arange(30)[:, None]
+    second = np.cos(2.3 * i * (j + 2)) * (1 + 0.2 * j) - 0.3
+    return first, second
+
+
+def test_frechet_distance_of_gaussians_is_analytic() -> None:
+    # diagonal covariances: |m|^2 + sum (s1 - s2)^2
+    a = metrics.Gaussian(np.array([0.0, 1.0]), np.diag([4.0, 9.0]))
+    b = metrics.Gaussian(np.array([3.0, 1.0]), np.diag([1.0, 25.0]))
+    assert metrics.frechet_distance(a, b) == pytest.approx(9 + 1 + 4, abs=1e-12)
+    # the same, turned: the distance doesn't depend on the axes
+    turn = np.linalg.qr(np.random.default_rng(0).normal(size=(2, 2)))[0]
+    a, b = (metrics.Gaussian(turn @ g.mean, turn @ g.covariance @ turn.T) for g in (a, b))
+    assert metrics.frechet_distance(a, b) == pytest.approx(14, abs=1e-10)
+
+
+def test_frechet_distance_equals_pytorch_fids() -> None:
+    # pytorch_fid.fid_score.calculate_frechet_distance (pytorch-fid 0.3.0, SciPy 1.17.1) of two_sets():
+    # f(a.mean(0), np.cov(a, rowvar=False), b.mean(0), np.cov(b, rowvar=False)) -> 3.207428378983746
+    distance = metrics.frechet_distance(*map(metrics.fit, two_sets()))
+    assert distance == pytest.approx(3.207428378983746, rel=1e-9)
+
+
+@pytest.mark.parametrize("count", [4, 40])  # fewer pictures than features, and more
+def test_a_resample_has_the_distance_of_its_pictures(count: int) -> None:
+    first, second = two_sets()
+    reference = metrics.fit(second)
+    picked = np.random.default_rng(1).integers(40, size=count)
+    quick = metrics.FrechetSample(first, reference).distance(picked)
+    slow = metrics.frechet_distance(metrics.fit(first[picked]), reference)
+    assert quick == pytest.approx(slow, rel=1e-6)  # roots of eigenvalues that should be 0
+
+
+def test_equal_sets_have_distance_zero() -> None:
+    first, _ = two_sets()
+    gaussian = metrics.fit(first)
+    assert metrics.frechet_distance(gaussian, gaussian) == pytest.approx(0, abs=1e-9)
+
+
+def kernel_loop(x: np.ndarray, y: np.ndarray) -> float:
+    def k(a: np.ndarray, b: np.ndarray) -> float:
+        return (float(a @ b) / len(a) + 1) ** 3
+
+    within = [np.mean([k(a, b) for a, b in itertools.permutations(s, 2)]) for s in (x, y)]
+    return float(sum(within) - 2 * np.mean([k(a, b) for a in x for b in y]))
+
+
+def test_kernel_distance_equals_a_loop_over_pairs() -> None:
+    first, second = two_sets()
+    distance = metrics.kernel_distance(first, second)
+    assert distance.value == pytest.approx(kernel_loop(first, second), rel=1e-10)
+    assert distance.without_generated[3] == pytest.approx(
+        kernel_loop(np.delete(first, 3, 0), second), rel=1e-9
+    )
+    assert distance.without_real[5] == pytest.approx(kernel_loop(first, np.delete(second, 5, 0)), rel=1e-9)
+
+
+def test_kernel_distance_is_unbiased_and_its_error_is_its_spread() -> None:
+    random = np.random.default_rng(0)
+    distances = [
+        metrics.kernel_distance(*random.normal(size=(2, 25, 5))) for _ in range(300)
+    ]  # of one distribution: 0
+    values = np.array([distance.value for distance in distances])
+    assert abs(values.mean()) < 4 * values.std() / np.sqrt(300)
+    assert np.mean([distance.error for distance in distances]) == pytest.approx(values.std(), rel=0.35)
+
+
+def test_paired_errors_vanish_for_equal_pictures_and_only_then() -> None:
+    first, second = two_sets()
+    moved = first + np.random.default_rng(0).normal(scale=0.1, size=first.shape)
+    reference = metrics.fit(second)
+    same, other = (metrics.FrechetSample(s, reference) for s in (first, moved))
+    assert metrics.frechet_difference_error(same, same, 40, 20) == 0
+    assert metrics.frechet_difference_error(same, other, 40, 20) > 0
+    kernel, moved_kernel = (metrics.kernel_distance(s, second) for s in (first, moved))
+    assert kernel.difference_error(kernel) == 0
+    assert 0 < kernel.difference_error(moved_kernel) < kernel.error
+
+
+def test_paired_bootstrap_error_matches_the_spread_over_fresh_seeds() -> None:
+    random = np.random.default_rng(0)
+    reference = metrics.Gaussian(np.zeros(3), np.eye(3))
+
+    def draw() -> tuple[metrics.FrechetSample, metrics.FrechetSample]:
+        first = random.normal(loc=0.5, size=(200, 3))
+        second = first * 1.2 + random.normal(scale=0.3, size=(200, 3))
+        return metrics.FrechetSample(first, reference), metrics.FrechetSample(second, reference)
+
+    everyone = np.arange(200)
+    pairs = [draw() for _ in range(200)]
+    spread = np.std([a.distance(everyone) - b.distance(everyone) for a, b in pairs])
+    errors = [metrics.frechet_difference_error(a, b, 200, 50) for a, b in pairs[:10]]
+    assert np.mean(errors) == pytest.approx(spread, rel=0.25)
+
+
+def test_pictures_needed_is_where_the_interval_is_as_wide_as_the_difference() -> None:
+    # at 100 pictures the half-width is 1.96 * 0.5; 2% of 20 is 0.4, so (0.98 / 0.4)^2 = 6.0 times as many
+    assert metrics.pictures_needed(20.0, 0.5, 100) == pytest.approx(600, abs=1)
+
+
+def test_nearest_reference_by_direction() -> None:
+    references = np.array([[1.0, 0.0], [0.0, 1.0]])
+    assert metrics.nearest(np.array([[9.0, 1.0], [0.1, 0.2]]), references).tolist() == [0, 1]
+    assert metrics.cosine_distance(np.array([[2.0, 0.0]]), np.array([[0.0, 3.0]])).tolist() == [1.0]

@@ -1,0 +1,227 @@
+"""Runs: seeds, resuming, damage, a full disk, several processes; all end in the same table."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from agentsd_eval import output, table
+from agentsd_eval.config import AblateSettings, TableSettings
+from agentsd_eval.errors import EvalError
+from agentsd_eval.generate import Share, fingerprint, generate
+from agentsd_eval.pictures import from_classes, from_prompts, from_references, pictures_of
+from agentsd_eval.sampling import initial_latents, sample
+from agentsd_eval.store import Store
+
+PICTURES = from_prompts(["a cat", "a dog"], 7, 10)
+SETTINGS = TableSettings(steps=3, batch_size=3, ratios=(0.5,), scheduler="model")
+METHODS = table.table_methods(SETTINGS)
+
+
+class Killed(Exception):
+    pass
+
+
+def fill(pipe: Any, folder: Path, share: Share | None = None, stop_after: int = 10**9) -> Store:
+    """Run to the end, or as far as `stop_after` batches."""
+    ticks = 0
+
+    def tick(count: int) -> None:
+        nonlocal ticks
+        ticks += 1
+        if ticks > stop_after:
+            raise Killed
+
+    share = share or Share()
+    store = Store(folder, share.rank)
+    store.claim(fingerprint(pipe, PICTURES, SETTINGS))
+    generate(pipe, store, METHODS, PICTURES, SETTINGS, share, tick)
+    return store
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*.png"))}
+
+
+@pytest.fixture(scope="module")
+def whole(make_pipeline: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The pictures of a run that was never stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    fill(make_pipeline(), folder)
+    return contents(folder)
+
+
+def test_a_run_has_every_picture_of_every_method(whole: dict[str, bytes]) -> None:
+    assert len(whole) == 3 * 7
+    assert len(set(whole.values())) == 3 * 7
+
+
+@pytest.mark.parametrize("stop_after", [0, 1, 4, 6])
+def test_a_killed_run_resumes_to_the_same_pictures(
+    pipe: Any, tmp_path: Path, whole: dict[str, bytes], stop_after: int
+) -> None:
+    with pytest.raises(Killed):
+        fill(pipe, tmp_path, stop_after=stop_after)
+    fill(pipe, tmp_path)
+    assert contents(tmp_path) == whole
+
+
+def test_a_finished_run_makes_nothing_again(pipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    fill(pipe, tmp_path)
+    monkeypatch.setattr("agentsd_eval.generate.sample", lambda *args, **kwargs: pytest.fail("made again"))
+    fill(pipe, tmp_path)
+
+
+def test_damage_is_found_and_made_again(pipe: Any, tmp_path: Path, whole: dict[str, bytes]) -> None:
+    store = fill(pipe, tmp_path)
+    paths = [store.path(METHODS[i], index) for i, index in ((0, 1), (1, 6), (2, 3))]
+    paths[0].unlink()
+    paths[1].write_bytes(paths[1].read_bytes()[:-20])
+    flipped = bytearray(paths[2].read_bytes())
+    flipped[len(flipped) // 2] ^= 1
+    paths[2].write_bytes(flipped)
+    manifest = paths[1].with_name("manifest-0.jsonl")
+    manifest.write_bytes(manifest.read_bytes()[:-40])  # and a line cut off by a kill
+    fill(pipe, tmp_path)
+    assert contents(tmp_path) == whole
+    assert all(len(store.intact(method)) == 7 for method in METHODS)
+
+
+def test_processes_share_the_work(pipe: Any, tmp_path: Path, whole: dict[str, bytes]) -> None:
+    fill(pipe, tmp_path, Share(0, 2))
+    assert 0 < len(contents(tmp_path)) < len(whole)
+    store = fill(pipe, tmp_path, Share(1, 2))
+    assert contents(tmp_path) == whole
+    assert all(len(store.intact(method)) == 7 for method in METHODS)
+
+
+def test_a_folder_of_another_run_is_refused(pipe: Any, tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.claim(fingerprint(pipe, PICTURES, SETTINGS))
+    more = SETTINGS.model_copy(update={"steps": 4})
+    with pytest.raises(EvalError, match=r"steps: 3 there, 4 now\); choose another --out"):
+        store.claim(fingerprint(pipe, PICTURES, more))
+    torch.nn.init.zeros_(pipe.unet.conv_in.weight)
+    with pytest.raises(EvalError, match="weights: "):
+        store.claim(fingerprint(pipe, PICTURES, SETTINGS))
+
+
+def test_a_full_disk_loses_nothing(
+    pipe: Any, tmp_path: Path, whole: dict[str, bytes], monkeypatch: Any
+) -> None:
+    replace, count = Path.replace, 0
+
+    def full(self: Path, target: Path) -> Path:
+        nonlocal count
+        count += 1
+        if count > 8:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(EvalError, match=r"the disk is full: .* run the same command again"):
+        fill(pipe, tmp_path)
+    monkeypatch.undo()
+    assert not [path for path in tmp_path.rglob(".*") if path.is_file()]
+    assert len(contents(tmp_path)) == 7  # of eight files, one is run.json
+    fill(pipe, tmp_path)
+    assert contents(tmp_path) == whole
+
+
+def test_a_pictures_noise_is_its_own(pipe: Any) -> None:
+    together = initial_latents(pipe, [5, 6, 7], 32, 32)
+    alone = initial_latents(pipe, [6], 32, 32)
+    assert together.shape == (3, 4, 16, 16)
+    assert torch.equal(together[1], alone[0])
+    assert not torch.equal(together[0], together[1])
+
+
+@pytest.mark.parametrize("scheduler", ["model", "ddim", "euler", "dpm++"])
+def test_a_picture_hardly_depends_on_its_batch(pipe: Any, scheduler: str) -> None:
+    from agentsd_eval.models import set_scheduler
+
+    set_scheduler(pipe, scheduler)
+    for method in METHODS[0], METHODS[2]:  # tomesd's random cells belong to the batch
+        three, _ = sample(pipe, method, PICTURES[:3], SETTINGS)
+        one, _ = sample(pipe, method, PICTURES[1:2], SETTINGS)
+        difference = np.array(three[1], dtype=float) - np.array(one[0], dtype=float)
+        assert np.abs(difference).max() <= 2
+
+
+def test_ablations_vary_one_setting_as_the_paper() -> None:
+    settings = AblateSettings(agent={"late": "none"})
+    assert [m.label for m in table.ablation_methods(settings, "k")] == ["stock"] + ["agentsd r=0.5"] * 4
+    agents = [dict(m.agent) for m in table.ablation_methods(settings, "early")[1:]]
+    assert agents == [{"early_frac": f, "late": "none"} for f in (0.2, 0.4, 0.6, 0.8)]
+    given = AblateSettings(values=(-0.3,))
+    assert [dict(m.agent) for m in table.ablation_methods(given, "scale")[1:]] == [{"scale": -0.3}]
+    with pytest.raises(EvalError, match="can't ablate 'ratio'; choose k"):
+        table.ablation_methods(settings, "ratio")
+
+
+def test_prompts(tmp_path: Path) -> None:
+    twice = from_classes(["a", "b"], "see {cls}.", 2, 5)
+    assert [(p.prompt, p.seed) for p in twice] == [("see a.", 5), ("see a.", 6), ("see b.", 7), ("see b.", 8)]
+    (tmp_path / "empty.txt").write_text("\n")
+    with pytest.raises(EvalError, match=r"empty.txt is empty"):
+        pictures_of(TableSettings(prompts=tmp_path / "empty.txt"))
+    with pytest.raises(EvalError, match="'some/model' has no prompts of its own"):
+        pictures_of(TableSettings(model="some/model"))
+    with pytest.raises(EvalError, match="not both"):
+        pictures_of(TableSettings(prompts=tmp_path / "a", classes=tmp_path / "b"))
+
+
+def test_reference_captions_are_spread_evenly() -> None:
+    class Reference:
+        concept, split = "kite", "seen"
+
+        def __init__(self, number: int) -> None:
+            self.caption = str(number)
+
+    references: Any = [Reference(number) for number in range(10)]
+    assert [p.prompt for p in from_references(references, 5, 0)] == ["0", "2", "4", "6", "8"]
+    assert [p.prompt for p in from_references(references, 12, 0)][9:] == ["9", "0", "1"]
+
+
+def test_an_unwritable_place_is_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EvalError, match=r"can't write .*; choose another place with --out"):
+        output.check_writable(tmp_path / "file" / "run" / "table.jsonl")
+
+
+QUALITY = ("method", "ratio", "frechet", "kernel", "kernel_error", "psnr", "ssim", "feature_distance")
+
+
+def quality(folder: Path) -> list[list[str]]:
+    with (folder / "table.csv").open(newline="") as file:
+        return [[row[key] for key in QUALITY] for row in csv.DictReader(file)]
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_same_table(model_folder: str, tmp_path: Path) -> None:
+    from PIL import Image
+
+    random = np.random.default_rng(0)
+    (tmp_path / "real").mkdir()
+    for i in range(8):
+        Image.fromarray(random.integers(0, 255, (32, 32, 3), dtype=np.uint8)).save(tmp_path / f"real/{i}.png")
+    (tmp_path / "prompts.txt").write_text("a cat\na dog\n")
+    options = ["table", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--reference"]
+    options += [tmp_path / "real", "--steps", "2", "--images", "6", "--batch-size", "2", "--ratio", "0.5"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # what `accelerate launch` runs on several GPUs; on CPUs alone it asks for MPI
+    launch = ["torch.distributed.run", "--nproc_per_node", "2", "-m", "agentsd_eval.cli"]
+    for name, program in (("one", ["agentsd_eval.cli"]), ("two", launch)):
+        command = [sys.executable, "-m", *program, *options, "--out", tmp_path / name]
+        done = subprocess.run(list(map(str, command)), env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+    assert quality(tmp_path / "one") == quality(tmp_path / "two")
+    assert len(list((tmp_path / "two").rglob("manifest-1.jsonl"))) == 3
