@@ -1,0 +1,256 @@
+"""The embedded model, its pictures and the recipe that makes it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from agentsd.demo import load_pipeline, load_references
+from agentsd.demo import train as recipe
+from agentsd.demo.accuracy import accuracy, autoencoded, contact_sheet, generate, nearest
+from agentsd.demo.autoencoder import build_autoencoder, decode, encode, normalise_latents, to_pixels
+from agentsd.demo.config import AutoencoderConfig, DemoConfig, LoopConfig, load_config
+from agentsd.demo.data import STYLES, caption_of, split_of, trained_concepts
+from agentsd.demo.diffusion import DiffusionLoss, build_scheduler
+from agentsd.demo.loop import CHECKPOINT, lr_factor, train_loop
+from pydantic import ValidationError
+from torch import nn
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return load_pipeline()
+
+
+@pytest.fixture(scope="module")
+def micro(tmp_path_factory) -> DemoConfig:
+    """Two concepts and networks of a few channels."""
+    names = sorted({reference.concept for reference in load_references()})[:2]
+    loop = {"batch": 2, "bf16": False, "compile": False, "log_every": 1, "warmup": 1, "lr": 1e-3}
+    sizes = {"channels": (8, 8), "text_width": 16, "text_layers": 1, "text_heads": 2, "vocab_size": 600}
+    folder = tmp_path_factory.mktemp("micro")
+    return DemoConfig.model_validate(
+        {
+            "run_dir": folder / "run",
+            "export_dir": folder / "export",
+            "concepts": names,
+            "autoencoder": {**loop, "steps": 2, "channels": (8, 8)},
+            "diffusion": {**loop, "steps": 4, **sizes, "sheet_every": 4},
+        }
+    )
+
+
+def test_the_pipeline_is_an_ordinary_small_stable_diffusion(pipe):
+    assert type(pipe).__name__ == "StableDiffusionPipeline"
+    assert pipe.unet.config.sample_size**2 >= 1024
+    assert pipe.safety_checker is None
+    scheduler = pipe.scheduler.config
+    assert (scheduler.beta_start, scheduler.beta_end) == (0.00085, 0.012)
+    assert scheduler.beta_schedule == "scaled_linear"
+    assert scheduler.skip_prk_steps
+    assert not scheduler.set_alpha_to_one
+    assert {p.dtype for p in pipe.unet.parameters()} == {torch.float32}
+
+
+def test_loading_says_nothing():
+    code = "from agentsd.demo import load_pipeline; load_pipeline()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_a_dtype_can_be_asked_for():
+    assert load_pipeline(dtype=torch.bfloat16).unet.dtype == torch.bfloat16
+
+
+def test_a_folder_without_a_pipeline_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"no exported pipeline in {tmp_path}"):
+        load_pipeline(folder=tmp_path)
+
+
+def test_one_seed_makes_one_picture(pipe):
+    prompt = load_references()[0].caption
+    first, again = (np.asarray(generate(pipe, [prompt], steps=2)[0]) for _ in range(2))
+    other = np.asarray(generate(pipe, [prompt], steps=2, seed=1)[0])
+    assert first.shape == (64, 64, 3)
+    assert (first == again).all()
+    assert (first != other).any()
+
+
+def test_every_caption_fits_the_tokenizer(pipe):
+    captions = [reference.caption for reference in load_references(trained_only=False)]
+    ids = pipe.tokenizer(captions).input_ids
+    assert max(map(len, ids)) <= pipe.tokenizer.model_max_length
+    words = {tuple(row) for row in ids}
+    assert len(words) == len(set(captions)), "two captions look the same to the model"
+
+
+def test_the_references_are_labelled():
+    references = load_references(trained_only=False)
+    assert len(references) == 1706
+    assert len({(r.concept, r.style) for r in references}) == len(references)
+    assert all(r.image.size == (64, 64) and r.image.mode == "RGB" for r in references)
+    assert all(r.caption == caption_of(r.concept, r.style) for r in references)
+
+
+def test_a_tenth_of_the_pairs_is_held_out_and_never_a_whole_concept():
+    references = load_references(trained_only=False)
+    both = {r.concept for r in references if r.style == "3d"} & {
+        r.concept for r in references if r.style == "noto"
+    }
+    for reference in references:
+        expected = split_of(reference.concept, reference.style) if reference.concept in both else "seen"
+        assert reference.split == expected
+    heldout = [r for r in references if r.split == "heldout"]
+    assert len({r.concept for r in heldout}) == len(heldout)
+    assert 0.08 < len(heldout) / len(references) < 0.12
+    assert {r.style for r in heldout} == set(STYLES)
+
+
+def test_references_can_be_chosen():
+    trained = load_references()
+    assert {r.concept for r in trained} == set(trained_concepts())
+    name = trained[0].concept
+    assert {r.concept for r in load_references(concepts=[name])} == {name}
+    with pytest.raises(ValueError, match="no reference pictures of .'a word of nonsense'."):
+        load_references(concepts=["a word of nonsense"])
+
+
+@pytest.mark.parametrize(
+    ("concept", "caption"),
+    [("kite", "a 3d emoji of a kite"), ("axe", "a 3d emoji of an axe"), ("peas", "a 3d emoji of peas")],
+)
+def test_captions_read_well(concept, caption):
+    assert caption_of(concept, "3d") == caption
+
+
+def test_an_unknown_key_is_named(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("diffusion:\n  learning_rat: 3\n")
+    with pytest.raises(ValidationError, match=r"diffusion.learning_rat"):
+        load_config(path)
+
+
+def test_the_shipped_recipe_is_valid():
+    config = load_config(Path(__file__).parents[1] / "configs" / "demo_model.yaml")
+    assert len({r.concept for r in load_references(concepts=config.concepts)}) == len(config.concepts)
+
+
+def test_an_unknown_concept_stops_the_recipe_before_it_trains():
+    with pytest.raises(ValueError, match="a word of nonsense"):
+        recipe.Recipe.of(DemoConfig(concepts=("a word of nonsense",)))
+
+
+def test_the_learning_rate_rises_and_falls_to_nothing():
+    assert lr_factor(0, 0.0, 10) == pytest.approx(0.1)
+    assert lr_factor(10, 0.0, 10) == 1
+    assert lr_factor(10, 0.5, 10) == pytest.approx(0.5)
+    assert lr_factor(10, 1.0, 10) == pytest.approx(0, abs=1e-12)
+
+
+def _train_line(folder: Path, steps: int, stop: int | None = None) -> torch.Tensor:
+    """Fit a line; `stop` interrupts it at that step."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    calls = []
+
+    def loss_at(generator):
+        calls.append(None)
+        if stop is not None and len(calls) > stop:
+            raise KeyboardInterrupt
+        x = torch.randn(4, 3, generator=generator)
+        return (model(x) - x.sum(1, keepdim=True)).square().mean()
+
+    config = LoopConfig(steps=steps, lr=0.1, bf16=False, warmup=2)
+    train_loop(model, loss_at, config, folder, seed=1, device=torch.device("cpu"))
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
+    whole = _train_line(tmp_path / "whole", 12)
+    with pytest.raises(KeyboardInterrupt):
+        _train_line(tmp_path / "cut", 12, stop=5)
+    assert torch.load(tmp_path / "cut" / CHECKPOINT, weights_only=True)["step"] == 5
+    assert torch.equal(_train_line(tmp_path / "cut", 12), whole)
+
+
+def test_the_recipe_runs_from_pictures_to_a_pipeline(micro, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(micro.model_dump(mode="json")))
+    recipe.main(path)
+    pipe = load_pipeline(folder=micro.export_dir)
+    assert set(trained_concepts(micro.export_dir)) == set(micro.concepts)
+    assert (micro.run_dir / "diffusion" / "sheet_000004.png").exists()
+    before = torch.load(micro.run_dir / "diffusion" / CHECKPOINT, weights_only=True)
+    recipe.main(path)  # the budget is spent: nothing is trained again
+    after = torch.load(micro.run_dir / "diffusion" / CHECKPOINT, weights_only=True)
+    assert after["step"] == before["step"] == 4
+    assert all(torch.equal(before["model"][k], after["model"][k]) for k in before["model"])
+
+    # A new round can start from an export alone, and keeps its autoencoder.
+    second = micro.model_copy(update={"run_dir": tmp_path / "run", "init_from": micro.export_dir})
+    second = second.model_copy(update={"export_dir": tmp_path / "export"})
+    path.write_text(yaml.safe_dump(second.model_dump(mode="json")))
+    recipe.main(path)
+    again = load_pipeline(folder=second.export_dir)
+    weights = zip(pipe.vae.parameters(), again.vae.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in weights)
+    assert pipe.tokenizer.get_vocab() == again.tokenizer.get_vocab()
+    assert not torch.equal(pipe.unet.conv_in.weight, again.unet.conv_in.weight)
+
+
+def test_normalised_latents_decode_to_the_same_pictures():
+    torch.manual_seed(0)
+    autoencoder = build_autoencoder(AutoencoderConfig(channels=(8, 8))).eval()
+    pixels = to_pixels([reference.image for reference in load_references()[:8]])
+    before = decode(autoencoder, encode(autoencoder, pixels))
+    std = (
+        autoencoder.encode(pixels).latent_dist.std / encode(autoencoder, pixels).std((0, 2, 3))[:, None, None]
+    )
+    normalise_latents(autoencoder, pixels)
+    latents = encode(autoencoder, pixels)
+    torch.testing.assert_close(latents.mean((0, 2, 3)), torch.zeros(4), atol=1e-4, rtol=0)
+    torch.testing.assert_close(latents.std((0, 2, 3)), torch.ones(4), atol=1e-3, rtol=0)
+    torch.testing.assert_close(decode(autoencoder, latents), before, atol=1e-4, rtol=0)
+    torch.testing.assert_close(autoencoder.encode(pixels).latent_dist.std, std, atol=1e-4, rtol=1e-3)
+
+
+def test_the_loss_weights_bound_the_signal_to_noise_ratio(pipe):
+    config = DemoConfig().diffusion
+    weights = DiffusionLoss(pipe.unet, pipe.text_encoder, config).weights
+    alphas = build_scheduler().alphas_cumprod.double()
+    snr = alphas / (1 - alphas) + 1
+    expected = torch.minimum(snr, torch.tensor(config.snr_gamma)) / snr
+    torch.testing.assert_close(weights.double(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_autoencoder_keeps_a_picture(pipe):
+    references = load_references()[:4]
+    pictures = autoencoded(pipe, [reference.image for reference in references])
+    for reference, picture in zip(references, pictures, strict=True):
+        error = np.asarray(picture, float) - np.asarray(reference.image, float)
+        assert -10 * np.log10((error**2).mean() / 255**2) > 28
+
+
+def test_accuracy_counts_either_style_of_the_asked_concept():
+    first = load_references()[0]
+    references = [r for r in load_references() if r.split == first.split][:6]
+
+    def features(images):
+        """Recognise a picture by its exact pixels."""
+        keys = [reference.image.tobytes() for reference in references]
+        return torch.eye(len(keys))[[keys.index(image.tobytes()) for image in images]]
+
+    exact = [(r, r.image) for r in references]
+    assert accuracy(exact, references, features) == {first.split: 1.0}
+    wrong = next(r for r in references if r.concept != references[0].concept)
+    half = [(references[0], references[0].image), (references[0], wrong.image)]
+    assert accuracy(half, references, features) == {first.split: 0.5}
+    assert nearest(torch.eye(3), torch.eye(3)[[2, 0, 1]]) == [1, 2, 0]
+
+
+def test_a_contact_sheet_has_rows_of_eight():
+    images = [reference.image for reference in load_references()[:9]]
+    assert contact_sheet(images).size == (512, 128)
