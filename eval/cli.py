@@ -13,12 +13,10 @@ from rich.console import Console
 from . import options as o
 from . import output, results
 from .config import (
-    AblateSettings,
     CompareSettings,
     FidSettings,
     LatencySettings,
     RunSettings,
-    TableSettings,
     load_settings,
 )
 from .errors import EvalError
@@ -159,10 +157,10 @@ def latency(
     console.print(f"figures: {settings.out}", soft_wrap=True)
 
 
-def _run_table(settings: RunSettings, methods: list[Method]) -> None:
+def _run_table(settings: RunSettings, methods: list[Method], name: str) -> None:
     from . import table as job
 
-    rows = job.run(settings, methods, console)
+    rows = job.run(settings, methods, name, console)
     if not rows:
         return
     for title, columns in job.tables_of(rows, settings.features).items():
@@ -208,8 +206,8 @@ def table(
         steps=steps, guidance_scale=guidance, scheduler=scheduler, seed=seed, height=height, width=width,
         device=device, dtype=dtype, backend=backend, agent=parse_agent(agent),
     )  # fmt: skip
-    settings = load_settings(TableSettings, config, overrides)
-    _run_table(settings, job.table_methods(settings))
+    settings = load_settings(RunSettings, config, overrides)
+    _run_table(settings, job.table_methods(settings), "table")
 
 
 @app.command()
@@ -243,13 +241,14 @@ def ablate(
     from . import table as job
 
     overrides = dict(
-        model=model, values=value, ratio=ratio, images=images, batch_size=batch_size, prompts=prompts,
+        model=model, ablate_values=value, ablate_ratio=ratio, images=images, batch_size=batch_size,
+        prompts=prompts,
         classes=classes, reference=reference, features=features, inception_weights=inception_weights, out=out,
         steps=steps, guidance_scale=guidance, scheduler=scheduler, seed=seed, height=height, width=width,
         device=device, dtype=dtype, backend=backend, agent=parse_agent(agent),
     )  # fmt: skip
-    settings = load_settings(AblateSettings, config, overrides)
-    _run_table(settings, job.ablation_methods(settings, what))
+    settings = load_settings(RunSettings, config, overrides)
+    _run_table(settings, job.ablation_methods(settings, what), f"ablate-{what}")
 
 
 @app.command()

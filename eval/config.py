@@ -15,6 +15,7 @@ from .errors import EvalError
 Backend = Literal["sdpa", "unfused"]
 Scheduler = Literal["model", "plms", "ddim", "euler", "dpm++"]
 FeatureName = Literal["efficientnet-lite0", "inception"]
+Ratio = Annotated[float, Field(ge=0, le=0.75)]
 DType = Literal["float32", "float16", "bfloat16"]
 
 
@@ -65,7 +66,7 @@ class CompareSettings(SamplingSettings):
     """Same-seed pictures of a few methods side by side (Fig. 6)."""
 
     methods: tuple[str, ...] = ("stock", "tomesd", "agentsd")
-    ratio: float = Field(0.4, ge=0, le=0.75)
+    ratio: Ratio = 0.4
     prompts: tuple[str, ...] = ()
     """Empty takes `images` captions of the embedded model's reference pictures."""
     images: int = Field(6, ge=1)
@@ -73,8 +74,14 @@ class CompareSettings(SamplingSettings):
 
 
 class RunSettings(SamplingSettings):
-    """Pictures for a table, what they are judged by, and where everything is kept."""
+    """The pictures of a table or an ablation, what they are judged by, and where everything is kept."""
 
+    methods: tuple[str, ...] = ("stock", "tomesd", "agentsd")
+    ratios: tuple[Ratio, ...] = (0.1, 0.2, 0.3, 0.4, 0.5)
+    """Table 10: every method at every ratio."""
+    ablate_ratio: Ratio = 0.5
+    ablate_values: tuple[float, ...] = ()
+    """Tables 11 to 13: AgentSD at one ratio with one setting varied; empty takes the paper's values."""
     images: int = Field(64, ge=2)
     """Pictures for each row."""
     batch_size: int = Field(8, ge=1)
@@ -92,7 +99,7 @@ class RunSettings(SamplingSettings):
     clip: str | None = None
     """Folder or hub id of a CLIP model, for the CLIP score."""
     bootstrap: int = Field(200, ge=2)
-    out: Path = Path("runs/table")
+    out: Path = Path("runs/default")
 
     @field_validator("template")
     @classmethod
@@ -102,29 +109,13 @@ class RunSettings(SamplingSettings):
         return template
 
 
-class TableSettings(RunSettings):
-    """Table 10: methods at several ratios."""
-
-    methods: tuple[str, ...] = ("stock", "tomesd", "agentsd")
-    ratios: tuple[Annotated[float, Field(ge=0, le=0.75)], ...] = (0.1, 0.2, 0.3, 0.4, 0.5)
-
-
-class AblateSettings(RunSettings):
-    """Tables 11, 12 and 13: AgentSD with one setting varied."""
-
-    ratio: float = Field(0.5, ge=0, le=0.75)
-    values: tuple[float, ...] = ()
-    """Empty takes the paper's own values."""
-    out: Path = Path("runs/ablate")
-
-
 class LatencySettings(Settings):
     """Cost alone: seconds, multiply-adds and, on a GPU, memory."""
 
     arch: Literal["sd15", "sdxl"] | None = None
     """A bare architecture with random weights in place of `model`."""
     methods: tuple[str, ...] = ("stock", "tomesd", "agentsd")
-    ratio: float = Field(0.4, ge=0, le=0.75)
+    ratio: Ratio = 0.4
     backends: tuple[Backend, ...] = ("sdpa",)
     """Each method is measured under each of these, in place of `backend`."""
     sizes: tuple[int, ...] = ()
@@ -161,15 +152,20 @@ class FidSettings(BaseModel):
     device: str | None = None
 
 
+_INPUT_FILES = {"prompts", "classes", "reference", "inception_weights"}
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
 
 def load_settings(kind: type[SettingsT], path: Path | None, overrides: Mapping[str, Any]) -> SettingsT:
     """Return settings from a YAML file with `overrides` on top; overrides that are None don't count.
 
+    Files named in the YAML are looked for beside it.
     Raises EvalError naming each wrong key or value.
     """
     values = _read_yaml(path) if path else {}
+    for key in _INPUT_FILES & set(values):
+        if isinstance(values[key], str) and path:
+            values[key] = path.parent / values[key]
     given = {key: value for key, value in overrides.items() if value is not None}
     if "agent" in given:
         given["agent"] = {**values.get("agent", {}), **given["agent"]}

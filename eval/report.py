@@ -20,58 +20,70 @@ from .output import write_bytes
 from .results import Column, Row, cells, distance_name
 
 _SIDE = 256  # pixels on a side of a picture in the page, at most
+_RESULTS = {
+    "table": "Methods (Table 10)",
+    "ablate-k": "Ablation of k (Table 11)",
+    "ablate-scale": "Ablation of the scale (Table 12)",
+    "ablate-early": "Ablation of the early steps (Table 13)",
+    "latency": "Cost alone",
+}
 _MARKERS = "osD^vP"
 
 
 def write_report(folder: Path, pictures: int) -> Path:
-    """Write `folder`/report.html from what `table`, `ablate` or `latency` left there; return its path.
+    """Write `folder`/report.html from what `table`, `ablate` and `latency` left there; return its path.
 
     `pictures` is the number of seeds shown. Raises EvalError if the folder holds no results.
     """
-    rows, times = (_read_jsonl(folder / f"{name}.jsonl") for name in ("table", "latency"))
-    if not rows and not times:
-        raise EvalError(
-            f"{folder} holds no table.jsonl or latency.jsonl; run `agentsd-eval table --out {folder}`"
-        )
-    run = (rows or times)[0]["run"]
-    features = run["settings"].get("features")
-    sections = [_section(name, rows, columns) for name, columns in table.tables_of(rows, features).items()]
-    sections += _latency_sections(times)
+    parts = [_part(folder, name, pictures) for name in _RESULTS if (folder / f"{name}.jsonl").exists()]
+    if not parts:
+        raise EvalError(f"{folder} holds no results; run agentsd-eval table --out {folder}")
     loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
     template = jinja2.Environment(loader=loader, autoescape=True).get_template("report.html.j2")
-    page = template.render(
-        title=f"{run['settings'].get('arch') or run['settings']['model']}: quality and cost",
-        run=run,
-        facts=_facts(run),
-        sections=sections,
-        note=table.NOTE if rows else "",
-        plan=table.plan(rows),
-        scatter=_scatter(rows, features),
-        grid=_grid(folder, rows, pictures),
-    )
     path = folder / "report.html"
-    write_bytes(path, page.encode())
+    write_bytes(path, template.render(model=parts[0]["model"], parts=parts).encode())
     return path
 
 
+def _part(folder: Path, name: str, pictures: int) -> dict[str, Any]:
+    """Return what the page says of one results file."""
+    rows = _read_jsonl(folder / f"{name}.jsonl")
+    run = rows[0]["run"]
+    part = {
+        "title": _RESULTS[name],
+        "model": run["settings"].get("arch") or run["settings"]["model"],
+        "command": run["command"],
+        "facts": _facts(run),
+    }
+    if name == "latency":
+        return part | {"tables": _latency_tables(rows)}
+    features = run["settings"]["features"]
+    return part | {
+        "tables": [
+            _table(title, rows, columns) for title, columns in table.tables_of(rows, features).items()
+        ],
+        "notes": [table.NOTE, table.plan(rows)],
+        "scatter": _scatter(rows, features),
+        "grid": _grid(folder, name, rows, pictures),
+    }
+
+
 def _read_jsonl(path: Path) -> list[Row]:
-    if not path.exists():
-        return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def _section(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> dict[str, Any]:
+def _table(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> dict[str, Any]:
     return {"title": title, "heads": [column.title for column in columns], "rows": cells(rows, columns)}
 
 
-def _latency_sections(rows: list[Row]) -> list[dict[str, Any]]:
-    sections = []
+def _latency_tables(rows: list[Row]) -> list[dict[str, Any]]:
+    tables = []
     for case, group in groupby(rows, lambda row: (row["scope"], row["size"], row["batch"])):
         shown = list(group)
         scope, size, batch = case
         columns = latency.columns_of(shown, rows[0]["run"]["clock"])
-        sections.append(_section(f"{scope}, {size} px, batch {batch}", shown, columns))
-    return sections
+        tables.append(_table(f"{scope}, {size} px, batch {batch}", shown, columns))
+    return tables
 
 
 def _facts(run: Row) -> dict[str, str]:
@@ -111,10 +123,10 @@ def _scatter(rows: Sequence[Row], features: str | None) -> Markup | None:
     return Markup(text.getvalue()[text.getvalue().index("<svg") :])
 
 
-def _grid(folder: Path, rows: Sequence[Row], pictures: int) -> dict[str, Any] | None:
+def _grid(folder: Path, name: str, rows: Sequence[Row], pictures: int) -> dict[str, Any] | None:
     """Return the methods and, for evenly spread seeds, the prompt and every method's picture."""
     methods = [row for row in rows if row.get("key")]
-    listing = folder / "pictures.csv"
+    listing = folder / f"{name}-pictures.csv"
     if not methods or not listing.exists():
         return None
     with listing.open(encoding="utf-8", newline="") as file:
@@ -122,8 +134,8 @@ def _grid(folder: Path, rows: Sequence[Row], pictures: int) -> dict[str, Any] | 
     chosen = every[:: max(1, len(every) // pictures)][:pictures]
     lines = []
     for picture in chosen:
-        name = f"{int(picture['index']):05d}.png"
-        sources = [_data_uri(folder / "pictures" / method["key"] / name) for method in methods]
+        file_name = f"{int(picture['index']):05d}.png"
+        sources = [_data_uri(folder / "pictures" / method["key"] / file_name) for method in methods]
         if all(sources):
             lines.append({"prompt": picture["prompt"], "seed": picture["seed"], "sources": sources})
     return {"heads": [table.row_label(method) for method in methods], "lines": lines} if lines else None

@@ -10,7 +10,7 @@ from accelerate import PartialState
 from rich.console import Console
 
 from . import metrics, results
-from .config import AblateSettings, RunSettings, TableSettings
+from .config import RunSettings
 from .errors import EvalError
 from .generate import Share, fingerprint, generate
 from .judge import Judge, load_real
@@ -32,24 +32,26 @@ PAPER_VALUES: dict[str, tuple[float, ...]] = {
 _SETTING = {"k": "k", "scale": "scale", "early": "early_frac"}
 
 
-def table_methods(settings: TableSettings) -> list[Method]:
+def table_methods(settings: RunSettings) -> list[Method]:
     """Return the rows of Table 10: stock, then every method at every ratio."""
     return expand(settings.methods, settings.ratios, settings)
 
 
-def ablation_methods(settings: AblateSettings, what: str) -> list[Method]:
+def ablation_methods(settings: RunSettings, what: str) -> list[Method]:
     """Return stock and AgentSD at each value of "k", "scale" or "early"."""
     if what not in PAPER_VALUES:
         raise EvalError(f"can't ablate {what!r}; choose k (Table 11), scale (Table 12) or early (Table 13)")
     methods = [parse_method("stock", None, settings)]
-    for value in settings.values or PAPER_VALUES[what]:
+    for value in settings.ablate_values or PAPER_VALUES[what]:
         agent = {**settings.agent, _SETTING[what]: value}
-        methods.append(parse_method("agentsd", settings.ratio, settings.model_copy(update={"agent": agent})))
+        methods.append(
+            parse_method("agentsd", settings.ablate_ratio, settings.model_copy(update={"agent": agent}))
+        )
     return methods
 
 
-def run(settings: RunSettings, methods: list[Method], console: Console) -> list[Row]:
-    """Make what pictures are missing, judge them all, and write `table` and `pictures` files in `out`.
+def run(settings: RunSettings, methods: list[Method], name: str, console: Console) -> list[Row]:
+    """Make what pictures are missing, judge them all, and write `name` and `name`-pictures in `out`.
 
     Under `accelerate launch` the processes share the batches; the first one judges and writes, and the
     others return no rows. Everything that can be wrong is looked at before the first picture.
@@ -57,7 +59,7 @@ def run(settings: RunSettings, methods: list[Method], console: Console) -> list[
     state = PartialState(cpu=find_device(settings.device).type == "cpu", timeout=timedelta(days=7))
     if state.num_processes > 1 and state.device.type == "cuda":
         settings = settings.model_copy(update={"device": str(state.device)})
-    check_writable(settings.out / "table.jsonl")
+    check_writable(settings.out / f"{name}.jsonl")
     pictures = pictures_of(settings)
     pipe = load_pipeline(settings)
     height, width = size_of(pipe, settings)
@@ -81,8 +83,8 @@ def run(settings: RunSettings, methods: list[Method], console: Console) -> list[
         rows.append(judge.floor() | {"backend": None})
     run_facts = results.describe_run(settings, pipe.unet.device)
     tables = list(tables_of(rows, settings.features).values())
-    results.write_rows(settings.out, "table", rows, tables, run_facts, NOTE)
-    results.write_csv(settings.out / "pictures.csv", singles)
+    results.write_rows(settings.out, name, rows, tables, run_facts, NOTE)
+    results.write_csv(settings.out / f"{name}-pictures.csv", singles)
     return rows
 
 

@@ -188,7 +188,7 @@ def test_features_are_kept_under_the_pictures_content(photographs: Path, tmp_pat
         (("latency", "--arch", "sd3"), "arch = 'sd3': Input should be 'sd15' or 'sdxl'"),
         (("table", "--config", "/no/such.yaml"), "can't read the configuration /no/such.yaml"),
         (("fid", "/no/such", "/no/such"), "/no/such holds 0 pictures"),
-        (("report", "/no/such"), "holds no table.jsonl or latency.jsonl"),
+        (("report", "/no/such"), "/no/such holds no results"),
     ],
 )
 def test_errors_are_one_message_and_exit_code_2(arguments: tuple[str, ...], message: str) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from agentsd_eval.config import CompareSettings, LatencySettings, TableSettings, load_settings
+from agentsd_eval import table
+from agentsd_eval.config import CompareSettings, LatencySettings, RunSettings, load_settings
 from agentsd_eval.errors import EvalError
+from agentsd_eval.pictures import pictures_of
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -19,7 +21,7 @@ def write(folder: Path, text: str) -> Path:
 
 def test_command_line_over_yaml_over_defaults(tmp_path: Path) -> None:
     path = write(tmp_path, "steps: 7\nseed: 3\nagent: {k: 0.1, late: none}\n")
-    settings = load_settings(TableSettings, path, {"steps": 9, "seed": None, "agent": {"k": 0.2}})
+    settings = load_settings(RunSettings, path, {"steps": 9, "seed": None, "agent": {"k": 0.2}})
     assert (settings.steps, settings.seed, settings.guidance_scale) == (9, 3, 7.5)
     assert settings.agent == {"k": 0.2, "late": "none"}
 
@@ -41,7 +43,7 @@ def test_command_line_over_yaml_over_defaults(tmp_path: Path) -> None:
 )
 def test_wrong_settings_are_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(EvalError, match=message):
-        load_settings(TableSettings, write(tmp_path, text), {})
+        load_settings(RunSettings, write(tmp_path, text), {})
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
@@ -53,3 +55,21 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
 def test_latency_sizes_and_batches_are_whole(key: str, value: tuple[int, ...]) -> None:
     with pytest.raises(EvalError, match=key):
         load_settings(LatencySettings, None, {key: value})
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_presets_are_valid(path: Path) -> None:
+    if path.stem == "demo_model":
+        pytest.skip("a training recipe")
+    settings = load_settings(RunSettings, path, {})
+    pictures = pictures_of(settings) if settings.classes else []
+    assert len(pictures) in (0, 2000)
+    if path.stem == "table10":
+        assert pictures[3].prompt == "A high quality photograph of a goldfish."
+        assert pictures[-1].prompt == "A high quality photograph of a toilet tissue."
+        assert [m.label for m in table.table_methods(settings)][-1] == "agentsd r=0.5"
+    for number, what in ((11, "k"), (12, "scale"), (13, "early")):
+        if path.stem == f"table{number}":
+            values = table.PAPER_VALUES[what]
+            assert settings.ablate_values == values
+            assert len(table.ablation_methods(settings, what)) == 1 + len(values)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from agentsd_eval import output, table
-from agentsd_eval.config import AblateSettings, TableSettings
+from agentsd_eval.config import RunSettings
 from agentsd_eval.errors import EvalError
 from agentsd_eval.generate import Share, fingerprint, generate
 from agentsd_eval.pictures import from_classes, from_prompts, from_references, pictures_of
@@ -22,7 +22,7 @@ from agentsd_eval.sampling import initial_latents, sample
 from agentsd_eval.store import Store
 
 PICTURES = from_prompts(["a cat", "a dog"], 7, 10)
-SETTINGS = TableSettings(steps=3, batch_size=3, ratios=(0.5,), scheduler="model")
+SETTINGS = RunSettings(steps=3, batch_size=3, ratios=(0.5,), scheduler="model")
 METHODS = table.table_methods(SETTINGS)
 
 
@@ -157,11 +157,11 @@ def test_a_picture_hardly_depends_on_its_batch(pipe: Any, scheduler: str) -> Non
 
 
 def test_ablations_vary_one_setting_as_the_paper() -> None:
-    settings = AblateSettings(agent={"late": "none"})
+    settings = RunSettings(agent={"late": "none"})
     assert [m.label for m in table.ablation_methods(settings, "k")] == ["stock"] + ["agentsd r=0.5"] * 4
     agents = [dict(m.agent) for m in table.ablation_methods(settings, "early")[1:]]
     assert agents == [{"early_frac": f, "late": "none"} for f in (0.2, 0.4, 0.6, 0.8)]
-    given = AblateSettings(values=(-0.3,))
+    given = RunSettings(ablate_values=(-0.3,))
     assert [dict(m.agent) for m in table.ablation_methods(given, "scale")[1:]] == [{"scale": -0.3}]
     with pytest.raises(EvalError, match="can't ablate 'ratio'; choose k"):
         table.ablation_methods(settings, "ratio")
@@ -172,11 +172,11 @@ def test_prompts(tmp_path: Path) -> None:
     assert [(p.prompt, p.seed) for p in twice] == [("see a.", 5), ("see a.", 6), ("see b.", 7), ("see b.", 8)]
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(EvalError, match=r"empty.txt is empty"):
-        pictures_of(TableSettings(prompts=tmp_path / "empty.txt"))
+        pictures_of(RunSettings(prompts=tmp_path / "empty.txt"))
     with pytest.raises(EvalError, match="'some/model' has no prompts of its own"):
-        pictures_of(TableSettings(model="some/model"))
+        pictures_of(RunSettings(model="some/model"))
     with pytest.raises(EvalError, match="not both"):
-        pictures_of(TableSettings(prompts=tmp_path / "a", classes=tmp_path / "b"))
+        pictures_of(RunSettings(prompts=tmp_path / "a", classes=tmp_path / "b"))
 
 
 def test_reference_captions_are_spread_evenly() -> None:
