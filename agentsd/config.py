@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 
-MODES = ("exact",)
+MODES = ("exact", "fast")
 LATE = ("tome", "none")
 CELLS = ("auto", "random", "first")
 
@@ -21,9 +21,11 @@ class AgentConfig:
         scale: exponent of the head width `d` in the broadcast softmax, `d**scale`; 0 or less. The usual
             attention scale is -0.5, the paper's is -0.15.
         early_frac: share of the denoising steps, from the noisiest on, that run agent attention; in [0, 1].
-        mode: "exact" is the paper to the letter.
+        mode: "exact" is the paper to the letter; "fast" ranks the tokens once for all layers of a level, and
+            takes the second finest level too.
         late: what the later steps run: "tome" (token merging, as the paper) or "none" (stock attention).
-        levels: how many attention levels are patched, counted from the model's finest one.
+        levels: how many attention levels are patched, counted from the model's finest one; None takes 1 in
+            exact mode and 2, where there are as many, in fast mode.
         agent_ratio: share of the tokens merged away to make the agents, in (0, 1); at least the destination
             tokens stay.
         early_stride: side of the cells that hold one destination token each, in early steps.
@@ -42,7 +44,7 @@ class AgentConfig:
     early_frac: float = 0.4
     mode: str = "exact"
     late: str = "tome"
-    levels: int = 1
+    levels: int | None = None
     agent_ratio: float = 0.95
     early_stride: int = 4
     late_stride: int = 2
@@ -62,7 +64,12 @@ class AgentConfig:
         )
         _check("early_frac", self.early_frac, 0 <= self.early_frac <= 1, "pass a share in [0, 1], like 0.4")
         _check("agent_ratio", self.agent_ratio, 0 < self.agent_ratio < 1, "pass a share in (0, 1), like 0.95")
-        _check("levels", self.levels, self.levels >= 1, "pass 1 (the finest attention level) or more")
+        _check(
+            "levels",
+            self.levels,
+            self.levels is None or self.levels >= 1,
+            "pass 1 (the finest attention level) or more",
+        )
         for name in ("early_stride", "late_stride"):
             stride = getattr(self, name)
             _check(name, stride, stride >= 2, "pass 2 or more")
@@ -78,6 +85,9 @@ def _check(name: str, value: object, ok: bool, way_out: str) -> None:
 
 
 def _check_type(name: str, value: object, kind: str) -> None:
+    if value is None and kind.endswith(" | None"):
+        return
+    kind = kind.removesuffix(" | None")
     if kind == "str":
         good = isinstance(value, str)
     elif kind == "int":

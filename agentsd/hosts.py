@@ -69,14 +69,14 @@ def find_model(pipe: Any) -> Any:
     )
 
 
-def find_sites(model: Any, levels: int) -> list[Site]:
+def find_sites(model: Any, levels: int, at_most: bool = False) -> list[Site]:
     """The spatial self-attention layers on the `levels` finest attention levels, in the model's order.
 
     Levels are counted from the finest one that has self-attention (latent pixels in SD 1.x, half of them in
     SDXL; a DiT has one level, its patches).
 
     Raises:
-        ValueError: the model has no such layer, or fewer levels.
+        ValueError: the model has no such layer, or fewer levels (unless `at_most`).
     """
     sites = []
     for name, block in model.named_modules():
@@ -87,7 +87,7 @@ def find_sites(model: Any, levels: int) -> list[Site]:
     kind = type(model).__name__
     if not found:
         raise ValueError(f"{kind} has no self-attention that agentsd could patch; nothing was changed")
-    if levels > len(found):
+    if levels > len(found) and not at_most:
         raise ValueError(f"levels={levels}: {kind} has attention on {len(found)} levels; pass at most that")
     return [site for site in sites if site.span in found[:levels]]
 

@@ -12,8 +12,8 @@ from torch.nn import Module
 
 from .config import AgentConfig
 from .hosts import Site, find_model, find_sites, is_plain, is_tomesd_block, latent_and_timestep
-from .matching import draw_cells, split_grid
-from .processor import AGENT, STOCK, TOME, AgentAttnProcessor, LayerState
+from .plan import Group
+from .processor import AgentAttnProcessor, LayerState
 from .schedule import StepReader
 
 
@@ -26,7 +26,7 @@ def apply_agentsd(
     *,
     mode: str = AgentConfig.mode,
     late: str = AgentConfig.late,
-    levels: int = AgentConfig.levels,
+    levels: int | None = AgentConfig.levels,
     agent_ratio: float = AgentConfig.agent_ratio,
     early_stride: int = AgentConfig.early_stride,
     late_stride: int = AgentConfig.late_stride,
@@ -65,7 +65,8 @@ def apply_agentsd(
         seed=seed,
     )
     unet = find_model(pipe)
-    sites = find_sites(unet, config.levels)
+    default = 2 if config.mode == "fast" else 1
+    sites = find_sites(unet, config.levels or default, at_most=config.levels is None)
     for site in sites:
         _check_free(site)
     remove_agentsd(unet)
@@ -95,9 +96,13 @@ class AgentHandle:
         self.layer_names = [site.name for site in sites]
         self._pipe = None if pipe is None or isinstance(pipe, Module) else weakref.ref(pipe)
         self._unet: weakref.ref[Module] | None = None
-        self._layers: list[tuple[Any, LayerState]] = [
-            (site.attn, LayerState(site, i, config)) for i, site in enumerate(sites)
-        ]
+        groups: dict[int, Group] = {}
+        self._layers: list[tuple[Any, LayerState]] = []
+        for i, site in enumerate(sites):
+            key = site.span if config.mode == "fast" else i
+            group = groups.setdefault(key, Group(site, i, config))
+            self._layers.append((site.attn, LayerState(site.name, group)))
+        self._groups = list(groups.values())
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._steps = StepReader(config.early_frac)
         self._said: set[str] = set()
@@ -158,20 +163,10 @@ class AgentHandle:
                 f"agentsd: this run has no early step (it starts at timestep {step.timestep:g}), so agent "
                 f"attention never runs in it; raise early_frac={self.config.early_frac:g} (1.0: every step)"
             )
-        config = self.config
-        late = TOME if config.late == "tome" and config.ratio > 0 else STOCK
-        phase = AGENT if step.early else late
-        stride = config.early_stride if step.early else config.late_stride
-        random = config.cells == "random" or (config.cells == "auto" and latent.shape[0] % 2 == 0)
+        for group in self._groups:
+            group.begin(latent, step)
         for attn, layer in self._layers:
-            height, width = layer.site.grid(latent)
-            layer.tokens = height * width
-            holds = self._claim(attn, layer)
-            layer.phase = phase if holds and min(height, width) >= stride else STOCK
-            if layer.phase != STOCK:
-                key = (config.seed, layer.index, step.timestep) if random else None
-                split = split_grid(height, width, stride, draw_cells(height, width, stride, key))
-                layer.partition = type(split)(*(index.to(latent.device) for index in split))
+            layer.held = self._claim(attn, layer)
 
     @torch.compiler.disable
     def _end(self, unet: Module, args: tuple[Any, ...], output: Any) -> None:
@@ -179,18 +174,18 @@ class AgentHandle:
         for _, layer in self._layers:
             if layer.block_input is not None and output is not None:
                 self._say_once(
-                    f"agentsd: {layer.site.name} was computed without its attention processor "
-                    "(T-GATE does so); it was left untouched"
+                    f"agentsd: {layer.name} was computed without its attention processor (T-GATE does so); "
+                    "it was left untouched"
                 )
-            layer.block_input = None
-            if not torch.is_grad_enabled():  # gradient checkpointing recomputes the layers after the call
-                layer.phase, layer.partition = STOCK, None
             if layer.mismatch:
                 self._say_once(
-                    f"agentsd: {layer.site.name} got {layer.mismatch} tokens where the latent's size gives "
-                    f"{layer.tokens}; it was left untouched"
+                    f"agentsd: {layer.name} got {layer.mismatch} tokens where the latent's size gives "
+                    f"{layer.group.tokens}; it was left untouched"
                 )
-                layer.mismatch = 0
+            layer.block_input, layer.mismatch = None, 0
+        if not torch.is_grad_enabled():  # gradient checkpointing recomputes the layers after the call
+            for group in self._groups:
+                group.end()
 
     def _claim(self, attn: Any, layer: LayerState) -> bool:
         """Hold the layer, also where the host has since put a plain processor there, or copied ours."""
@@ -198,7 +193,7 @@ class AgentHandle:
         if not isinstance(processor, AgentAttnProcessor):
             if not is_plain(processor):
                 self._say_once(
-                    f"agentsd: {layer.site.name} now has a {type(processor).__name__}; it is left untouched"
+                    f"agentsd: {layer.name} now has a {type(processor).__name__}; it is left untouched"
                 )
                 return False
             processor = AgentAttnProcessor(processor)

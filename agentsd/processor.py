@@ -11,42 +11,33 @@ from torch.nn import Module
 
 from .attention import agent_attention
 from .config import AgentConfig
-from .hosts import Site
-from .matching import Partition, rank_tokens
-from .merging import cut_ranking, merge, unmerge
-
-STOCK, TOME, AGENT = "stock", "tome", "agent"
+from .merging import merge, unmerge
+from .plan import STOCK, Group
 
 
 @dataclass
 class LayerState:
-    """What a patched attention layer knows of the call under way; kept on the layer, not on its processor.
+    """What a patched attention layer knows; kept on the layer, not on its processor.
 
     Attributes:
-        site: the layer's name and place in the model.
-        index: number of the layer among the patched ones; part of the key of its random cells.
-        config: the settings.
-        phase: STOCK, TOME or AGENT.
-        tokens: how many tokens the layer is expected to get.
-        partition: the split of its token grid in this call.
+        name: the layer's name in the model.
+        group: what it and the layers that share its ranking do in the call under way.
+        held: whether the layer's processor is ours.
         block_input: (B, N, C) the block's input before `norm1`, from which tokens are ranked.
-        wrapped_type: what a host's copy of the layer's processor must wrap.
         mismatch: the number of tokens that came instead of the expected one, or 0.
+        wrapped_type: what a host's copy of the layer's processor must wrap.
     """
 
-    site: Site
-    index: int
-    config: AgentConfig
-    phase: str = STOCK
-    tokens: int = 0
-    partition: Partition | None = None
+    name: str
+    group: Group
+    held: bool = True
     block_input: Tensor | None = None
     mismatch: int = 0
     wrapped_type: type = AttnProcessor2_0
 
     def see(self, norm1: Module, args: tuple[Tensor, ...]) -> None:
         """Forward pre-hook of the block's `norm1`: note the block's input, if it will be ranked."""
-        if self.phase != STOCK:
+        if self.held and self.group.phase != STOCK and self.group.cuts is None:
             self.block_input = args[0]
 
 
@@ -73,27 +64,24 @@ class AgentAttnProcessor:
         """Self-attention on `hidden_states` (B, N, C) -> (B, N, C); else `wrapped` is called."""
         layer: LayerState | None = getattr(attn, "_agentsd", None)
         plain = encoder_hidden_states is None and attention_mask is None and hidden_states.ndim == 3
-        if layer is None or layer.phase == STOCK or not plain:
+        if layer is None or layer.group.phase == STOCK or not plain:
             return self.wrapped(attn, hidden_states, encoder_hidden_states, attention_mask, *args, **kwargs)
 
-        block_input, layer.block_input = layer.block_input, None
-        n_tokens = hidden_states.shape[1]
-        if n_tokens != layer.tokens or block_input is None or layer.partition is None:
-            layer.mismatch = n_tokens
+        group, block_input, layer.block_input = layer.group, layer.block_input, None
+        fits = hidden_states.shape[1] == group.tokens
+        if fits and group.cuts is None and block_input is not None:
+            group.cuts = group.cut(block_input)
+        cuts = group.cuts
+        if not fits or cuts is None:
+            layer.mismatch = hidden_states.shape[1]
             return self.wrapped(attn, hidden_states, None, None, *args, **kwargs)
 
-        config = layer.config
-        ranking = rank_tokens(block_input, layer.partition)
-        n_merged = int(n_tokens * config.ratio)
-        cut = cut_ranking(ranking, n_merged) if n_merged else None
-        tokens = merge(hidden_states, cut) if cut else hidden_states
-        n_agents = max(n_tokens - int(n_tokens * config.agent_ratio), layer.partition.dst.numel())
-        if layer.phase == AGENT and 2 * n_agents < tokens.shape[1]:
-            agents = merge(hidden_states, cut_ranking(ranking, n_tokens - n_agents))
-            out = _attend(attn, tokens, agents, config)
+        tokens = merge(hidden_states, cuts.tokens) if cuts.tokens else hidden_states
+        if cuts.agents:
+            out = _attend(attn, tokens, merge(hidden_states, cuts.agents), group.config)
         else:
             out = self.wrapped(attn, tokens, None, None, *args, **kwargs)
-        return unmerge(out, cut) if cut else out
+        return unmerge(out, cuts.tokens) if cuts.tokens else out
 
 
 def _attend(attn: Attention, tokens: Tensor, agents: Tensor, config: AgentConfig) -> Tensor:

@@ -18,27 +18,28 @@ def fresh_dynamo():
     torch.compiler.reset()
 
 
-def expected():
+def expected(mode="exact"):
     unet = make_unet()
-    apply_agentsd(unet)
+    apply_agentsd(unet, mode=mode)
     return [call(unet, t) for t in STEPS]
 
 
 @pytest.mark.parametrize("order", ["apply, compile", "compile, apply", "in place"])
-def test_fullgraph_with_two_graphs_in_a_run(order):
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_fullgraph_with_two_graphs_in_a_run(order, mode):
     """No break, one graph a phase, and none for a second run."""
     unet, counter = make_unet(), CompileCounter()
     if order == "compile, apply":
         compiled = torch.compile(unet, fullgraph=True, backend=counter)
-        apply_agentsd(compiled)
+        apply_agentsd(compiled, mode=mode)
     elif order == "apply, compile":
-        apply_agentsd(unet)
+        apply_agentsd(unet, mode=mode)
         compiled = torch.compile(unet, fullgraph=True, backend=counter)
     else:
-        apply_agentsd(unet)
+        apply_agentsd(unet, mode=mode)
         unet.compile(fullgraph=True, backend=counter)
         compiled = unet
-    for out, reference in zip([call(compiled, t) for t in STEPS], expected(), strict=True):
+    for out, reference in zip([call(compiled, t) for t in STEPS], expected(mode), strict=True):
         torch.testing.assert_close(out, reference, rtol=0, atol=1e-6)
     assert counter.frame_count == 2
     for t in STEPS:

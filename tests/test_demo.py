@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from pydantic import ValidationError
+from torch import nn
+
 from agentsd.demo import load_pipeline, load_references
 from agentsd.demo import train as recipe
 from agentsd.demo.accuracy import accuracy, autoencoded, contact_sheet, generate, nearest
@@ -16,8 +19,6 @@ from agentsd.demo.config import AutoencoderConfig, DemoConfig, LoopConfig, load_
 from agentsd.demo.data import STYLES, caption_of, split_of, trained_concepts
 from agentsd.demo.diffusion import DiffusionLoss, build_scheduler
 from agentsd.demo.loop import CHECKPOINT, lr_factor, train_loop
-from pydantic import ValidationError
-from torch import nn
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,7 @@ def test_references_can_be_chosen():
     assert {r.concept for r in trained} == set(trained_concepts())
     name = trained[0].concept
     assert {r.concept for r in load_references(concepts=[name])} == {name}
-    with pytest.raises(ValueError, match="no reference pictures of .'a word of nonsense'."):
+    with pytest.raises(ValueError, match=r"no reference pictures of .'a word of nonsense'."):
         load_references(concepts=["a word of nonsense"])
 
 

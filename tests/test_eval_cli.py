@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 import torch
 from agentsd_eval.cli import app
+from agentsd_eval.clip import ClipScore
 from agentsd_eval.features import features_of, load_network
 from PIL import Image
+from tiny import make_image_encoder, make_image_processor, make_text_encoder
+from transformers import CLIPConfig, CLIPModel, CLIPProcessor
 from typer.testing import CliRunner
 
 
@@ -93,6 +96,45 @@ def test_a_second_run_goes_on_with_another_ratio(run: Path, model_folder: str, p
     # another process made it at another time: no speed-up over stock's pictures of then
     assert after["agentsd-r0.25-sdpa"]["speedup"] is None
     (run / "table.jsonl").write_text("\n".join(before) + "\n")
+
+
+@pytest.fixture(scope="session")
+def clip_folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny CLIP model on disk."""
+    text = make_text_encoder(tokenizer, projection=True).config
+    config = CLIPConfig(
+        text_config=text.to_dict(), vision_config=make_image_encoder().config.to_dict(), projection_dim=16
+    )
+    folder = tmp_path_factory.mktemp("clip")
+    torch.manual_seed(0)
+    CLIPModel(config).save_pretrained(folder)
+    CLIPProcessor(image_processor=make_image_processor(), tokenizer=tokenizer).save_pretrained(folder)
+    return folder
+
+
+def test_clip_score_is_the_cosine_of_the_embeddings(clip_folder: Path, photographs: Path) -> None:
+    images = [Image.open(path) for path in sorted(photographs.glob("*.png"))]
+    prompts = ["a cat"] * 5 + ["a dog"] * 4
+    scores = ClipScore(str(clip_folder), torch.device("cpu"))(images, prompts)
+    model, processor = (
+        CLIPModel.from_pretrained(clip_folder).eval(),
+        CLIPProcessor.from_pretrained(clip_folder),
+    )
+    inputs = processor(text=prompts[5:6], images=images[5:6], return_tensors="pt")
+    with torch.no_grad():
+        logit = model(**inputs).logits_per_image / model.logit_scale.exp()
+    assert scores.shape == (9,)
+    assert scores[5] == pytest.approx(max(0.0, 100 * float(logit)), rel=1e-4, abs=1e-4)
+
+
+def test_clip_score_in_the_table(model_folder: str, clip_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a cat\n")
+    printed = invoke(
+        "table", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--method", "agentsd",
+        "--ratio", 0.5, "--clip", clip_folder, "--steps", 2, "--images", 2, "--out", tmp_path / "run",
+    )  # fmt: skip
+    assert "CLIP score" in (tmp_path / "run" / "table.md").read_text()
+    assert "real/real" not in printed
 
 
 def test_report_is_one_page_without_links(run: Path) -> None:

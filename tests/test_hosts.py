@@ -139,7 +139,9 @@ def watch_phases(handle):
     """Which phases each patched layer goes through."""
     seen = {name: [] for name in handle.layer_names}
     for attn, layer in handle._layers:
-        attn.register_forward_pre_hook(lambda m, args, layer=layer: seen[layer.site.name].append(layer.phase))
+        attn.register_forward_pre_hook(
+            lambda m, args, layer=layer: seen[layer.name].append(layer.group.phase)
+        )
     return seen
 
 
@@ -191,21 +193,22 @@ def deepcache(pipe):
     return helper.disable
 
 
+@pytest.mark.parametrize("mode", ["exact", "fast"])
 @pytest.mark.parametrize("patch_first", [True, False])
-def test_deepcache_in_either_order(build, patch_first):
+def test_deepcache_in_either_order(build, patch_first, mode):
     pipe, run = build("SD 1.x")
     pipe.scheduler = diffusers.DDIMScheduler(**BETAS)  # DeepCache looks timesteps up: they must not repeat
     stock = run()
     disable = deepcache(pipe)
     cached = run()
-    apply_agentsd(pipe)
+    apply_agentsd(pipe, mode=mode)
     both = run()
     assert not torch.equal(both, cached)
     disable()
     remove_agentsd(pipe)
     assert torch.equal(run(), stock)
 
-    steps = [lambda: apply_agentsd(pipe).remove, lambda: deepcache(pipe)]
+    steps = [lambda: apply_agentsd(pipe, mode=mode).remove, lambda: deepcache(pipe)]
     undo = [step() for step in (steps if patch_first else reversed(steps))]
     assert torch.equal(run(), both)
     for back in undo:

@@ -230,7 +230,7 @@ def test_phases_in_a_run_of_each_scheduler(pipe, sample, scheduler, monkeypatch)
     pipe.scheduler = scheduler.from_config(pipe.scheduler.config)
     calls = []
     attn = pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
-    attn.register_forward_pre_hook(lambda module, args: calls.append(module._agentsd.phase))
+    attn.register_forward_pre_hook(lambda module, args: calls.append(module._agentsd.group.phase))
     steps = []
     pipe.unet.register_forward_pre_hook(lambda module, args: steps.append(float(args[1])))
     sample(pipe, num_inference_steps=10)
@@ -322,7 +322,8 @@ def test_no_tensor_is_kept_and_the_model_is_let_go():
     call(unet)
     for attn, layer in handle._layers:
         assert layer.block_input is None
-        assert layer.partition is None
+        assert layer.group.partition is None
+        assert layer.group.cuts is None
         assert attn._agentsd is layer
     gone = weakref.ref(unet)
     gc.disable()
@@ -372,3 +373,47 @@ def test_handle_tells_its_settings(pipe):
     handle = apply_agentsd(pipe, 0.3, 0.05, -0.25, 0.6)
     assert handle.config == AgentConfig(ratio=0.3, k=0.05, scale=-0.25, early_frac=0.6)
     assert "ratio=0.3" in repr(handle)
+
+
+def test_fast_mode_ranks_once_for_each_level_and_call(monkeypatch):
+    import agentsd.plan as plan
+
+    ranked = []
+
+    def spy(metric, partition):
+        ranked.append(metric.shape[1])
+        return rank_tokens(metric, partition)
+
+    monkeypatch.setattr(plan, "rank_tokens", spy)
+    unet = make_unet()
+    exact = apply_agentsd(unet, levels=2)
+    call(unet)
+    assert sorted(ranked) == [64] * 3 + [256] * 3
+    ranked.clear()
+    fast = apply_agentsd(unet, mode="fast")
+    assert fast.layer_names == exact.layer_names
+    call(unet)
+    call(unet, 1)
+    assert sorted(ranked) == [64, 64, 256, 256]
+
+
+def test_fast_modes_first_layer_is_the_exact_ones():
+    seen = {}
+    for mode in ("exact", "fast"):
+        unet = make_unet()
+        apply_agentsd(unet, mode=mode, levels=1)
+        attn = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
+        attn.register_forward_hook(lambda m, args, out, mode=mode: seen.__setitem__(mode, out))
+        call(unet)
+    assert torch.equal(seen["exact"], seen["fast"])
+
+
+def test_fast_mode_takes_the_levels_there_are():
+    one_level = make_unet(
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D", "CrossAttnUpBlock2D"),
+        mid_block_type=None,
+    )
+    assert len(apply_agentsd(one_level, mode="fast").layer_names) == 3
+    with pytest.raises(ValueError, match="levels=2"):
+        apply_agentsd(one_level, mode="fast", levels=2)
