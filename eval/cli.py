@@ -40,6 +40,15 @@ def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
+def given(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings among a command's options; they have the settings' names."""
+    arguments = {"config", "what", "first", "second"}
+    settings = {key: value for key, value in options.items() if key not in arguments}
+    if "agent" in settings:
+        settings["agent"] = parse_agent(settings["agent"])
+    return settings
+
+
 def parse_agent(pairs: list[str] | None) -> dict[str, Any] | None:
     """Return {"k": 0.05} for ["k=0.05"]; values are read as YAML. Raises EvalError on a pair without "="."""
     if not pairs:
@@ -67,15 +76,13 @@ def start() -> None:
 def compare(
     config: o.Config = None,
     model: o.Model = None,
-    method: o.Methods = None,
+    methods: o.Methods = None,
     ratio: o.Ratio = None,
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="A prompt; repeat. Default: the model's own.")
-    ] = None,
+    prompts: o.PromptTexts = None,
     images: Annotated[int | None, typer.Option(help="How many of the embedded model's prompts.")] = None,
     out: Annotated[Path | None, typer.Option(help="The PNG to write.")] = None,
     steps: o.Steps = None,
-    guidance: o.Guidance = None,
+    guidance_scale: o.Guidance = None,
     scheduler: o.SchedulerName = None,
     seed: o.Seed = None,
     height: o.Height = None,
@@ -86,22 +93,17 @@ def compare(
     agent: o.Agent = None,
 ) -> None:
     """Make the same pictures with each method, side by side in one PNG, and print times and differences."""
+    settings = load_settings(CompareSettings, config, given(locals()))
     from . import compare as job
     from .models import load_pipeline
 
-    overrides = dict(
-        model=model, methods=method, ratio=ratio, prompts=prompt, images=images, out=out, steps=steps,
-        guidance_scale=guidance, scheduler=scheduler, seed=seed, height=height, width=width, device=device,
-        dtype=dtype, backend=backend, agent=parse_agent(agent),
-    )  # fmt: skip
-    settings = load_settings(CompareSettings, config, overrides)
-    methods = job.methods_of(settings)
+    rivals = job.methods_of(settings)
     output.check_writable(settings.out)
     pipe = load_pipeline(settings)
     pictures = job.pictures_to_compare(settings)
     with output.progress(console) as bars:
-        task = bars.add_task("pictures", total=len(methods) * (len(pictures) + 1))
-        comparisons = job.compare(pipe, methods, pictures, settings, lambda: bars.advance(task))
+        task = bars.add_task("pictures", total=len(rivals) * (len(pictures) + 1))
+        comparisons = job.compare(pipe, rivals, pictures, settings, lambda: bars.advance(task))
     output.save_image(job.draw(comparisons, pictures), settings.out)
     console.print(job.summary(comparisons, settings, pipe.unet.device))
     console.print(f"pictures: {settings.out}", soft_wrap=True)
@@ -112,36 +114,27 @@ def compare(
 def latency(
     config: o.Config = None,
     model: o.Model = None,
-    arch: Annotated[
-        str | None, typer.Option(help="sd15 or sdxl, random weights, in place of a model.")
-    ] = None,
-    method: o.Methods = None,
+    arch: o.Arch = None,
+    methods: o.Methods = None,
     ratio: o.Ratio = None,
-    size: Annotated[list[int] | None, typer.Option(help="Pixels on a side; repeat.")] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="Pictures at once; repeat.")] = None,
-    scope: Annotated[
-        list[str] | None, typer.Option(help="forward (one U-Net call), pipeline; repeat.")
-    ] = None,
-    backend: Annotated[list[str] | None, typer.Option(help="sdpa or unfused attention; repeat.")] = None,
+    sizes: o.Sizes = None,
+    batches: o.Batches = None,
+    scopes: o.Scopes = None,
+    backends: o.Backends = None,
     repeats: Annotated[int | None, typer.Option(help="Timed rounds; the median counts.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for latency.jsonl, .csv and .md.")] = None,
     steps: o.Steps = None,
-    guidance: o.Guidance = None,
+    guidance_scale: o.Guidance = None,
     scheduler: o.SchedulerName = None,
     device: o.Device = None,
     dtype: o.Precision = None,
     agent: o.Agent = None,
 ) -> None:
     """Measure cost alone: seconds, multiply-adds and, on a GPU, memory; the methods take turns."""
+    settings = load_settings(LatencySettings, config, given(locals()))
     from . import latency as job
 
-    overrides = dict(
-        model=model, arch=arch, methods=method, ratio=ratio, sizes=size, batches=batch, scopes=scope,
-        backends=backend, repeats=repeats, out=out, steps=steps, guidance_scale=guidance,
-        scheduler=scheduler, device=device, dtype=dtype, agent=parse_agent(agent),
-    )  # fmt: skip
-    settings = load_settings(LatencySettings, config, overrides)
-    methods = job.methods_of(settings)
+    rivals = job.methods_of(settings)
     output.check_writable(settings.out / "latency.jsonl")
     pipe = job.load(settings)
     cases = job.cases_of(settings, pipe)
@@ -149,7 +142,7 @@ def latency(
     rows = []
     with output.progress(console) as bars:
         task = bars.add_task("rounds", total=len(cases) * (settings.repeats + 1))
-        for row in job.measure(pipe, cases, methods, settings, lambda: bars.advance(task)):
+        for row in job.measure(pipe, cases, rivals, settings, lambda: bars.advance(task)):
             rows.append(row)
             results.write_rows(settings.out, "latency", rows, [job.columns_of(rows, run["clock"])], run)
     for table in job.summary(rows, settings, run["clock"]):
@@ -176,8 +169,8 @@ def _run_table(settings: RunSettings, methods: list[Method], name: str) -> None:
 def table(
     config: o.Config = None,
     model: o.Model = None,
-    method: o.Methods = None,
-    ratio: Annotated[list[float] | None, typer.Option(help="Share of tokens merged; repeat.")] = None,
+    methods: o.Methods = None,
+    ratios: o.Ratios = None,
     images: o.Images = None,
     batch_size: o.BatchSize = None,
     prompts: o.Prompts = None,
@@ -185,9 +178,10 @@ def table(
     reference: o.Reference = None,
     features: o.Features = None,
     inception_weights: o.InceptionWeights = None,
+    clip: o.Clip = None,
     out: o.RunOut = None,
     steps: o.Steps = None,
-    guidance: o.Guidance = None,
+    guidance_scale: o.Guidance = None,
     scheduler: o.SchedulerName = None,
     seed: o.Seed = None,
     height: o.Height = None,
@@ -198,15 +192,9 @@ def table(
     agent: o.Agent = None,
 ) -> None:
     """Make pictures with each method and ratio, and a row of quality and cost for each (Table 10)."""
+    settings = load_settings(RunSettings, config, given(locals()))
     from . import table as job
 
-    overrides = dict(
-        model=model, methods=method, ratios=ratio, images=images, batch_size=batch_size, prompts=prompts,
-        classes=classes, reference=reference, features=features, inception_weights=inception_weights, out=out,
-        steps=steps, guidance_scale=guidance, scheduler=scheduler, seed=seed, height=height, width=width,
-        device=device, dtype=dtype, backend=backend, agent=parse_agent(agent),
-    )  # fmt: skip
-    settings = load_settings(RunSettings, config, overrides)
     _run_table(settings, job.table_methods(settings), "table")
 
 
@@ -216,8 +204,8 @@ def ablate(
     what: Annotated[str, typer.Argument(help="k (Table 11), scale (Table 12) or early (Table 13).")],
     config: o.Config = None,
     model: o.Model = None,
-    value: Annotated[list[float] | None, typer.Option(help="A value; repeat. Default: the paper's.")] = None,
-    ratio: o.Ratio = None,
+    ablate_values: o.Values = None,
+    ablate_ratio: o.Ratio = None,
     images: o.Images = None,
     batch_size: o.BatchSize = None,
     prompts: o.Prompts = None,
@@ -225,9 +213,10 @@ def ablate(
     reference: o.Reference = None,
     features: o.Features = None,
     inception_weights: o.InceptionWeights = None,
+    clip: o.Clip = None,
     out: o.RunOut = None,
     steps: o.Steps = None,
-    guidance: o.Guidance = None,
+    guidance_scale: o.Guidance = None,
     scheduler: o.SchedulerName = None,
     seed: o.Seed = None,
     height: o.Height = None,
@@ -238,16 +227,9 @@ def ablate(
     agent: o.Agent = None,
 ) -> None:
     """Vary one setting of AgentSD at one ratio, beside stock (Tables 11, 12 and 13)."""
+    settings = load_settings(RunSettings, config, given(locals()))
     from . import table as job
 
-    overrides = dict(
-        model=model, ablate_values=value, ablate_ratio=ratio, images=images, batch_size=batch_size,
-        prompts=prompts,
-        classes=classes, reference=reference, features=features, inception_weights=inception_weights, out=out,
-        steps=steps, guidance_scale=guidance, scheduler=scheduler, seed=seed, height=height, width=width,
-        device=device, dtype=dtype, backend=backend, agent=parse_agent(agent),
-    )  # fmt: skip
-    settings = load_settings(RunSettings, config, overrides)
     _run_table(settings, job.ablation_methods(settings, what), f"ablate-{what}")
 
 
@@ -266,10 +248,9 @@ def fid(
     device: o.Device = None,
 ) -> None:
     """Measure the Fréchet and kernel distance between two folders of pictures."""
+    settings = load_settings(FidSettings, None, given(locals()))
     from . import fid as job
 
-    overrides = dict(features=features, inception_weights=inception_weights, cache=cache, device=device)
-    settings = load_settings(FidSettings, None, overrides)
     pictures = job.pictures_of(first, second)
     with output.progress(console) as bars:
         task = bars.add_task("features", total=sum(map(len, pictures)))

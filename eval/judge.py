@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from . import fidelity, metrics
+from .clip import ClipScore
 from .config import RunSettings
 from .features import Network, features_of, load_network, picture_files
 from .methods import Method
@@ -58,6 +59,7 @@ class Judge:
 
     def __post_init__(self) -> None:
         self.network = load_network(self.settings.features, self.device, self.settings.inception_weights)
+        self._clip = ClipScore(self.settings.clip, self.device) if self.settings.clip else None
         self._cache = self.settings.out / "features"
 
     @cached_property
@@ -121,9 +123,13 @@ class Judge:
         if self.real is not None and self.real.concepts:
             nearest = metrics.nearest(features[method], self.real_features)
             shown = [self.real.concepts[index] for index in nearest]
+        images = [store.image(method, picture.index) for picture in self.pictures]
+        fits: Sequence[float | None] = [None] * len(images)
+        if self._clip is not None:
+            fits = self._clip(images, [picture.prompt for picture in self.pictures]).tolist()
         rows = []
-        for number, picture in enumerate(self.pictures):
-            ours, theirs = store.image(method, picture.index), store.image(stock, picture.index)
+        for number, (picture, ours) in enumerate(zip(self.pictures, images, strict=True)):
+            theirs = store.image(stock, picture.index)
             rows.append(
                 {
                     "method": method.key,
@@ -134,6 +140,7 @@ class Judge:
                     "psnr": fidelity.psnr(ours, theirs) if method != stock else None,
                     "ssim": fidelity.ssim(ours, theirs) if method != stock else None,
                     "feature_distance": float(moved[number]) if method != stock else None,
+                    "clip": fits[number],
                     "shows": shown[number],
                     "right": None if shown[number] is None else shown[number] == picture.concept,
                 }
@@ -166,28 +173,28 @@ class Judge:
 
 
 def _mean_of(rows: list[Row], stock: list[Row]) -> Row:
-    """Return means over the pictures with standard errors; accuracies by split, paired with stock's."""
+    """Return means over the pictures with standard errors, and changes against stock's same seeds."""
     means: Row = {}
     for key in ("psnr", "ssim", "feature_distance"):
         values = np.array([row[key] for row in rows if row[key] is not None])
         if len(values):
             means[key] = float(values.mean())
             means[f"{key}_error"] = metrics.standard_error(values) if np.isfinite(values).all() else 0.0
-    for split in ("seen", "heldout"):
+    for key, split in (("clip", None), ("right", "seen"), ("right", "heldout")):
+        name = key if split is None else f"{key}_{split}"
         pairs = [
-            (ours["right"], theirs["right"])
+            (ours[key], theirs[key])
             for ours, theirs in zip(rows, stock, strict=True)
-            if ours["split"] == split and ours["right"] is not None
+            if split in (None, ours["split"]) and ours[key] is not None
         ]
         if not pairs:
             continue
-        right = np.array(pairs, dtype=np.float64)
-        means[f"accuracy_{split}"] = float(right[:, 0].mean())
-        means[f"count_{split}"] = len(pairs)
+        values = np.array(pairs, dtype=np.float64)
+        means[name] = float(values[:, 0].mean())
+        means[f"{name}_count"] = len(pairs)
         if rows is not stock:
-            change = right[:, 0] - right[:, 1]
-            means[f"accuracy_{split}_change"] = float(change.mean())
-            means[f"accuracy_{split}_change_error"] = (
-                metrics.standard_error(change) if len(pairs) > 1 else None
-            )
+            change = values[:, 0] - values[:, 1]
+            means[f"{name}_change"] = float(change.mean())
+            if len(pairs) > 1:
+                means[f"{name}_change_error"] = metrics.standard_error(change)
     return means

@@ -26,7 +26,7 @@ Precision = Annotated[str | None, typer.Option("--dtype", help="float32, float16
 Backend = Annotated[str | None, typer.Option(help="Attention of the baseline: sdpa (fused) or unfused.")]
 Height = Annotated[int | None, typer.Option(help="Pixels, a multiple of 8; default: the model's own.")]
 Width = Annotated[int | None, typer.Option(help="Pixels, a multiple of 8; default: the model's own.")]
-Ratio = Annotated[float | None, typer.Option(help="Share of the tokens that is merged.")]
+Ratio = Annotated[float | None, typer.Option("--ratio", help="Share of the tokens that is merged.")]
 Agent = Annotated[
     list[str] | None,
     typer.Option("--agent", metavar="KEY=VALUE", help="A setting of apply_agentsd, such as k=0.05; repeat."),
@@ -39,3 +39,18 @@ Reference = Annotated[Path | None, typer.Option(help="A folder of real pictures.
 Features = Annotated[str | None, typer.Option(help="efficientnet-lite0, or inception for real FID.")]
 InceptionWeights = Annotated[Path | None, typer.Option(help="pytorch-fid's weights file, if not downloaded.")]
 RunOut = Annotated[Path | None, typer.Option(help="The run's folder; the same folder resumes it.")]
+Clip = Annotated[str | None, typer.Option(help="A CLIP model (folder or hub id) for the CLIP score.")]
+PromptTexts = Annotated[
+    list[str] | None, typer.Option("--prompt", help="A prompt; repeat. Default: the embedded model's own.")
+]
+Ratios = Annotated[list[float] | None, typer.Option("--ratio", help="Share of the tokens merged; repeat.")]
+Values = Annotated[
+    list[float] | None, typer.Option("--value", help="A value to try; repeat. Default: the paper's.")
+]
+Arch = Annotated[str | None, typer.Option(help="sd15 or sdxl with random weights, in place of a model.")]
+Sizes = Annotated[list[int] | None, typer.Option("--size", help="Pixels on a side; repeat.")]
+Batches = Annotated[list[int] | None, typer.Option("--batch", help="Pictures at once; repeat.")]
+Scopes = Annotated[
+    list[str] | None, typer.Option("--scope", help="forward (one U-Net call) or pipeline; repeat.")
+]
+Backends = Annotated[list[str] | None, typer.Option("--backend", help="sdpa or unfused; repeat.")]
