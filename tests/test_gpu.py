@@ -1,0 +1,90 @@
+"""What only a CUDA device can show; run with `pytest -m gpu`."""
+
+import pytest
+import torch
+from tiny import make_unet
+
+from agentsd import apply_agentsd, remove_agentsd
+from agentsd.schedule import StepReader
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def call(unet, t, dtype, size=32):
+    rng = torch.Generator().manual_seed(0)
+    latent = torch.randn(2, 4, size, size, generator=rng).to("cuda", dtype)
+    text = torch.randn(2, 7, 16, generator=rng).to("cuda", dtype)
+    with torch.no_grad():
+        return unet(latent, torch.tensor(t, device="cuda"), text).sample
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("t", [999, 1])
+def test_same_bits_in_every_call(dtype, t):
+    unet = make_unet().to("cuda", dtype)
+    apply_agentsd(unet)
+    first = call(unet, t, dtype)
+    assert first.isfinite().all()
+    for _ in range(10):
+        assert torch.equal(call(unet, t, dtype), first)
+
+
+@pytest.mark.parametrize("t", [999, 1])
+def test_cuda_agrees_with_the_cpu(t):
+    unet = make_unet()
+    apply_agentsd(unet, cells="first")
+    rng = torch.Generator().manual_seed(0)
+    latent, text = torch.randn(2, 4, 32, 32, generator=rng), torch.randn(2, 7, 16, generator=rng)
+    with torch.no_grad():
+        expected = unet(latent, torch.tensor(t), text).sample
+    torch.testing.assert_close(call(unet.to("cuda"), t, torch.float32).cpu(), expected, rtol=0, atol=1e-4)
+
+
+def test_the_timestep_is_read_without_waiting_for_the_device():
+    from diffusers import DDIMScheduler
+
+    scheduler = DDIMScheduler()
+    scheduler.set_timesteps(10, device="cuda")
+    reader = StepReader(0.4)
+    reader.read(scheduler.timesteps[0], scheduler)  # the list itself is fetched once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        steps = [reader.read(t, scheduler) for t in scheduler.timesteps]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [s.early for s in steps] == [True] * 4 + [False] * 6
+    assert [s.timestep for s in steps] == scheduler.timesteps.tolist()
+
+
+@pytest.mark.parametrize("offload", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"])
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_cpu_offloading(make_pipeline, sample, offload, patch_first):
+    pipe = make_pipeline()
+    if patch_first:
+        apply_agentsd(pipe)
+    getattr(pipe, offload)()
+    if not patch_first:
+        apply_agentsd(pipe)
+    patched = sample(pipe)
+    assert torch.equal(sample(pipe), patched)
+    remove_agentsd(pipe)
+    assert not torch.equal(sample(pipe), patched)
+
+
+def test_peak_memory_is_not_above_stock():
+    """At 96x96 latents, where the score matrix of the ranking would be the largest tensor."""
+
+    def peak(unet):
+        call(unet, 1, torch.float16, 96)
+        torch.cuda.reset_peak_memory_stats()
+        for t in (999, 1):
+            call(unet, t, torch.float16, 96)
+        return torch.cuda.max_memory_allocated()
+
+    unet = make_unet(block_out_channels=(64, 128, 128), norm_num_groups=8).to("cuda", torch.float16)
+    stock = peak(unet)
+    apply_agentsd(unet)
+    assert peak(unet) <= stock
