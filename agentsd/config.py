@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 
-MODES = ("exact", "fast")
+MODES = ("exact", "fast", "turbo")
 LATE = ("tome", "none")
 CELLS = ("auto", "random", "first")
 
@@ -21,11 +21,12 @@ class AgentConfig:
         scale: exponent of the head width `d` in the broadcast softmax, `d**scale`; 0 or less. The usual
             attention scale is -0.5, the paper's is -0.15.
         early_frac: share of the denoising steps, from the noisiest on, that run agent attention; in [0, 1].
-        mode: "exact" is the paper to the letter; "fast" ranks the tokens once for all layers of a level, and
-            takes the second finest level too.
+        mode: "exact" is the paper to the letter. "fast" ranks the tokens once for all layers of a level,
+            takes the second finest level too, and bounds the agents (see `agentsd.plan.MAX_AGENTS`).
+            "turbo" also runs the feed-forward layers of these blocks on merged tokens in early steps.
         late: what the later steps run: "tome" (token merging, as the paper) or "none" (stock attention).
         levels: how many attention levels are patched, counted from the model's finest one; None takes 1 in
-            exact mode and 2, where there are as many, in fast mode.
+            exact mode and 2, where there are as many, in the others.
         agent_ratio: share of the tokens merged away to make the agents, in (0, 1); at least the destination
             tokens stay.
         early_stride: side of the cells that hold one destination token each, in early steps.

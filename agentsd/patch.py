@@ -65,7 +65,7 @@ def apply_agentsd(
         seed=seed,
     )
     unet = find_model(pipe)
-    default = 2 if config.mode == "fast" else 1
+    default = 1 if config.mode == "exact" else 2
     sites = find_sites(unet, config.levels or default, at_most=config.levels is None)
     for site in sites:
         _check_free(site)
@@ -99,7 +99,7 @@ class AgentHandle:
         groups: dict[int, Group] = {}
         self._layers: list[tuple[Any, LayerState]] = []
         for i, site in enumerate(sites):
-            key = site.span if config.mode == "fast" else i
+            key = i if config.mode == "exact" else site.span
             group = groups.setdefault(key, Group(site, i, config))
             self._layers.append((site.attn, LayerState(site.name, group)))
         self._groups = list(groups.values())
@@ -131,6 +131,9 @@ class AgentHandle:
             attn._agentsd = layer
             self._claim(attn, layer)
             self._hooks.append(site.block.norm1.register_forward_pre_hook(layer.see))
+            if self.config.mode == "turbo":
+                self._hooks.append(site.block.norm3.register_forward_hook(layer.merge_feed_forward))
+                self._hooks.append(site.block.ff.register_forward_hook(layer.unmerge_feed_forward))
         self._hooks.append(unet.register_forward_pre_hook(self._begin, with_kwargs=True))
         self._hooks.append(unet.register_forward_hook(self._end, always_call=True))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,6 +13,9 @@ from .hosts import Site
 from .matching import Partition, draw_cells, rank_tokens, split_grid
 from .merging import Cut, cut_ranking
 from .schedule import Step
+
+# Most cells, and so agents, beyond exact mode: the stride grows with the grid, so time grows with the tokens.
+MAX_AGENTS = 400
 
 STOCK, TOME, AGENT = "stock", "tome", "agent"
 
@@ -25,7 +29,7 @@ class Cuts(NamedTuple):
 
 @dataclass
 class Group:
-    """Layers on one token grid that share a ranking: one layer in exact mode, a whole level in fast mode.
+    """Layers on one token grid that share a ranking: one layer in exact mode, else a whole level.
 
     Attributes:
         site: the group's first layer.
@@ -52,6 +56,8 @@ class Group:
         height, width = self.site.grid(latent)
         self.tokens = height * width
         stride = config.early_stride if step.early else config.late_stride
+        if step.early and config.mode != "exact":
+            stride = max(stride, math.ceil(math.sqrt(self.tokens / MAX_AGENTS)))
         if step.early:
             self.phase = AGENT
         elif config.late == "tome" and config.ratio > 0:
@@ -71,7 +77,9 @@ class Group:
         n_tokens = block_input.shape[1]
         ranking = rank_tokens(block_input, partition)
         n_merged = min(int(n_tokens * config.ratio), partition.src.numel())
-        n_agents = max(n_tokens - int(n_tokens * config.agent_ratio), partition.dst.numel())
+        n_agents = partition.dst.numel()
+        if config.mode == "exact":
+            n_agents = max(n_tokens - int(n_tokens * config.agent_ratio), n_agents)
         # As the reference: where agents would be no fewer than half the tokens, attention stays plain.
         few = self.phase == AGENT and 2 * n_agents < n_tokens - n_merged
         return Cuts(

@@ -11,8 +11,8 @@ from torch.nn import Module
 
 from .attention import agent_attention
 from .config import AgentConfig
-from .merging import merge, unmerge
-from .plan import STOCK, Group
+from .merging import Cut, merge, unmerge
+from .plan import AGENT, STOCK, Group
 
 
 @dataclass
@@ -39,6 +39,19 @@ class LayerState:
         """Forward pre-hook of the block's `norm1`: note the block's input, if it will be ranked."""
         if self.held and self.group.phase != STOCK and self.group.cuts is None:
             self.block_input = args[0]
+
+    def merge_feed_forward(self, norm3: Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        """Forward hook of the block's `norm3`: what the feed-forward layer gets in early steps (ToMeSD)."""
+        return out if self._feed_forward_cut is None else merge(out, self._feed_forward_cut)
+
+    def unmerge_feed_forward(self, ff: Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        """Forward hook of the block's `ff`: the way back."""
+        return out if self._feed_forward_cut is None else unmerge(out, self._feed_forward_cut)
+
+    @property
+    def _feed_forward_cut(self) -> Cut | None:
+        cuts = self.group.cuts
+        return cuts.tokens if self.group.phase == AGENT and self.held and cuts is not None else None
 
 
 class AgentAttnProcessor:

@@ -25,7 +25,7 @@ def expected(mode="exact"):
 
 
 @pytest.mark.parametrize("order", ["apply, compile", "compile, apply", "in place"])
-@pytest.mark.parametrize("mode", ["exact", "fast"])
+@pytest.mark.parametrize("mode", ["exact", "turbo"])
 def test_fullgraph_with_two_graphs_in_a_run(order, mode):
     """No break, one graph a phase, and none for a second run."""
     unet, counter = make_unet(), CompileCounter()

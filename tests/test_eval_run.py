@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import errno
+import json
+import math
 import os
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from agentsd_eval import output, table
+from agentsd_eval import output, results, table
 from agentsd_eval.config import RunSettings
 from agentsd_eval.errors import EvalError
 from agentsd_eval.generate import Share, fingerprint, generate
@@ -197,6 +199,16 @@ def test_an_unwritable_place_is_said_at_once(tmp_path: Path) -> None:
         output.check_writable(tmp_path / "file" / "run" / "table.jsonl")
 
 
+def test_equal_pictures_have_an_infinite_psnr_that_json_can_hold(tmp_path: Path) -> None:
+    rows = [{"method": "a", "psnr": math.inf}]
+    columns = [results.Column("method", results.figure("method", "")), results.Column("PSNR", PSNR)]
+    results.write_rows(tmp_path, "table", rows, [columns], {"command": "x"})
+    back = json.loads((tmp_path / "table.jsonl").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert back["psnr"] == "inf"
+    assert results.cells([back], columns) == results.cells(rows, columns) == [["a", "inf"]]
+
+
+PSNR = results.figure("psnr", ".2f")
 QUALITY = ("method", "ratio", "frechet", "kernel", "kernel_error", "psnr", "ssim", "feature_distance")
 
 

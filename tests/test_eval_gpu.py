@@ -1,0 +1,55 @@
+"""Memory and time on a CUDA device; run with -m gpu."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from agentsd_eval.cli import app
+from agentsd_eval.memory import memory_per_image
+from typer.testing import CliRunner
+
+pytestmark = pytest.mark.gpu
+
+
+def invoke(*arguments: object) -> None:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+
+
+def test_memory_per_image_is_what_a_picture_takes() -> None:
+    device = torch.device("cuda")
+    size = 64 << 20  # bytes; a multiple of the allocator's blocks
+
+    def call(batch: int) -> None:
+        torch.empty(batch * size, dtype=torch.uint8, device=device).zero_()
+
+    assert memory_per_image(call, 1, device) == pytest.approx(size / 1e9)
+    assert memory_per_image(call, 4, device) == pytest.approx(size / 1e9)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_latency_of_sd15_saves_time_and_memory_over_unfused_attention(tmp_path: Path, batch: int) -> None:
+    invoke(
+        "latency", "--arch", "sd15", "--dtype", "float16", "--size", 512, "--batch", batch, "--method",
+        "agentsd", "--backend", "unfused", "--steps", 10, "--repeats", 3, "--out", tmp_path,
+    )  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "latency.jsonl").read_text().splitlines()]
+    assert rows[0]["run"]["clock"] == "wall"
+    found = {(row["scope"], row["method"]): row for row in rows}
+    early, stock = found["forward early", "agentsd"], found["forward early", "stock"]
+    assert early["speedup"] > 1
+    assert 0 < early["memory_per_image"] < stock["memory_per_image"]
+
+
+def test_a_table_in_half_precision(model_folder: str, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a cat\na dog\n")
+    invoke(
+        "table", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--dtype", "float16",
+        "--method", "tomesd", "--method", "agentsd", "--ratio", 0.5, "--steps", 3, "--images", 4,
+        "--batch-size", 2, "--out", tmp_path / "run",
+    )  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "run" / "table.jsonl").read_text().splitlines()]
+    assert all(row["memory_per_image"] > 0 and row["seconds"] > 0 for row in rows)
