@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import diffusers
+import torch
 import transformers
 import typer
 from rich.console import Console
@@ -27,15 +28,20 @@ console = Console()
 
 
 def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command so that an EvalError, or a full disk, ends it with a message and exit code 2."""
+    """Wrap a command so that an EvalError, or a full GPU, ends it with a message and exit code 2."""
 
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
         except EvalError as error:
-            Console(stderr=True).print(f"[red]error:[/] {output.escape(str(error))}", soft_wrap=True)
-            raise typer.Exit(2) from None
+            message = str(error)
+        except torch.OutOfMemoryError:
+            message = "the GPU's memory doesn't do; choose a smaller batch or size, or --dtype float16"
+        else:
+            return
+        Console(stderr=True).print(f"[red]error:[/] {output.escape(message)}", soft_wrap=True)
+        raise typer.Exit(2)
 
     return wrapped
 

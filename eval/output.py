@@ -68,7 +68,7 @@ def check_writable(path: Path) -> None:
     """Make the folder of `path`; raise EvalError now if a file can't be written there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        probe = path.parent / f".{path.name}.{os.getpid()}"
+        probe = path.with_name(f".{path.name}.part")
         probe.touch()
         probe.unlink()
     except OSError as error:
@@ -87,7 +87,7 @@ def explain_os_error(error: OSError, path: Path) -> EvalError:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file that is whole or not there: to a neighbour first, then renamed over `path`."""
-    neighbour = path.with_name(f".{path.name}.{os.getpid()}")
+    neighbour = path.with_name(f".{path.name}.part")
     try:
         with neighbour.open("wb") as file:
             file.write(content)

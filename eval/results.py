@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import os
 import platform
 import shlex
@@ -33,7 +34,14 @@ class Column:
 
 def figure(key: str, form: str, missing: str = "-") -> Callable[[Row], str]:
     """Return a column's text: the row's `key` in a format such as ".2f"; `missing` where it is None."""
-    return lambda row: missing if row.get(key) is None else format(row[key], form)
+
+    def text(row: Row) -> str:
+        value = row.get(key)
+        if value is None:
+            return missing
+        return value if isinstance(value, str) else format(value, form)
+
+    return text
 
 
 def method_text(row: Row) -> str:
@@ -78,13 +86,18 @@ def write_rows(
 
     `tables` are the columns of each table of the Markdown file, and `note` what stands below them.
     """
-    lines = [json.dumps({**row, "run": run}, ensure_ascii=False) for row in rows]
+    lines = [json.dumps({**_json_values(row), "run": run}, ensure_ascii=False) for row in rows]
     write_bytes(folder / f"{name}.jsonl", ("\n".join(lines) + "\n").encode())
     write_csv(folder / f"{name}.csv", rows)
     parts = [to_markdown(rows, columns) for columns in tables]
     parts += [f"{note}\n"] if note else []
     parts.append(f"`{run['command']}`\n")
     write_bytes(folder / f"{name}.md", "\n".join(parts).encode())
+
+
+def _json_values(row: Row) -> Row:
+    """Return the row with "inf" for infinity (the PSNR of equal pictures), which JSON doesn't have."""
+    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
