@@ -46,7 +46,10 @@ def load_pipeline(settings: Settings) -> Any:
     if settings.model == "demo":
         from agentsd.demo import load_pipeline as load_demo
 
-        pipe = load_demo(dtype=dtype, device=device)
+        try:
+            pipe: Any = load_demo(dtype=dtype, device=device)
+        except FileNotFoundError as error:
+            raise EvalError(str(error)) from error
     else:
         try:
             pipe = AutoPipelineForText2Image.from_pretrained(settings.model, dtype=dtype).to(device)
