@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from numbers import Integral, Real
+from pathlib import Path
 
 MODES = ("exact", "fast", "turbo")
 LATE = ("tome", "none")
 CELLS = ("auto", "random", "first")
+FILE_NAME = "agentsd.json"
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,34 @@ class AgentConfig:
         for name, choices in (("mode", MODES), ("late", LATE), ("cells", CELLS)):
             value = getattr(self, name)
             _check(name, value, value in choices, "choose " + " or ".join(map(repr, choices)))
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the settings to `agentsd.json` in a folder, say a finetuned model's; returns its path."""
+        path = Path(folder) / FILE_NAME
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> AgentConfig:
+        """Read settings from a file, or from `agentsd.json` in a folder; what it leaves out has its default.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is not JSON, or has an unknown key.
+        """
+        path = Path(path)
+        file = path / FILE_NAME if path.is_dir() else path
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{file}: no such file; AgentConfig.save(folder) writes one") from None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{file} is not JSON: {error}") from None
+        known = {field.name for field in fields(cls)}
+        if not isinstance(values, dict) or (unknown := sorted(set(values) - known)):
+            found = unknown if isinstance(values, dict) else values
+            raise ValueError(f"{file}: {found!r} is unknown; the settings are {', '.join(sorted(known))}")
+        return cls(**values)
 
 
 def _check(name: str, value: object, ok: bool, way_out: str) -> None:

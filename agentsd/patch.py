@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -32,6 +33,7 @@ def apply_agentsd(
     late_stride: int = AgentConfig.late_stride,
     cells: str = AgentConfig.cells,
     seed: int = AgentConfig.seed,
+    config: AgentConfig | str | Path | None = None,
 ) -> AgentHandle:
     """Swap the self-attention of a Stable Diffusion U-Net for agent attention (Agent Attention, Eq. 9).
 
@@ -41,16 +43,19 @@ def apply_agentsd(
         pipe: a diffusers pipeline with a `unet` (or a DiT or PixArt one), or the model itself.
         ratio, k, scale, early_frac, mode, late, levels, agent_ratio, early_stride, late_stride, cells, seed:
             see `AgentConfig`.
+        config: an `AgentConfig`, or a file or folder that holds one (`agentsd.json`, as beside a DreamBooth
+            model), in place of all these settings.
 
     Returns:
         A handle: `handle.remove()` undoes the patch, and so does leaving a `with apply_agentsd(pipe):` block.
 
     Raises:
         TypeError: `pipe` has no U-Net, or a setting has a wrong type.
-        ValueError: a setting is out of range, the model has no layer to patch, or something else holds its
-            self-attention (tomesd, a processor of another kind). The pipeline is left as it was.
+        ValueError: a setting is out of range or stands beside `config`, the model has no layer to patch, or
+            something else holds its self-attention (tomesd, a processor of another kind). The pipeline is
+            left as it was.
     """
-    config = AgentConfig(
+    settings = AgentConfig(
         ratio=ratio,
         k=k,
         scale=scale,
@@ -64,6 +69,12 @@ def apply_agentsd(
         cells=cells,
         seed=seed,
     )
+    if config is None:
+        config = settings
+    elif settings != AgentConfig():
+        raise ValueError(f"config={config!r} holds all settings: pass it alone, or leave it out")
+    elif not isinstance(config, AgentConfig):
+        config = AgentConfig.load(config)
     unet = find_model(pipe)
     default = 1 if config.mode == "exact" else 2
     sites = find_sites(unet, config.levels or default, at_most=config.levels is None)

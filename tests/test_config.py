@@ -44,3 +44,26 @@ def test_bad_value_names_itself_and_the_way_out(name, value, error, way_out):
 
 def test_numpy_numbers_and_integers_are_numbers():
     assert AgentConfig(ratio=np.float64(0.5), early_frac=1, scale=0, seed=np.int64(3)).early_frac == 1
+
+
+def test_saved_and_loaded(tmp_path):
+    config = AgentConfig(ratio=0.3, mode="fast", early_frac=1.0)
+    assert AgentConfig.load(config.save(tmp_path)) == config
+    assert AgentConfig.load(tmp_path) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ('{"ratios": 0.3}', ValueError, "'ratios'.*is unknown.*early_frac"),
+        ("[0.3]", ValueError, "0.3.*is unknown"),
+        ("ratio: 0.3", ValueError, "is not JSON"),
+        ('{"ratio": 3}', ValueError, "ratio=3"),
+        (None, FileNotFoundError, "agentsd.json: no such file"),
+    ],
+)
+def test_a_bad_file_names_itself(tmp_path, text, error, message):
+    if text is not None:
+        (tmp_path / "agentsd.json").write_text(text)
+    with pytest.raises(error, match=message):
+        AgentConfig.load(tmp_path)

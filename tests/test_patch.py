@@ -457,3 +457,12 @@ def test_fast_mode_bounds_the_agents(side, agents):
     assert group.partition.dst.numel() == agents
     cuts = group.cut(torch.randn(1, side * side, 2, generator=torch.Generator().manual_seed(0)))
     assert cuts.agents.starts.numel() == agents
+
+
+def test_settings_from_a_config_or_its_folder(pipe, tmp_path):
+    config = AgentConfig(ratio=0.2, early_frac=1.0)
+    config.save(tmp_path)
+    for source in (config, tmp_path, str(tmp_path)):
+        assert apply_agentsd(pipe, config=source).config == config
+    with pytest.raises(ValueError, match="pass it alone"):
+        apply_agentsd(pipe, ratio=0.3, config=config)
