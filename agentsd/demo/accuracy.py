@@ -5,13 +5,12 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 import typer
-from diffusers import StableDiffusionPipeline
 from PIL import Image
 from rich import print
 from torch import Tensor
@@ -25,7 +24,7 @@ Features = Callable[[Sequence[Image.Image]], Tensor]
 
 
 def generate(
-    pipe: StableDiffusionPipeline,
+    pipe: Any,
     prompts: Sequence[str],
     *,
     steps: int = 50,
@@ -79,7 +78,7 @@ def nearest(queries: Tensor, references: Tensor) -> list[int]:
     return (queries @ references.T).argmax(1).tolist()
 
 
-def autoencoded(pipe: StableDiffusionPipeline, images: Sequence[Image.Image]) -> list[Image.Image]:
+def autoencoded(pipe: Any, images: Sequence[Image.Image]) -> list[Image.Image]:
     """Return pictures passed through the pipeline's autoencoder."""
     decoded = decode(pipe.vae, encode(pipe.vae, to_pixels(list(images))))
     arrays = ((decoded + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
@@ -109,7 +108,7 @@ def main(
     sheets: Annotated[Path | None, typer.Option(help="folder for contact sheets, one a seed")] = None,
 ) -> None:
     """Print the prompt accuracy of seen and held-out pairs, and the autoencoder's ceiling."""
-    pipe = load_pipeline(folder=folder)
+    pipe: Any = load_pipeline(folder=folder)
     references = load_references(concepts=trained_concepts(folder))
     pictures: list[tuple[Reference, Image.Image]] = []
     for seed in range(seeds):

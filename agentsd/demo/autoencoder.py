@@ -1,6 +1,7 @@
 """The autoencoder: pixels 64x64 to a latent of 4x32x32 and back."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,15 +22,15 @@ def to_pixels(images: list[Image.Image]) -> Tensor:
 
 
 def random_batch(data: Tensor, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw `batch` rows of `data` (2, N, ...), mirrored ones second: the rows, and their indices in N."""
+    """Draw `batch` rows of `data` (V, N, ...), V views of N pictures: the rows, and their indices in N."""
     index = torch.randint(data.shape[1], (batch,), generator=generator)
-    mirrored = torch.randint(2, (batch,), generator=generator)
-    return data[mirrored, index], index
+    view = torch.randint(len(data), (batch,), generator=generator)
+    return data[view, index], index
 
 
-def build_autoencoder(config: AutoencoderConfig) -> AutoencoderKL:
-    """Return an untrained autoencoder."""
-    autoencoder = AutoencoderKL(
+def build_autoencoder(config: AutoencoderConfig) -> Any:
+    """Return an untrained AutoencoderKL."""
+    autoencoder: Any = AutoencoderKL(
         block_out_channels=config.channels,
         down_block_types=("DownEncoderBlock2D",) * len(config.channels),
         up_block_types=("UpDecoderBlock2D",) * len(config.channels),
@@ -46,7 +47,7 @@ def build_autoencoder(config: AutoencoderConfig) -> AutoencoderKL:
 class _Loss(nn.Module):
     """The training loss as a module, so that it is compiled as a whole."""
 
-    def __init__(self, autoencoder: AutoencoderKL, config: AutoencoderConfig) -> None:
+    def __init__(self, autoencoder: Any, config: AutoencoderConfig) -> None:
         super().__init__()
         self.autoencoder = autoencoder
         self.config = config
@@ -60,7 +61,7 @@ class _Loss(nn.Module):
 
 
 def train_autoencoder(
-    autoencoder: AutoencoderKL,
+    autoencoder: Any,
     pixels: Tensor,
     config: AutoencoderConfig,
     folder: Path,
@@ -85,19 +86,19 @@ def train_autoencoder(
 
 
 @torch.no_grad()
-def encode(autoencoder: AutoencoderKL, pixels: Tensor) -> Tensor:
+def encode(autoencoder: Any, pixels: Tensor) -> Tensor:
     """Return the latents' means (N, 4, h, w), unscaled."""
     return torch.cat([autoencoder.encode(part).latent_dist.mean for part in pixels.split(64)])
 
 
 @torch.no_grad()
-def decode(autoencoder: AutoencoderKL, latents: Tensor) -> Tensor:
+def decode(autoencoder: Any, latents: Tensor) -> Tensor:
     """Return pictures (N, 3, H, W) in [-1, 1] of unscaled latents."""
     return torch.cat([autoencoder.decode(part).sample for part in latents.split(64)]).clamp(-1, 1)
 
 
 @torch.no_grad()
-def normalise_latents(autoencoder: AutoencoderKL, pixels: Tensor) -> None:
+def normalise_latents(autoencoder: Any, pixels: Tensor) -> None:
     """Give the latents of `pixels` mean 0 and variance 1 in each channel, without changing any picture.
 
     A pipeline's scaling factor can't shift, and a mean left in (white surroundings) leaks through the last
@@ -116,7 +117,7 @@ def normalise_latents(autoencoder: AutoencoderKL, pixels: Tensor) -> None:
     autoencoder.register_to_config(scaling_factor=round(scale, 5))
 
 
-def psnr(autoencoder: AutoencoderKL, pixels: Tensor) -> float:
+def psnr(autoencoder: Any, pixels: Tensor) -> float:
     """Return the mean over pictures of the reconstruction's peak signal-to-noise ratio, in dB."""
     error = decode(autoencoder, encode(autoencoder, pixels)) - pixels
     mse = F.mse_loss(error, torch.zeros_like(error), reduction="none").mean((1, 2, 3)) / 4

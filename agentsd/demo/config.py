@@ -17,49 +17,50 @@ class LoopConfig(_Settings):
     """How long and how fast one part is trained; `steps` or `max_minutes` ends it, whichever is first."""
 
     steps: int = Field(gt=0)
-    max_minutes: float | None = Field(None, gt=0)
+    max_minutes: float | None = Field(default=None, gt=0)
     """Minutes of training over all rounds; the learning rate reaches 0 when they (or the steps) are over."""
-    batch: int = Field(8, gt=0)
+    batch: int = Field(default=8, gt=0)
     lr: float = Field(gt=0)
-    warmup: int = Field(200, ge=0)
-    weight_decay: float = Field(0.0, ge=0)
-    ema_decay: float = Field(0.999, ge=0, lt=1)
+    warmup: int = Field(default=200, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    ema_decay: float = Field(default=0.999, ge=0, lt=1)
     compile: bool = True
     bf16: bool = True
-    log_every: int = Field(50, gt=0)
-    save_every: int = Field(1000, gt=0)
+    log_every: int = Field(default=50, gt=0)
+    save_every: int = Field(default=1000, gt=0)
 
 
 class AutoencoderConfig(LoopConfig):
     """The AutoencoderKL: a 2x-downsampling one has two entries in `channels`."""
 
-    steps: int = Field(6000, gt=0)
-    batch: int = Field(16, gt=0)
-    lr: float = Field(2e-3, gt=0)
+    steps: int = Field(default=6000, gt=0)
+    batch: int = Field(default=16, gt=0)
+    lr: float = Field(default=2e-3, gt=0)
     channels: tuple[int, ...] = (32, 64)
-    layers: int = Field(1, gt=0)
-    kl_weight: float = Field(1e-4, ge=0)
+    layers: int = Field(default=1, gt=0)
+    kl_weight: float = Field(default=1e-4, ge=0)
     """Weight of the mean divergence of a latent value, beside a squared error on pixels in [-1, 1]."""
-    l1_weight: float = Field(0.1, ge=0)
+    l1_weight: float = Field(default=0.1, ge=0)
 
 
 class DiffusionConfig(LoopConfig):
     """The U-Net and the text encoder, trained together."""
 
-    steps: int = Field(20000, gt=0)
-    lr: float = Field(5e-4, gt=0)
-    weight_decay: float = Field(0.01, ge=0)
-    ema_decay: float = Field(0.9995, ge=0, lt=1)
+    steps: int = Field(default=20000, gt=0)
+    lr: float = Field(default=5e-4, gt=0)
+    weight_decay: float = Field(default=0.01, ge=0)
     channels: tuple[int, ...] = (48, 128, 256)
-    layers: int = Field(1, gt=0)
-    text_width: int = Field(128, gt=0)
-    text_layers: int = Field(3, gt=0)
-    text_heads: int = Field(4, gt=0)
-    vocab_size: int = Field(2500, gt=514)
-    max_tokens: int = Field(16, gt=2)
-    caption_dropout: float = Field(0.1, ge=0, lt=1)
-    snr_gamma: float = Field(5.0, gt=0)
-    sheet_every: int = Field(2000, gt=0)
+    layers: int = Field(default=1, gt=0)
+    text_width: int = Field(default=128, gt=0)
+    text_layers: int = Field(default=3, gt=0)
+    text_heads: int = Field(default=4, gt=0)
+    vocab_size: int = Field(default=2500, gt=514)
+    max_tokens: int = Field(default=16, gt=2)
+    flips: bool = True
+    """Mirror half of the pictures; without, a short training gets to asymmetric shapes sooner."""
+    caption_dropout: float = Field(default=0.1, ge=0, lt=1)
+    snr_gamma: float = Field(default=5.0, gt=0)
+    sheet_every: int = Field(default=2000, gt=0)
     """Steps between contact sheets."""
 
 

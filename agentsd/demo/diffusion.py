@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import DDPMScheduler, PNDMScheduler, UNet2DConditionModel
@@ -37,7 +38,7 @@ def build_tokenizer(captions: Sequence[str], config: DiffusionConfig) -> CLIPTok
         ),
     )
     learnt = json.loads(bpe.to_str())["model"]
-    merges = [tuple(merge) for merge in learnt["merges"]]
+    merges: Any = [tuple(merge) for merge in learnt["merges"]]
     return CLIPTokenizer(vocab=learnt["vocab"], merges=merges, model_max_length=config.max_tokens)
 
 
@@ -59,8 +60,8 @@ def build_text_encoder(tokenizer: CLIPTokenizer, config: DiffusionConfig) -> CLI
     )
 
 
-def build_unet(config: DiffusionConfig, latent_size: int) -> UNet2DConditionModel:
-    """Return an untrained U-Net with self- and cross-attention at every level, one head in each."""
+def build_unet(config: DiffusionConfig, latent_size: int) -> Any:
+    """Return an untrained UNet2DConditionModel: self- and cross-attention at every level, one head each."""
     levels = len(config.channels)
     return UNet2DConditionModel(
         sample_size=latent_size,
@@ -74,7 +75,7 @@ def build_unet(config: DiffusionConfig, latent_size: int) -> UNet2DConditionMode
     )
 
 
-def build_scheduler() -> PNDMScheduler:
+def build_scheduler() -> Any:
     """Return SD 1.5's scheduler, but for a model that predicts the velocity."""
     return PNDMScheduler(
         beta_start=0.00085,
@@ -97,9 +98,7 @@ class DiffusionLoss(nn.Module):
 
     weights: Tensor
 
-    def __init__(
-        self, unet: UNet2DConditionModel, text_encoder: CLIPTextModel, config: DiffusionConfig
-    ) -> None:
+    def __init__(self, unet: Any, text_encoder: Any, config: DiffusionConfig) -> None:
         super().__init__()
         self.unet = unet
         self.text_encoder = text_encoder
@@ -134,6 +133,7 @@ def train_diffusion(
     loss, latents, ids, empty = loss.to(device), latents.to(device), ids.to(device), empty.to(device)
     if config.compile:
         compile_loss(loss.unet)
+    latents = latents if config.flips else latents[:1]
     steps = torch.arange(config.batch) / config.batch
 
     def loss_at(generator: torch.Generator) -> Tensor:

@@ -5,14 +5,16 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import diffusers.utils.logging
 import torch
 import transformers.utils.logging
-from diffusers import StableDiffusionPipeline
 
 from .data import PIPELINE
+
+if TYPE_CHECKING:
+    from diffusers import StableDiffusionPipeline
 
 
 @contextmanager
@@ -37,7 +39,7 @@ def load_pipeline(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device | None = None,
     folder: Path = PIPELINE,
-) -> StableDiffusionPipeline:
+) -> "StableDiffusionPipeline":
     """Return the embedded model as an ordinary pipeline: 64x64 pixels, a latent of 4x32x32, PLMS.
 
     Nothing is downloaded. `folder` may be another export of the same recipe; one that holds no pipeline
@@ -48,15 +50,19 @@ def load_pipeline(
             f"no exported pipeline in {folder}; make one with `python -m agentsd.demo.train`"
         )
     with _quiet():
-        pipe = StableDiffusionPipeline.from_pretrained(
+        # Imported here, as its import alone gives advice about torchvision.
+        from diffusers import StableDiffusionPipeline
+
+        pipe: Any = StableDiffusionPipeline.from_pretrained(
             folder, dtype=dtype, safety_checker=None, requires_safety_checker=False, local_files_only=True
         )
     return pipe if device is None else pipe.to(device)
 
 
-def export_pipeline(pipe: StableDiffusionPipeline, folder: Path, training: dict[str, Any]) -> None:
+def export_pipeline(pipe: Any, folder: Path, training: dict[str, Any]) -> None:
     """Write a pipeline in half precision, and `training.json` with what it was trained on."""
     pipe.save_pretrained(folder)
+    pipe.tokenizer.backend_tokenizer.model.save(str(folder / "tokenizer"))  # for transformers 4
     for name in ("unet", "vae", "text_encoder"):
         half = type(getattr(pipe, name)).from_pretrained(folder / name, dtype=torch.float16)
         half.save_pretrained(folder / name)

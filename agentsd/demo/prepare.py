@@ -49,7 +49,7 @@ def find_pictures(fluent: Path, noto: Path) -> list[tuple[str, dict[Style, Path]
     for entry in sorted(entries, key=lambda entry: entry["sort_order"]):
         if entry["category"] in LEFT_OUT:
             continue
-        name = entry["name"].lower().replace("’", "'")
+        name = entry["name"].lower().replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")
         files: dict[Style, Path] = {"noto": noto / "img" / "google" / "64" / entry["image"]}
         if _key(entry["unified"]) in assets:
             files["3d"] = assets[_key(entry["unified"])]

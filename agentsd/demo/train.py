@@ -1,9 +1,10 @@
 """Train the demonstration model: `python -m agentsd.demo.train --config configs/demo_model.yaml`."""
 
 import json
+import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -47,11 +48,12 @@ class Recipe:
         """The device that the run trains on."""
         return torch.device(self.config.device)
 
-    def train_autoencoder(self) -> AutoencoderKL:
-        """Return the autoencoder: the start's, an earlier round's, or one trained now on every picture."""
+    def train_autoencoder(self) -> Any:
+        """Return the AutoencoderKL: the start's, an earlier round's, or one trained now on every picture."""
         config, folder = self.config, self.config.run_dir / "autoencoder"
         if config.init_from is not None:
-            return load_pipeline(folder=config.init_from, device=self.device).vae
+            start: Any = load_pipeline(folder=config.init_from, device=self.device)
+            return start.vae
         if not (folder / "vae").exists():
             torch.manual_seed(config.seed)
             autoencoder = build_autoencoder(config.autoencoder).to(self.device)
@@ -61,11 +63,13 @@ class Recipe:
             )
             print(f"autoencoder: {psnr(autoencoder, pixels.to(self.device)):.2f} dB")
             autoencoder.save_pretrained(folder / "vae")
-        return AutoencoderKL.from_pretrained(folder / "vae").to(self.device)
+        trained: Any = AutoencoderKL.from_pretrained(folder / "vae")
+        return trained.to(self.device)
 
-    def build_pipeline(self, autoencoder: AutoencoderKL) -> StableDiffusionPipeline:
-        """Return a pipeline with the start's or untrained weights around an autoencoder."""
+    def build_pipeline(self, autoencoder: Any) -> Any:
+        """Return a StableDiffusionPipeline with the start's or untrained weights around an autoencoder."""
         config = self.config
+        pipe: Any
         if config.init_from is not None:
             pipe = load_pipeline(folder=config.init_from, device=self.device)
             pipe.vae = autoencoder
@@ -74,7 +78,7 @@ class Recipe:
         captions = sorted({reference.caption for reference in load_references(concepts="all")})
         tokenizer = build_tokenizer(captions, config.diffusion)
         size = autoencoder.config.sample_size // 2 ** (len(autoencoder.config.block_out_channels) - 1)
-        return StableDiffusionPipeline(
+        pipe = StableDiffusionPipeline(
             vae=autoencoder,
             text_encoder=build_text_encoder(tokenizer, config.diffusion),
             tokenizer=tokenizer,
@@ -83,15 +87,16 @@ class Recipe:
             safety_checker=None,
             feature_extractor=None,
             requires_safety_checker=False,
-        ).to(self.device)
+        )
+        return pipe.to(self.device)
 
-    def latents(self, autoencoder: AutoencoderKL, references: list[Reference]) -> Tensor:
+    def latents(self, autoencoder: Any, references: list[Reference]) -> Tensor:
         """Return scaled latents (2, N, 4, h, w) of pictures and their mirror images."""
         pixels = to_pixels([reference.image for reference in references]).to(self.device)
         both = [encode(autoencoder, flipped) for flipped in (pixels, pixels.flip(-1))]
         return torch.stack(both) * autoencoder.config.scaling_factor
 
-    def train_diffusion(self, pipe: StableDiffusionPipeline) -> None:
+    def train_diffusion(self, pipe: Any) -> None:
         """Train a pipeline's text encoder and U-Net on the pairs that aren't held out."""
         config = self.config
         seen = [reference for reference in self.references if reference.split == "seen"]
@@ -114,13 +119,13 @@ class Recipe:
             draw=draw,
         )
 
-    def load_averaged(self, pipe: StableDiffusionPipeline) -> None:
+    def load_averaged(self, pipe: Any) -> None:
         """Put the last checkpoint's averaged weights in a pipeline, whether the run is over or not."""
         loss = DiffusionLoss(pipe.unet, pipe.text_encoder, self.config.diffusion)
         folder = self.config.run_dir / "diffusion"
         averaged_weights(loss, folder, self.config.diffusion, self.device)
 
-    def export(self, pipe: StableDiffusionPipeline) -> None:
+    def export(self, pipe: Any) -> None:
         """Write a pipeline where the package loads it from."""
         log = (self.config.run_dir / "diffusion" / "log.jsonl").read_text(encoding="utf-8").splitlines()
         training = {
@@ -138,6 +143,7 @@ def main(
     export_only: Annotated[bool, typer.Option(help="export the last checkpoint without training")] = False,
 ) -> None:
     """Train the autoencoder, then the text encoder and U-Net, then export; a repeated call resumes."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # being ended saves a checkpoint too
     settings = load_config(config)
     if run_dir is not None:
         settings = settings.model_copy(update={"run_dir": run_dir})
