@@ -1,0 +1,57 @@
+"""Whole checkpoints only: written beside their place and renamed when complete."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from accelerate import Accelerator
+
+NAME = re.compile(r"checkpoint-(\d+)")
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Whole checkpoints of an output folder, oldest first."""
+    found = [p for p in folder.glob("checkpoint-*") if p.is_dir() and NAME.fullmatch(p.name)]
+    return sorted(found, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The number of training steps before a checkpoint."""
+    match = NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match.group(1))
+
+
+def find_checkpoint(folder: Path, name: str) -> Path | None:
+    """The checkpoint of that name, or for "latest" the newest one (None where there is none yet).
+
+    Raises:
+        ValueError: there is no whole checkpoint of that name.
+    """
+    have = list_checkpoints(folder)
+    if name == "latest":
+        return have[-1] if have else None
+    for path in have:
+        if path.name == name:
+            return path
+    names = ", ".join(p.name for p in have) or "none"
+    raise ValueError(f"resume_from_checkpoint={name!r} is not in {folder}; there: {names}; or say 'latest'")
+
+
+def save_checkpoint(accelerator: Accelerator, folder: Path, step: int, limit: int | None) -> None:
+    """Write `checkpoint-STEP`, then remove the oldest ones beyond `limit`."""
+    place = folder / f"checkpoint-{step}"
+    partial = folder / f".partial-{step}"
+    if accelerator.is_main_process:
+        shutil.rmtree(partial, ignore_errors=True)
+    accelerator.wait_for_everyone()
+    accelerator.save_state(str(partial), safe_serialization=True)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        shutil.rmtree(place, ignore_errors=True)
+        partial.rename(place)
+        if limit is not None:
+            for old in list_checkpoints(folder)[:-limit]:
+                shutil.rmtree(old)

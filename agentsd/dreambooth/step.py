@@ -1,0 +1,48 @@
+"""One training step of DreamBooth (Ruiz et al. 2023, Eq. 2): readable beside the paper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import mse_loss
+
+from .data import Batch
+
+
+def diffusion_loss(
+    vae: Any,
+    text_encoder: Any,
+    unet: Any,
+    schedule: Any,
+    batch: Batch,
+    prior_weight: float | None,
+) -> Tensor:
+    """Mean squared error of the predicted noise (or velocity), and of the class pictures beside it.
+
+    Args:
+        vae, text_encoder, unet: the models; gradients flow where their parameters ask for them.
+        schedule: the DDPMScheduler that the model was trained with.
+        batch: pictures, tokens and the generator of all that is random here.
+        prior_weight: weight of the second half of the batch, the class pictures; None if there are none.
+
+    Returns:
+        A scalar.
+    """
+    rng, device = batch.generator, vae.device
+    with torch.no_grad():
+        encoded = vae.encode(batch.pixels.to(device, vae.dtype)).latent_dist
+        latents = encoded.sample(generator=rng).float() * vae.config.scaling_factor
+    noise = torch.randn(latents.shape, generator=rng).to(device)
+    steps = torch.randint(schedule.config.num_train_timesteps, (len(latents),), generator=rng).to(device)
+    noisy = schedule.add_noise(latents, noise, steps)
+
+    text = text_encoder(batch.input_ids.to(device))[0]
+    predicted = unet(noisy, steps, text).sample.float()
+    velocity = schedule.config.prediction_type == "v_prediction"
+    target = schedule.get_velocity(latents, noise, steps) if velocity else noise
+    if prior_weight is None:
+        return mse_loss(predicted, target)
+    (own, prior), (own_target, prior_target) = predicted.chunk(2), target.chunk(2)
+    return mse_loss(own, own_target) + prior_weight * mse_loss(prior, prior_target)

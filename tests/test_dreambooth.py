@@ -1,0 +1,240 @@
+import shutil
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from diffusers import DDPMScheduler, StableDiffusionPipeline
+from PIL import Image
+from tiny import BETAS, make_scheduler, make_text_encoder, make_unet, make_vae
+from typer.testing import CliRunner
+
+from agentsd import AgentConfig, apply_agentsd
+from agentsd.dreambooth import DreamBoothConfig
+from agentsd.dreambooth.checkpoints import find_checkpoint, list_checkpoints
+from agentsd.dreambooth.data import Batch, Pictures, find_pictures, load_picture
+from agentsd.dreambooth.step import diffusion_loss
+from agentsd.dreambooth.training import Run
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate():
+    """accelerate keeps its precision for the life of a process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer, tmp_path_factory):
+    """A tiny pipeline in a folder."""
+    folder = tmp_path_factory.mktemp("model")
+    StableDiffusionPipeline(
+        vae=make_vae(),
+        text_encoder=make_text_encoder(tokenizer),
+        tokenizer=tokenizer,
+        unet=make_unet(),
+        scheduler=make_scheduler(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory):
+    """Three pictures of a subject."""
+    folder = tmp_path_factory.mktemp("subject")
+    for i, colour in enumerate(("red", "green", "blue")):
+        Image.new("RGB", (40, 32), colour).save(folder / f"{i}.png")
+    return folder
+
+
+@pytest.fixture
+def settings(model, subject, tmp_path):
+    """Settings of a short run, changed by keywords."""
+
+    def make(**changes):
+        base = {
+            "pretrained_model_name_or_path": str(model),
+            "instance_data_dir": subject,
+            "instance_prompt": "a sks cat",
+            "output_dir": tmp_path / "out",
+            "max_train_steps": 3,
+            "learning_rate": 1e-3,
+            "num_inference_steps": 2,
+            "num_validation_images": 2,
+            "use_8bit_adam": False,
+            "report_to": None,
+        }
+        return DreamBoothConfig(**base | changes)
+
+    return make
+
+
+def weights(folder):
+    return StableDiffusionPipeline.from_pretrained(folder).unet.state_dict()
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_a_run_trains_saves_and_says_how_to_apply(settings, model):
+    config = settings(validation_prompt="a sks cat", validation_steps=2)
+    folder = Run(config).train()
+    assert not equal(weights(folder), weights(model))
+    assert Image.open(folder / "sheet.png").size == (64, 32)
+    assert (folder / "validation-2.png").exists()
+    pipe = StableDiffusionPipeline.from_pretrained(folder)
+    expected = AgentConfig(ratio=0.4, k=0.075, scale=-0.15, early_frac=1.0, cells="random")
+    assert apply_agentsd(pipe, config=folder).config == expected
+
+
+def test_the_three_ways_to_apply_differ_as_they_should(settings, tmp_path):
+    results = {}
+    for apply in ("train+generate", "generate", "none"):
+        out = tmp_path / apply
+        Run(settings(apply=apply, output_dir=out)).train()
+        results[apply] = weights(out), (out / "sheet.png").read_bytes(), (out / "agentsd.json").exists()
+    assert equal(results["generate"][0], results["none"][0])
+    assert not equal(results["generate"][0], results["train+generate"][0])
+    assert results["generate"][1] != results["none"][1]
+    assert [results[apply][2] for apply in results] == [True, True, False]
+
+
+def test_a_resumed_run_ends_with_the_same_weights(settings, tmp_path):
+    whole = Run(settings(max_train_steps=4, checkpointing_steps=2, output_dir=tmp_path / "whole")).train()
+    first = settings(max_train_steps=2, checkpointing_steps=2, output_dir=tmp_path / "parts")
+    Run(first).train()
+    (tmp_path / "parts" / ".partial-3").mkdir()  # a run that was killed while it wrote
+    rest = first.model_copy(update={"max_train_steps": 4, "resume_from_checkpoint": "latest"})
+    run = Run(rest)
+    assert run.resume is not None
+    assert run.resume.name == "checkpoint-2"
+    assert equal(weights(run.train()), weights(whole))
+
+
+def test_checkpoints_are_limited_and_found_by_name(settings):
+    config = settings(max_train_steps=6, checkpointing_steps=1, checkpoints_total_limit=2)
+    folder = Run(config).train()
+    assert [p.name for p in list_checkpoints(folder)] == ["checkpoint-5", "checkpoint-6"]
+    assert find_checkpoint(folder, "checkpoint-5") == folder / "checkpoint-5"
+    with pytest.raises(ValueError, match=r"checkpoint-2.*there: checkpoint-5, checkpoint-6"):
+        find_checkpoint(folder, "checkpoint-2")
+    shutil.rmtree(folder)
+    assert find_checkpoint(folder, "latest") is None
+
+
+def test_prior_preservation_makes_the_class_pictures_that_lack(settings, tmp_path):
+    classes = tmp_path / "classes"
+    config = settings(
+        with_prior_preservation=True, class_data_dir=classes, class_prompt="a cat", num_class_images=2
+    )
+    Run(config).train()
+    made = {p.name: p.read_bytes() for p in classes.iterdir()}
+    assert sorted(made) == ["class-00000.png", "class-00001.png"]
+    Run(config.model_copy(update={"num_class_images": 3})).train()
+    again = {p.name: p.read_bytes() for p in classes.iterdir()}
+    assert len(again) == 3
+    assert made.items() <= again.items()
+
+
+def test_lora_weights_load_and_leave_the_model_alone(settings, model):
+    folder = Run(settings(lora_rank=2)).train()
+    assert not (folder / "unet").exists()
+    pipe = StableDiffusionPipeline.from_pretrained(model)
+    pipe.load_lora_weights(folder)
+    apply_agentsd(pipe, config=folder)
+    assert pipe("a sks cat", num_inference_steps=2, output_type="latent").images.isfinite().all()
+
+
+@pytest.mark.parametrize("changes", [{"train_text_encoder": True}, {"mixed_precision": "bf16"}])
+def test_other_ways_to_train(settings, model, changes):
+    folder = Run(settings(gradient_checkpointing=True, gradient_accumulation_steps=2, **changes)).train()
+    trained, stock = (StableDiffusionPipeline.from_pretrained(f) for f in (folder, model))
+    assert trained.unet.dtype == torch.float32
+    moved = not equal(trained.text_encoder.state_dict(), stock.text_encoder.state_dict())
+    assert moved == ("train_text_encoder" in changes)
+
+
+def loss_and_gradients(checkpointing, prior=None, pixels=None):
+    unet = make_unet().train()
+    apply_agentsd(unet, early_frac=1.0, cells="random")
+    if checkpointing:
+        unet.enable_gradient_checkpointing()
+    vae = make_vae().requires_grad_(False)
+    count = 1 if prior is None else 2
+    pixels = (
+        torch.rand(count, 3, 32, 32, generator=torch.Generator().manual_seed(5)) if pixels is None else pixels
+    )
+    ids = torch.zeros(count, 7, dtype=torch.int64)
+    batch = Batch(pixels, ids, torch.Generator().manual_seed(1))
+
+    def text_encoder(ids):
+        return (torch.ones(len(ids), 7, 16),)
+
+    loss = diffusion_loss(vae, text_encoder, unet, DDPMScheduler(**BETAS), batch, prior)
+    loss.backward()
+    return loss.item(), [p.grad for p in unet.parameters() if p.grad is not None]
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    (plain, grads), (again, recomputed) = loss_and_gradients(False), loss_and_gradients(True)
+    assert plain == again
+    assert len(grads) > 50
+    assert all(torch.equal(a, b) for a, b in zip(grads, recomputed, strict=True))
+
+
+def test_prior_loss_is_the_class_pictures_share():
+    """The loss is linear in the weight of the second half of the batch."""
+    at = [loss_and_gradients(False, prior)[0] for prior in (0.0, 1.0, 3.0)]
+    assert at[1] > at[0]
+    assert at[2] - at[0] == pytest.approx(3 * (at[1] - at[0]), rel=1e-4)
+
+
+def test_pictures_are_drawn_by_step(subject):
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    pictures = Pictures(find_pictures(subject), find_pictures(subject), ids, ids + 1, 16)
+    a, b, other = (pictures.draw(2, seed=0, step=step) for step in (5, 5, 6))
+    assert torch.equal(a.pixels, b.pixels)
+    assert a.pixels.shape == (4, 3, 16, 16)
+    assert a.input_ids[:, 0].tolist() == [0, 0, 1, 1]
+    assert not torch.equal(a.pixels, other.pixels)
+
+
+def test_a_transparent_picture_stands_on_white(tmp_path):
+    Image.new("RGBA", (20, 30), (255, 0, 0, 0)).save(tmp_path / "a.png")
+    assert load_picture(tmp_path / "a.png", 8).eq(1).all()
+
+
+BAD = [
+    (["--instance_data_dir", "nowhere"], "nowhere is not a folder"),
+    (["--instance_data_dir", "EMPTY"], "has no picture"),
+    (["--instance_data_dir", "BROKEN"], "broken.png cannot be read"),
+    (["--resolution", "33"], "resolution=33"),
+    (["--ratio", "1.5"], "ratio=1.5"),
+    (["--scale", "0.54"], "scale=0.54"),
+    (["--with_prior_preservation"], "needs class_data_dir"),
+    (["--resume_from_checkpoint", "checkpoint-7"], "there: none"),
+    (["--lora_rank", "4", "--train_text_encoder"], "leave out train_text_encoder"),
+    (["--config", "UNKNOWN"], "max_steps"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD)
+def test_bad_input_is_said_before_anything_is_loaded(options, message, subject, tmp_path):
+    import typer
+
+    from agentsd.dreambooth.cli import dreambooth
+
+    for name in ("EMPTY", "BROKEN"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "BROKEN" / "broken.png").write_bytes(b"no picture")
+    (tmp_path / "UNKNOWN").write_text("max_steps: 3\n")
+    options = [str(tmp_path / o) if (tmp_path / o).exists() else o for o in options]
+    app = typer.Typer()
+    app.command()(dreambooth)
+    base = ["--pretrained_model_name_or_path", "no/model", "--instance_prompt", "a sks cat"]
+    base += ["--instance_data_dir", str(subject), "--output_dir", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, base + options)
+    assert result.exit_code == 2, result.output
+    assert message in result.output.replace("\n", "")
