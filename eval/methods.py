@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import tomesd
@@ -10,12 +11,13 @@ import torch
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 
 from agentsd import apply_agentsd, remove_agentsd
+from agentsd.config import MODES
 
 from .config import Backend, Settings
 from .errors import EvalError
 
 Reseed = Callable[[int], None]
-_MERGING = ("tomesd", "agentsd")
+_MODES = {"agentsd": None, **{f"agentsd-{mode}": mode for mode in MODES if mode != "exact"}}
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,14 @@ def parse_method(
             f"unknown method {unknown[0]!r} in {text!r}; use stock, {', '.join(_PARTS)} or a composition "
             "such as agentsd+deepcache"
         )
-    if len(set(parts)) < len(parts) or set(_MERGING) <= set(parts):
+    merging = [part for part in parts if part == "tomesd" or part in _MODES]
+    if len(set(parts)) < len(parts) or len(merging) > 1:
         raise EvalError(
-            f"{text!r} can't be combined: name a part once, and only one of {' and '.join(_MERGING)}"
+            f"{text!r} can't be combined: name a part once, and one of tomesd and agentsd at most"
         )
-    if not set(parts) & set(_MERGING):
+    if not merging:
         ratio = None
-    agent = tuple(sorted(settings.agent.items())) if "agentsd" in parts else ()
+    agent = tuple(sorted(settings.agent.items())) if set(parts) & set(_MODES) else ()
     return Method(parts, ratio, backend or settings.backend, agent, settings.cache_interval)
 
 
@@ -156,10 +159,11 @@ def _tomesd(method: Method, pipe: Any) -> Iterator[Reseed]:
 
 
 @contextmanager
-def _agentsd(method: Method, pipe: Any) -> Iterator[Reseed]:
+def _agentsd(method: Method, pipe: Any, mode: str | None) -> Iterator[Reseed]:
     assert method.ratio is not None
+    agent = dict(method.agent) | ({"mode": mode} if mode else {})
     try:
-        apply_agentsd(pipe, ratio=method.ratio, **dict(method.agent))
+        apply_agentsd(pipe, ratio=method.ratio, **agent)
     except (TypeError, ValueError) as error:
         raise EvalError(f"{method.label}: {error}") from error
     try:
@@ -190,7 +194,7 @@ def _deepcache(method: Method, pipe: Any) -> Iterator[Reseed]:
 
 _PARTS: dict[str, Callable[[Method, Any], AbstractContextManager[Reseed]]] = {
     "tomesd": _tomesd,
-    "agentsd": _agentsd,
+    **{name: partial(_agentsd, mode=mode) for name, mode in _MODES.items()},
     "deepcache": _deepcache,
 }
 

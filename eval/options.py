@@ -12,7 +12,7 @@ Model = Annotated[str | None, typer.Option(help="'demo' (embedded), a folder, or
 Methods = Annotated[
     list[str] | None,
     typer.Option(
-        "--method", help="stock, tomesd, agentsd, deepcache or a sum such as agentsd+deepcache; repeat."
+        "--method", help="stock, tomesd, agentsd (-fast, -turbo), deepcache, or agentsd+deepcache; repeat."
     ),
 ]
 Steps = Annotated[int | None, typer.Option(help="Denoising steps.")]

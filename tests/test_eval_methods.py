@@ -14,7 +14,7 @@ from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from tiny import BETAS, make_sdxl_unet, make_unet
 
 SETTINGS = CompareSettings()
-EVERY = ("stock", "tomesd", "agentsd", "deepcache", "agentsd+deepcache", "tomesd+deepcache")
+EVERY = ("stock", "tomesd", "agentsd", "agentsd-fast", "deepcache", "agentsd+deepcache", "tomesd+deepcache")
 
 
 def fingerprint(unet: Any) -> list[Any]:
@@ -53,6 +53,13 @@ def test_methods_are_removed_after_an_error(pipe: Any) -> None:
     assert fingerprint(pipe.unet) == before
 
 
+def test_a_mode_can_stand_in_the_name(pipe: Any) -> None:
+    with parse_method("agentsd-fast+deepcache", 0.5, SETTINGS).applied(pipe):
+        assert pipe.unet._agentsd.config.mode == "fast"
+    with parse_method("agentsd", 0.5, CompareSettings(agent={"mode": "turbo"})).applied(pipe):
+        assert pipe.unet._agentsd.config.mode == "turbo"
+
+
 @pytest.mark.parametrize(("backend", "kind"), [("sdpa", AttnProcessor2_0), ("unfused", AttnProcessor)])
 def test_backend_sets_every_standard_layer(backend: Any, kind: type) -> None:
     unet = make_unet()
@@ -88,10 +95,11 @@ def test_tomesd_is_no_silent_no_op_on_sdxl() -> None:
     [
         (
             "tome",
-            "unknown method 'tome' in 'tome'; use stock, tomesd, agentsd, deepcache or",
+            "unknown method 'tome' in 'tome'; use stock, tomesd, agentsd, agentsd-fast",
         ),
         ("agentsd+stock", "unknown method 'stock'"),
-        ("agentsd+tomesd", "only one of tomesd and agentsd"),
+        ("agentsd+tomesd", "one of tomesd and agentsd at most"),
+        ("agentsd+agentsd-fast", "one of tomesd and agentsd at most"),
         ("deepcache+deepcache", "name a part once"),
     ],
 )
