@@ -71,15 +71,16 @@ class StepReader:
         return Step(t, early, late_run)
 
     def _look_up(self, scheduler: Any) -> bool:
+        """Read the scheduler's list again if it may have changed; returns whether it has."""
         source = getattr(scheduler, "timesteps", None)
         version = source._version if isinstance(source, Tensor) and not source.is_inference() else 0
         if source is self._source and version == self._version:
             return False
         self._source, self._version = source, version
         values = [] if source is None else torch.as_tensor(source).double().flatten().tolist()
-        self._list = values or TRAINING_TIMESTEPS
+        before, self._list = self._list, values or TRAINING_TIMESTEPS
         self._threshold = early_threshold(self._list, self.early_frac)
-        return True
+        return self._list != before
 
     def _value(self, timestep: Any) -> float:
         if not isinstance(timestep, Tensor):

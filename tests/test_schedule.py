@@ -68,3 +68,15 @@ def test_runs_are_told_apart():
     assert not any(s.opens_without_early for s in walk(scheduler, reader, start=2))
     scheduler.set_timesteps(20)
     assert sum(s.early for s in walk(scheduler, reader)) == 8
+
+
+def test_a_scheduler_that_makes_its_list_anew_at_each_look_opens_no_new_runs():
+    class Fickle:
+        @property
+        def timesteps(self):
+            return torch.arange(900, -1, -100)
+
+    reader, scheduler = StepReader(0.4), Fickle()
+    steps = [reader.read(t, scheduler) for t in scheduler.timesteps]
+    assert [s.early for s in steps] == [True] * 4 + [False] * 6
+    assert not any(s.opens_without_early for s in steps)
