@@ -12,7 +12,8 @@ from agentsd_eval.methods import finest_attention_downsample
 
 # Parameters of the published U-Nets and of their shared autoencoder.
 @pytest.mark.parametrize(
-    ("arch", "parameters", "size", "finest"), [("sd15", 859_520_964, 512, 1), ("sdxl", 2_567_463_684, 1024, 2)]
+    ("arch", "parameters", "size", "finest"),
+    [("sd15", 859_520_964, 512, 1), ("sdxl", 2_567_463_684, 1024, 2)],
 )
 def test_parameters_and_shapes(arch: str, parameters: int, size: int, finest: int) -> None:
     pipe = build(arch, torch.device("meta"), torch.float16)
