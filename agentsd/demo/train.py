@@ -11,6 +11,7 @@ import typer
 from diffusers import AutoencoderKL, StableDiffusionPipeline
 from rich import print
 from torch import Tensor
+from transformers import CLIPTokenizer
 
 from .accuracy import contact_sheet, generate
 from .autoencoder import build_autoencoder, encode, psnr, to_pixels, train_autoencoder
@@ -66,6 +67,14 @@ class Recipe:
         trained: Any = AutoencoderKL.from_pretrained(folder / "vae")
         return trained.to(self.device)
 
+    def tokenizer(self) -> CLIPTokenizer:
+        """Return the run's tokenizer; it is kept, as learning it again may number the tokens differently."""
+        folder = self.config.run_dir / "tokenizer"
+        if not (folder / "tokenizer.json").exists():
+            captions = sorted({reference.caption for reference in load_references(concepts="all")})
+            build_tokenizer(captions, self.config.diffusion).save_pretrained(folder)
+        return CLIPTokenizer.from_pretrained(folder)
+
     def build_pipeline(self, autoencoder: Any) -> Any:
         """Return a StableDiffusionPipeline with the start's or untrained weights around an autoencoder."""
         config = self.config
@@ -75,8 +84,7 @@ class Recipe:
             pipe.vae = autoencoder
             return pipe
         torch.manual_seed(config.seed)
-        captions = sorted({reference.caption for reference in load_references(concepts="all")})
-        tokenizer = build_tokenizer(captions, config.diffusion)
+        tokenizer = self.tokenizer()
         size = autoencoder.config.sample_size // 2 ** (len(autoencoder.config.block_out_channels) - 1)
         pipe = StableDiffusionPipeline(
             vae=autoencoder,
