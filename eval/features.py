@@ -148,8 +148,10 @@ def _by_size(network: Network, images: list[Image.Image]) -> list[np.ndarray]:
 
 
 def _open(picture: Image.Image | Path, crop: tuple[int, int] | None) -> Image.Image:
-    image = picture if isinstance(picture, Image.Image) else Image.open(picture)
-    image = image.convert("RGB")
+    try:
+        image = (picture if isinstance(picture, Image.Image) else Image.open(picture)).convert("RGB")
+    except OSError as error:
+        raise EvalError(f"can't read the picture {picture}: {error}; remove it or put it right") from error
     return ImageOps.fit(image, (crop[1], crop[0]), Image.Resampling.LANCZOS) if crop else image
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from .pictures import Picture
 from .store import Store
 
 _SPLITS = 5
+_FEWEST = 3  # pictures that a kernel distance without one of them needs
 Row = dict[str, Any]
 
 
@@ -56,33 +56,37 @@ class Judge:
     real: Real | None
     device: torch.device
     network: Network = field(init=False)
+    real_features: np.ndarray = field(init=False)
+    """Features (M, D) of the real pictures, once they are read."""
 
     def __post_init__(self) -> None:
         self.network = load_network(self.settings.features, self.device, self.settings.inception_weights)
         self._clip = ClipScore(self.settings.clip, self.device) if self.settings.clip else None
         self._cache = self.settings.out / "features"
 
-    @cached_property
-    def real_features(self) -> np.ndarray:
-        """Features (M, D) of the real pictures."""
-        assert self.real is not None
-        return features_of(self.network, self.real.pictures, self._cache, self.real.crop)
-
-    @cached_property
-    def _reference(self) -> metrics.Gaussian:
-        return metrics.fit(self.real_features)
+    def read_real(self, tick: Callable[[int], Any]) -> None:
+        """Read the real pictures, before any picture is made: one that can't be read ends the run early."""
+        if self.real is not None:
+            self.real_features = features_of(
+                self.network, self.real.pictures, self._cache, self.real.crop, tick
+            )
+            self._reference = metrics.fit(self.real_features)
 
     def _some_real(self, count: int) -> np.ndarray:
         """Return features of `count` real pictures (all, if there are fewer), always the same ones."""
         order = np.random.default_rng(0).permutation(len(self.real_features))
         return self.real_features[order[:count]]
 
-    def floor(self) -> Row:
+    def floor(self) -> Row | None:
         """Return the distances of real pictures to other real pictures, means over random splits.
 
-        As many are taken as a row has pictures, at most half of all.
+        As many are taken as a row has pictures, at most half of all; None if those are too few.
         """
+        if self.real is None:
+            return None
         count = min(len(self.pictures), len(self.real_features) // 2)
+        if count < _FEWEST:
+            return None
         random = np.random.default_rng(0)
         frechet, kernel = [], []
         for _ in range(_SPLITS):
@@ -93,6 +97,7 @@ class Judge:
         return {
             "method": "real/real",
             "ratio": None,
+            "backend": None,
             "images": count,
             "frechet": float(np.mean(frechet)),
             "kernel": float(np.mean(kernel)),
@@ -153,22 +158,21 @@ class Judge:
             return {}
         count = len(self.pictures)
         ours, theirs = (metrics.FrechetSample(features[m], self._reference) for m in (method, stock))
-        some = self._some_real(count)
-        kernel, stock_kernel = (metrics.kernel_distance(features[m], some) for m in (method, stock))
         everyone = np.arange(count)
-        row: Row = {
-            "frechet": ours.distance(everyone),
-            "kernel": kernel.value,
-            "kernel_error": kernel.error,
-        }
-        if method == stock:
+        row: Row = {"frechet": ours.distance(everyone)}
+        if method != stock:
+            error = metrics.frechet_difference_error(ours, theirs, count, self.settings.bootstrap)
+            row["frechet_change"] = row["frechet"] - theirs.distance(everyone)
+            row["frechet_change_error"] = error
+            row["pictures_for_2_percent"] = metrics.pictures_needed(row["frechet"], error, count)
+        some = self._some_real(count)
+        if min(count, len(some)) < _FEWEST:
             return row
-        error = metrics.frechet_difference_error(ours, theirs, count, self.settings.bootstrap)
-        row["frechet_change"] = row["frechet"] - theirs.distance(everyone)
-        row["frechet_change_error"] = error
-        row["pictures_for_2_percent"] = metrics.pictures_needed(row["frechet"], error, count)
-        row["kernel_change"] = kernel.value - stock_kernel.value
-        row["kernel_change_error"] = kernel.difference_error(stock_kernel)
+        kernel, stock_kernel = (metrics.kernel_distance(features[m], some) for m in (method, stock))
+        row |= {"kernel": kernel.value, "kernel_error": kernel.error}
+        if method != stock:
+            row["kernel_change"] = kernel.value - stock_kernel.value
+            row["kernel_change_error"] = kernel.difference_error(stock_kernel)
         return row
 
 

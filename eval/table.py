@@ -70,6 +70,9 @@ def run(settings: RunSettings, methods: list[Method], name: str, console: Consol
         store.claim(fingerprint(pipe, pictures, settings))
     share = Share(state.process_index, state.num_processes)
     with progress(console, disable=not state.is_main_process) as bars:
+        if state.is_main_process and real is not None:
+            first = bars.add_task("real pictures", total=len(real.pictures))
+            judge.read_real(lambda n: bars.advance(first, n))
         task = bars.add_task("pictures", total=-(-len(pictures) * len(methods) // share.world))
         generate(pipe, store, methods, pictures, settings, share, lambda n: bars.advance(task, n))
         state.wait_for_everyone()
@@ -79,8 +82,8 @@ def run(settings: RunSettings, methods: list[Method], name: str, console: Consol
         rows, singles = judge.judge(store, methods, lambda n: bars.advance(task, n))
     costs = _costs(pipe, store, methods, pictures, settings)
     rows = [_identity(m) | row | cost for m, row, cost in zip(methods, rows, costs, strict=True)]
-    if real is not None:
-        rows.append(judge.floor() | {"backend": None})
+    if floor := judge.floor():
+        rows.append(floor)
     run_facts = results.describe_run(settings, pipe.unet.device)
     tables = list(tables_of(rows, settings.features).values())
     results.write_rows(settings.out, name, rows, tables, run_facts, NOTE)

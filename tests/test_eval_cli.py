@@ -241,6 +241,24 @@ def test_errors_are_one_message_and_exit_code_2(arguments: tuple[str, ...], mess
     assert "Traceback" not in printed
 
 
+def test_a_broken_picture_is_named_before_anything_is_made(
+    model_folder: str, photographs: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.txt").write_text("a cat\n")
+    real = tmp_path / "real"
+    real.mkdir()
+    for path in photographs.glob("*.png"):
+        (real / path.name).write_bytes(path.read_bytes())
+    (real / "3.png").write_bytes((real / "3.png").read_bytes()[:200])
+    printed = invoke(
+        "table", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--reference", real,
+        "--out", tmp_path / "run", code=2,
+    )  # fmt: skip
+    assert "can't read the picture" in printed
+    assert "3.png" in printed
+    assert not (tmp_path / "run" / "pictures").exists()
+
+
 def test_wrong_inception_weights_are_refused(tmp_path: Path) -> None:
     from agentsd_eval.errors import EvalError
     from agentsd_eval.features import check_inception_weights
