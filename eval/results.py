@@ -57,7 +57,7 @@ def distance_name(features: str | None) -> str:
 def describe_run(settings: Settings, device: torch.device) -> Row:
     """Return what a figure depends on: versions, device, settings and the command itself."""
     return {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join(["agentsd-eval", *sys.argv[1:]]),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
         "clock": "wall" if device.type == "cuda" else "CPU",
         "threads": torch.get_num_threads(),
