@@ -57,19 +57,17 @@ def test_latency_sizes_and_batches_are_whole(key: str, value: tuple[int, ...]) -
         load_settings(LatencySettings, None, {key: value})
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_presets_are_valid(path: Path) -> None:
-    if path.stem == "demo_model":
-        pytest.skip("a training recipe")
-    settings = load_settings(RunSettings, path, {})
+@pytest.mark.parametrize("name", ["demo", "full", "table10", "table11", "table12", "table13"])
+def test_presets_are_valid(name: str) -> None:
+    settings = load_settings(RunSettings, CONFIGS / f"{name}.yaml", {})
     pictures = pictures_of(settings) if settings.classes else []
     assert len(pictures) in (0, 2000)
-    if path.stem == "table10":
+    if name == "table10":
         assert pictures[3].prompt == "A high quality photograph of a goldfish."
         assert pictures[-1].prompt == "A high quality photograph of a toilet tissue."
         assert [m.label for m in table.table_methods(settings)][-1] == "agentsd r=0.5"
     for number, what in ((11, "k"), (12, "scale"), (13, "early")):
-        if path.stem == f"table{number}":
+        if name == f"table{number}":
             values = table.PAPER_VALUES[what]
             assert settings.ablate_values == values
             assert len(table.ablation_methods(settings, what)) == 1 + len(values)
