@@ -14,11 +14,18 @@ from torch import nn
 from agentsd.demo import load_pipeline, load_references
 from agentsd.demo import train as recipe
 from agentsd.demo.accuracy import accuracy, autoencoded, contact_sheet, generate, nearest
-from agentsd.demo.autoencoder import build_autoencoder, decode, encode, normalise_latents, to_pixels
+from agentsd.demo.autoencoder import (
+    AutoencoderLoss,
+    build_autoencoder,
+    decode,
+    encode,
+    normalise_latents,
+    to_pixels,
+)
 from agentsd.demo.config import AutoencoderConfig, DemoConfig, LoopConfig, load_config
 from agentsd.demo.data import STYLES, caption_of, split_of, trained_concepts
 from agentsd.demo.diffusion import DiffusionLoss, build_scheduler
-from agentsd.demo.loop import CHECKPOINT, lr_factor, train_loop
+from agentsd.demo.loop import CHECKPOINT, compile_loss, lr_factor, train_loop
 
 
 @pytest.fixture(scope="module")
@@ -255,3 +262,23 @@ def test_accuracy_counts_either_style_of_the_asked_concept():
 def test_a_contact_sheet_has_rows_of_eight():
     images = [reference.image for reference in load_references()[:9]]
     assert contact_sheet(images).size == (512, 128)
+
+
+@pytest.mark.slow
+def test_compiled_training_has_eager_gradients():
+    torch.manual_seed(0)
+    config = AutoencoderConfig()
+    loss = AutoencoderLoss(build_autoencoder(config), config)
+    pixels, noise = torch.rand(4, 3, 64, 64), torch.randn(4, 4, 32, 32)
+
+    def gradients():
+        loss.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            value = loss(pixels, noise)
+        value.backward()
+        return {name: p.grad.clone() for name, p in loss.named_parameters()}
+
+    eager = gradients()
+    compile_loss(loss)
+    for name, gradient in gradients().items():
+        assert (gradient - eager[name]).norm() < 0.1 * eager[name].norm(), name

@@ -44,8 +44,8 @@ def build_autoencoder(config: AutoencoderConfig) -> Any:
     return autoencoder
 
 
-class _Loss(nn.Module):
-    """The training loss as a module, so that it is compiled as a whole."""
+class AutoencoderLoss(nn.Module):
+    """Squared and absolute error and KL divergence; a module, so that it is compiled as a whole."""
 
     def __init__(self, autoencoder: Any, config: AutoencoderConfig) -> None:
         super().__init__()
@@ -53,6 +53,7 @@ class _Loss(nn.Module):
         self.config = config
 
     def forward(self, pixels: Tensor, noise: Tensor) -> Tensor:
+        """Return the loss of pictures (B, 3, H, W), their latents drawn with noise (B, 4, h, w)."""
         posterior = self.autoencoder.encode(pixels).latent_dist
         decoded = self.autoencoder.decode(posterior.mean + posterior.std * noise).sample
         error = (decoded - pixels).float()
@@ -71,7 +72,7 @@ def train_autoencoder(
 ) -> None:
     """Train on pictures (N, 3, H, W) and their mirror images, then normalise the latents."""
     both = torch.stack([pixels, pixels.flip(-1)]).to(device)
-    loss = _Loss(autoencoder, config).to(device)
+    loss = AutoencoderLoss(autoencoder, config).to(device)
     scale = 2 ** (len(config.channels) - 1)
     latent = (config.batch, 4, pixels.shape[2] // scale, pixels.shape[3] // scale)
     if config.compile:

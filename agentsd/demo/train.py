@@ -151,7 +151,6 @@ def main(
     export_only: Annotated[bool, typer.Option(help="export the last checkpoint without training")] = False,
 ) -> None:
     """Train the autoencoder, then the text encoder and U-Net, then export; a repeated call resumes."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # being ended saves a checkpoint too
     settings = load_config(config)
     if run_dir is not None:
         settings = settings.model_copy(update={"run_dir": run_dir})
@@ -165,4 +164,5 @@ def main(
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # being ended saves a checkpoint too
     typer.run(main)
