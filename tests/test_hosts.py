@@ -18,6 +18,7 @@ from tiny import (
 )
 
 from agentsd import apply_agentsd, remove_agentsd
+from agentsd.schedule import Step
 
 PICTURE = Image.linear_gradient("L").resize((32, 32)).convert("RGB")
 MASK = Image.radial_gradient("L").resize((32, 32))
@@ -427,3 +428,49 @@ def test_modular_sdxl_calls_the_unet_once_for_each_guidance_branch(tokenizer):
     assert torch.equal(run(), patched)
     remove_agentsd(pipe)
     assert torch.equal(run(), stock)
+
+
+@pytest.mark.parametrize("patch_first", [True, False])
+@pytest.mark.parametrize("kind", ["model", "sequential"])
+def test_accelerates_offloading_hooks(build, kind, patch_first):
+    """What enable_model_cpu_offload and enable_sequential_cpu_offload put on a U-Net, run on the CPU."""
+    import accelerate
+
+    pipe, run = build("SD 1.x")
+    stock = run()
+    if patch_first:
+        apply_agentsd(pipe)
+    if kind == "model":
+        pipe.unet, _ = accelerate.cpu_offload_with_hook(pipe.unet, execution_device="cpu")
+    else:
+        accelerate.cpu_offload(pipe.unet, execution_device=torch.device("cpu"))
+    if not patch_first:
+        apply_agentsd(pipe)
+    patched = run()
+    assert not torch.equal(patched, stock)
+    remove_agentsd(pipe)
+    assert torch.equal(run(), stock)
+    with apply_agentsd(pipe):
+        assert torch.equal(run(), patched)
+
+
+def test_masks_and_cross_attention_are_untouched():
+    unet = make_unet()
+    rng = torch.Generator().manual_seed(0)
+    attn = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
+    tokens = torch.randn(2, 256, 16, generator=rng)
+    mask = torch.zeros(2, 1, 256).masked_fill(torch.rand(2, 1, 256, generator=rng) < 0.5, -10000.0)
+    other = torch.randn(2, 9, 16, generator=rng)
+
+    def outputs():
+        with torch.no_grad():
+            return attn(tokens, attention_mask=mask), attn(tokens, encoder_hidden_states=other)
+
+    stock = outputs()
+    cross = {n: p for n, p in unet.attn_processors.items() if "attn2" in n}
+    handle = apply_agentsd(unet)
+    handle._layers[0][1].group.begin(
+        torch.empty(2, 4, 16, 16), Step(999.0, early=True, opens_without_early=False)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(outputs(), stock, strict=True))
+    assert {n: p for n, p in unet.attn_processors.items() if "attn2" in n} == cross

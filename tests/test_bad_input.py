@@ -1,0 +1,85 @@
+"""Every door of the package: what is wrong is named with the way out, and nothing is changed or lost."""
+
+import sys
+
+import pytest
+import torch
+from tiny import make_unet
+
+from agentsd import AgentConfig, apply_agentsd, remove_agentsd
+
+
+def apply(**settings):
+    return lambda: apply_agentsd(make_unet(), **settings)
+
+
+def command(module, *words):
+    """Run a command line in this process; its error output becomes the exception's text."""
+
+    def run():
+        import importlib
+
+        argv, sys.argv = sys.argv, ["program", *words]
+        try:
+            importlib.import_module(module).main()
+        finally:
+            sys.argv = argv
+
+    return run
+
+
+def evaluate(*words):
+    return command("agentsd_eval.cli", *words)
+
+
+def dreambooth(*words):
+    needed = ("--pretrained_model_name_or_path", "no/model", "--instance_prompt", "a sks cat")
+    return command("agentsd.dreambooth.cli", *needed, "--instance_data_dir", "nowhere", *words)
+
+
+TABLE = [
+    (apply(ratio=1.0), "ratio=1.0: pass a share"),
+    (apply(ratio="half"), "ratio='half' is a str: pass a float"),
+    (apply(ratio=float("nan")), "ratio=nan: pass a finite number"),
+    (apply(k=-0.1), "k=-0.1: pass 0 or more"),
+    (apply(scale=0.54), "scale=0.54: it is the exponent"),
+    (apply(early_frac=40), "early_frac=40: pass a share"),
+    (apply(mode="best"), "mode='best': choose 'exact' or"),
+    (apply(late="stock"), "late='stock': choose 'tome' or"),
+    (apply(levels=7), "levels=7: UNet2DConditionModel has attention on 3 levels"),
+    (apply(seed=-1), "seed=-1"),
+    (apply(config="nowhere"), "nowhere: no such file"),
+    (apply(config=AgentConfig(), ratio=0.1), "pass it alone"),
+    (lambda: apply_agentsd("model"), "str has no U-Net"),
+    (lambda: apply_agentsd(torch.nn.Linear(1, 1)), "Linear has no U-Net"),
+    (lambda: remove_agentsd(None), "NoneType has no U-Net"),
+    (lambda: AgentConfig.load("nowhere"), "nowhere: no such file"),
+    (evaluate("compare", "--method", "tomesdd"), "tomesdd"),
+    (evaluate("compare", "--ratio", "1.5"), "1.5"),
+    (evaluate("compare", "--agent", "speed=1"), "speed"),
+    (evaluate("compare", "--agent", "k"), "KEY=VALUE"),
+    (evaluate("compare", "--model", "/nowhere/model"), "nowhere"),
+    (evaluate("latency", "--size", "100"), "100"),
+    (evaluate("table", "--config", "nowhere.yaml"), "nowhere.yaml"),
+    (evaluate("fid", "nowhere", "nowhere"), "nowhere"),
+    (evaluate("report", "nowhere"), "nowhere"),
+    (dreambooth(), "nowhere is not a folder"),
+    (dreambooth("--resolution", "33"), "resolution=33"),
+    (dreambooth("--scale", "0.54"), "scale=0.54"),
+    (dreambooth("--max_train_steps", "0"), "max_train_steps=0"),
+    (dreambooth("--with_prior_preservation"), "class_data_dir"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), TABLE)
+def test_bad_input(wrong, message, capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((Exception, SystemExit)) as caught:
+        wrong()
+    said = str(caught.value)
+    if isinstance(caught.value, SystemExit):
+        assert caught.value.code not in (0, None)
+        said = " ".join("".join(capfd.readouterr()).split())
+    assert message in said
+    assert "Traceback" not in said
+    assert not list(tmp_path.rglob("*.png"))
