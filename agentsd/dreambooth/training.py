@@ -71,10 +71,12 @@ class Run:
         )
         *prepared, optimizer = accelerator.prepare(*modules.values(), optimizer)
         models = dict(zip(modules, prepared, strict=True))
-        accelerator.register_for_checkpointing(rate)
         if self.resume is not None:
             accelerator.load_state(str(self.resume))
             self.step = step_of(self.resume)
+            # Set here, not saved: accelerate would unpickle what is registered with it.
+            rate.last_epoch = self.step
+            rate._last_lr = [group["lr"] for group in optimizer.param_groups]
         if accelerator.log_with:
             accelerator.init_trackers("dreambooth")
 
