@@ -34,11 +34,11 @@ class Reference:
     image: Image.Image = field(repr=False, compare=False)
 
 
-def caption_of(concept: str, style: str) -> str:
-    """Return the prompt for a concept in a style, such as "a 3d emoji of a kite"."""
+def caption_of(concept: str, style: str | None) -> str:
+    """Return the prompt for a concept in a style, such as "a 3d emoji of a kite", or in any."""
     plural = concept.endswith("s") and not concept.endswith(("ss", "us"))
     article = "" if plural else "an " if concept[0] in "aeiou" else "a "
-    return f"a {style} emoji of {article}{concept}"
+    return f"{f'a {style}' if style else 'an'} emoji of {article}{concept}"
 
 
 def split_of(concept: str, style: str) -> Split:

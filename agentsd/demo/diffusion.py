@@ -118,6 +118,7 @@ def train_diffusion(
     loss: DiffusionLoss,
     latents: Tensor,
     ids: Tensor,
+    styleless: Tensor,
     empty: Tensor,
     config: DiffusionConfig,
     folder: Path,
@@ -128,9 +129,11 @@ def train_diffusion(
 ) -> None:
     """Train on scaled latents (2, N, 4, h, w), mirrored ones second, under token ids (N, L).
 
-    `empty` (1, L) are the ids of the empty prompt; `draw` is called with the step for a contact sheet.
+    `styleless` (N, L) are the ids of the same captions without their style and `empty` (1, L) those of the
+    empty prompt; `draw` is called with the step for a contact sheet.
     """
-    loss, latents, ids, empty = loss.to(device), latents.to(device), ids.to(device), empty.to(device)
+    loss, latents = loss.to(device), latents.to(device)
+    ids, styleless, empty = ids.to(device), styleless.to(device), empty.to(device)
     if config.compile:
         compile_loss(loss.unet)
     latents = latents if config.flips else latents[:1]
@@ -141,8 +144,9 @@ def train_diffusion(
         noise = torch.randn(batch.shape, generator=generator)
         # Evenly spread over the schedule, so that a small batch meets every level of noise.
         spread = (steps + torch.rand(config.batch, generator=generator) / config.batch) * len(loss.noise)
-        dropped = torch.rand(config.batch, 1, generator=generator) < config.caption_dropout
-        prompt = torch.where(dropped.to(device), empty, ids[index])
+        kept = torch.rand(config.batch, 1, generator=generator).to(device) - config.caption_dropout
+        prompt = torch.where(kept < config.style_dropout, styleless[index], ids[index])
+        prompt = torch.where(kept < 0, empty, prompt)
         return loss(batch, noise.to(device), spread.long().to(device), prompt)
 
     every = (config.sheet_every, draw) if draw is not None else None

@@ -16,7 +16,7 @@ from transformers import CLIPTokenizer
 from .accuracy import contact_sheet, generate
 from .autoencoder import build_autoencoder, encode, psnr, to_pixels, train_autoencoder
 from .config import DemoConfig, load_config
-from .data import Reference, load_references
+from .data import Reference, caption_of, load_references
 from .diffusion import (
     DiffusionLoss,
     build_scheduler,
@@ -119,6 +119,7 @@ class Recipe:
             DiffusionLoss(pipe.unet, pipe.text_encoder, config.diffusion),
             self.latents(pipe.vae, seen),
             tokenize(pipe.tokenizer, [reference.caption for reference in seen]),
+            tokenize(pipe.tokenizer, [caption_of(reference.concept, None) for reference in seen]),
             tokenize(pipe.tokenizer, [""]),
             config.diffusion,
             folder,
