@@ -17,6 +17,7 @@ from .config import (
     CompareSettings,
     FidSettings,
     LatencySettings,
+    ProfileSettings,
     RunSettings,
     load_settings,
 )
@@ -127,7 +128,7 @@ def latency(
     batches: o.Batches = None,
     scopes: o.Scopes = None,
     backends: o.Backends = None,
-    repeats: Annotated[int | None, typer.Option(help="Timed rounds; the median counts.")] = None,
+    repeats: o.Repeats = None,
     out: Annotated[Path | None, typer.Option(help="Folder for latency.jsonl, .csv and .md.")] = None,
     steps: o.Steps = None,
     guidance_scale: o.Guidance = None,
@@ -152,6 +153,46 @@ def latency(
             rows.append(row)
             results.write_rows(settings.out, "latency", rows, [job.columns_of(rows, run["clock"])], run)
     for table in job.summary(rows, settings, run["clock"]):
+        console.print(table)
+    console.print(f"figures: {settings.out}", soft_wrap=True)
+
+
+@app.command()
+@clear_errors
+def profile(
+    config: o.Config = None,
+    model: o.Model = None,
+    arch: o.Arch = None,
+    methods: o.Methods = None,
+    ratio: o.Ratio = None,
+    sizes: o.Sizes = None,
+    phases: o.Phases = None,
+    repeats: o.Repeats = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for profile.jsonl, .csv and .md.")] = None,
+    device: o.Device = None,
+    dtype: o.Precision = None,
+    backend: o.Backend = None,
+    agent: o.Agent = None,
+) -> None:
+    """Print where the time of one U-Net call goes, part by part, under each method."""
+    settings = load_settings(ProfileSettings, config, given(locals()))
+    from . import breakdown as job
+    from .latency import load
+
+    rivals = job.methods_of(settings)
+    output.check_writable(settings.out / "profile.jsonl")
+    pipe = load(settings)
+    cases = job.cases_of(settings, pipe)
+    run = results.describe_run(settings, pipe.unet.device)
+    every: list[results.Row] = []
+    tables = []
+    with output.progress(console) as bars:
+        task = bars.add_task("rounds", total=len(cases) * len(rivals) * (settings.repeats + 1))
+        for rows in job.measure(pipe, cases, rivals, settings, lambda: bars.advance(task)):
+            tables.append(job.summary(rows, rivals, settings))
+            every += rows
+            results.write_rows(settings.out, "profile", every, [job.columns_of(rivals)], run)
+    for table in tables:
         console.print(table)
     console.print(f"figures: {settings.out}", soft_wrap=True)
 

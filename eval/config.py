@@ -109,22 +109,16 @@ class RunSettings(SamplingSettings):
         return template
 
 
-class LatencySettings(Settings):
-    """Cost alone: seconds, multiply-adds and, on a GPU, memory."""
+class CostSettings(Settings):
+    """What the commands share that measure cost without looking at pictures."""
 
     arch: Literal["sd15", "sdxl"] | None = None
     """A bare architecture with random weights in place of `model`."""
     methods: tuple[str, ...] = ("stock", "tomesd", "agentsd")
     ratio: Ratio = 0.4
-    backends: tuple[Backend, ...] = ("sdpa",)
-    """Each method is measured under each of these, in place of `backend`."""
     sizes: tuple[int, ...] = ()
     """Pixels on a side, multiples of 8; empty takes the model's own."""
-    batches: tuple[int, ...] = (1,)
-    scopes: tuple[Literal["forward", "pipeline"], ...] = ("forward", "pipeline")
-    """One guided U-Net call in the early and in the late phase, or a whole pipeline call."""
     repeats: int = Field(5, ge=1)
-    out: Path = Path("outputs/latency")
 
     @field_validator("sizes")
     @classmethod
@@ -133,12 +127,30 @@ class LatencySettings(Settings):
             raise ValueError(f"{wrong}: sizes are pixels, 64 or more and multiples of 8")
         return sizes
 
+
+class LatencySettings(CostSettings):
+    """Cost alone: seconds, multiply-adds and, on a GPU, memory."""
+
+    backends: tuple[Backend, ...] = ("sdpa",)
+    """Each method is measured under each of these, in place of `backend`."""
+    batches: tuple[int, ...] = (1,)
+    scopes: tuple[Literal["forward", "pipeline"], ...] = ("forward", "pipeline")
+    """One guided U-Net call in the early and in the late phase, or a whole pipeline call."""
+    out: Path = Path("outputs/latency")
+
     @field_validator("batches")
     @classmethod
     def _whole_batches(cls, batches: tuple[int, ...]) -> tuple[int, ...]:
         if wrong := [batch for batch in batches if batch < 1]:
             raise ValueError(f"{wrong}: a batch has 1 picture or more")
         return batches
+
+
+class ProfileSettings(CostSettings):
+    """Where the time of one U-Net call goes."""
+
+    phases: tuple[Literal["early", "late"], ...] = ("early", "late")
+    out: Path = Path("outputs/profile")
 
 
 class FidSettings(BaseModel):

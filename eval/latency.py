@@ -11,7 +11,7 @@ from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from .architectures import build, random_embeds
-from .config import Backend, LatencySettings
+from .config import Backend, CostSettings, LatencySettings
 from .memory import memory_per_image
 from .methods import Method, check_scheduler, parse_method
 from .models import find_device, load_pipeline, set_scheduler
@@ -140,8 +140,13 @@ def _workload(pipe: Any, case: Case, settings: LatencySettings) -> Run:
     """Return the call to measure, on random inputs that don't depend on the method."""
     if case.scope == "pipeline":
         return _pipeline_call(pipe, case, settings)
+    return forward_call(pipe, case, settings.guidance_scale)
+
+
+def forward_call(pipe: Any, case: Case, guidance_scale: float) -> Run:
+    """Return one guided call of the U-Net in the case's phase, on random inputs."""
     unet = pipe.unet
-    guided = 2 if settings.guidance_scale > 1 else 1
+    guided = 2 if guidance_scale > 1 else 1
     side = case.size // pipe.vae_scale_factor
     torch.manual_seed(0)
     like = {"device": unet.device, "dtype": unet.dtype}
@@ -193,7 +198,7 @@ def _multiply_adds(method: Method, target: Any, run: Run) -> int:
     return counter.get_total_flops() // 2
 
 
-def load(settings: LatencySettings) -> Any:
+def load(settings: CostSettings) -> Any:
     """Return the pipeline to measure: the bare architecture with random weights, or the model."""
     if settings.arch is None:
         return load_pipeline(settings)

@@ -12,6 +12,7 @@ from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 
 from agentsd import apply_agentsd, remove_agentsd
 from agentsd.config import MODES
+from agentsd.hosts import find_sites
 
 from .config import Backend, Settings
 from .errors import EvalError
@@ -85,12 +86,12 @@ def parse_method(
             f"unknown method {unknown[0]!r} in {text!r}; use stock, {', '.join(_PARTS)} or a composition "
             "such as agentsd+deepcache"
         )
-    merging = [part for part in parts if part == "tomesd" or part in _MODES]
-    if len(set(parts)) < len(parts) or len(merging) > 1:
+    attending = [part for part in parts if part != "deepcache"]
+    if len(set(parts)) < len(parts) or len(attending) > 1:
         raise EvalError(
             f"{text!r} can't be combined: name a part once, and one of tomesd and agentsd at most"
         )
-    if not merging:
+    if not set(attending) & {"tomesd", *_MODES}:
         ratio = None
     agent = tuple(sorted(settings.agent.items())) if set(parts) & set(_MODES) else ()
     return Method(parts, ratio, backend or settings.backend, agent, settings.cache_interval)
@@ -192,10 +193,38 @@ def _deepcache(method: Method, pipe: Any) -> Iterator[Reseed]:
                 module.forward = forward
 
 
+class _NoCore:
+    """A self-attention processor whose values pass straight through; every projection is still computed."""
+
+    def __call__(self, attn: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        attn.to_q(hidden_states)
+        attn.to_k(hidden_states)
+        return attn.to_out[0](attn.to_v(hidden_states))
+
+
+@contextmanager
+def _limit(method: Method, pipe: Any, levels: int) -> Iterator[Reseed]:
+    """No attention between the tokens of the finest levels: what no method on them can be faster than.
+
+    Its pictures mean nothing.
+    """
+    layers: list[Any] = [site.attn for site in find_sites(unet_of(pipe), levels, at_most=True)]
+    before = [layer.processor for layer in layers]
+    for layer in layers:
+        layer.set_processor(_NoCore())
+    try:
+        yield _nothing
+    finally:
+        for layer, processor in zip(layers, before, strict=True):
+            layer.set_processor(processor)
+
+
 _PARTS: dict[str, Callable[[Method, Any], AbstractContextManager[Reseed]]] = {
     "tomesd": _tomesd,
     **{name: partial(_agentsd, mode=mode) for name, mode in _MODES.items()},
     "deepcache": _deepcache,
+    "limit": partial(_limit, levels=1),
+    "limit-all": partial(_limit, levels=99),
 }
 
 

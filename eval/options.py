@@ -12,7 +12,9 @@ Model = Annotated[str | None, typer.Option(help="'demo' (embedded), a folder, or
 Methods = Annotated[
     list[str] | None,
     typer.Option(
-        "--method", help="stock, tomesd, agentsd (-fast, -turbo), deepcache, or agentsd+deepcache; repeat."
+        "--method",
+        help="stock, tomesd, agentsd (-fast, -turbo), deepcache, or agentsd+deepcache; limit (-all): without "
+        "the finest level's (every) self-attention core, for its cost alone; repeat.",
     ),
 ]
 Steps = Annotated[int | None, typer.Option(help="Denoising steps.")]
@@ -53,4 +55,6 @@ Batches = Annotated[list[int] | None, typer.Option("--batch", help="Pictures at 
 Scopes = Annotated[
     list[str] | None, typer.Option("--scope", help="forward (one U-Net call) or pipeline; repeat.")
 ]
+Phases = Annotated[list[str] | None, typer.Option("--phase", help="early or late steps; repeat.")]
+Repeats = Annotated[int | None, typer.Option(help="Timed rounds; the median counts.")]
 Backends = Annotated[list[str] | None, typer.Option("--backend", help="sdpa or unfused; repeat.")]

@@ -14,7 +14,17 @@ from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from tiny import BETAS, make_sdxl_unet, make_unet
 
 SETTINGS = CompareSettings()
-EVERY = ("stock", "tomesd", "agentsd", "agentsd-fast", "deepcache", "agentsd+deepcache", "tomesd+deepcache")
+EVERY = (
+    "stock",
+    "tomesd",
+    "agentsd",
+    "agentsd-fast",
+    "deepcache",
+    "agentsd+deepcache",
+    "tomesd+deepcache",
+    "limit",
+    "limit-all",
+)
 
 
 def fingerprint(unet: Any) -> list[Any]:

@@ -1,0 +1,70 @@
+"""Where the time goes: exclusive parts that add up, and no trace of the watching."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from agentsd_eval import breakdown
+from agentsd_eval.breakdown import REST, TOTAL, Clock, parts_of, watched
+from agentsd_eval.config import ProfileSettings
+from agentsd_eval.errors import EvalError
+from test_eval_methods import fingerprint
+
+
+def busy(seconds: float) -> None:
+    """Use the processor."""
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+def test_a_part_within_a_part_is_charged_once() -> None:
+    clock = Clock(torch.device("cpu"))
+    with clock.running():
+        busy(0.01)
+        clock.enter("outer")
+        busy(0.02)
+        clock.enter("inner")
+        busy(0.04)
+        clock.leave()
+        busy(0.02)
+        clock.leave()
+    assert set(clock.seconds) == {REST, "outer", "inner"}
+    for part, least in ((REST, 0.01), ("outer", 0.04), ("inner", 0.04)):
+        assert clock.seconds[part] >= least
+    whole = clock.seconds["outer"] + clock.seconds["inner"]
+    assert whole - clock.seconds["inner"] == pytest.approx(clock.seconds["outer"])
+
+
+def test_watching_changes_nothing_and_leaves_no_trace(pipe: Any, sample: Any) -> None:
+    unet = pipe.unet
+    before, stock = fingerprint(unet), sample(pipe)
+    clock = Clock(torch.device("cpu"))
+    with watched(unet, parts_of(unet, unet.config.sample_size), clock), clock.running():
+        assert torch.equal(sample(pipe), stock)
+    assert fingerprint(unet) == before
+    assert {part.split(",")[0] for part in clock.seconds} >= {"residual blocks", "self-attention core", REST}
+
+
+def test_the_parts_of_each_method(pipe: Any) -> None:
+    settings = ProfileSettings(methods=("agentsd", "agentsd-turbo", "limit"), repeats=1, ratio=0.5)
+    methods = breakdown.methods_of(settings)
+    ticks: list[None] = []
+    cases = breakdown.cases_of(settings, pipe)
+    early, late = breakdown.measure(pipe, cases, methods, settings, lambda: ticks.append(None))
+    assert len(ticks) == 2 * len(methods) * 2
+    for rows in (early, late):
+        assert rows[-1]["part"] == TOTAL
+        for method in methods:
+            parts = sum(row[method.label] for row in rows[:-1])
+            assert parts == pytest.approx(rows[-1][method.label])
+    matching = next(row for row in early if row["part"] == "matching: rank")
+    assert matching["stock"] == matching["limit"] == 0 < matching["agentsd r=0.5"]
+
+
+def test_a_method_across_calls_is_refused() -> None:
+    with pytest.raises(EvalError, match="deepcache saves whole U-Net calls"):
+        breakdown.methods_of(ProfileSettings(methods=("deepcache",)))
