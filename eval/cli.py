@@ -18,6 +18,7 @@ from .config import (
     FidSettings,
     LatencySettings,
     ProfileSettings,
+    RedundancySettings,
     RunSettings,
     load_settings,
 )
@@ -128,6 +129,9 @@ def latency(
     batches: o.Batches = None,
     scopes: o.Scopes = None,
     backends: o.Backends = None,
+    compile: Annotated[
+        bool | None, typer.Option("--compile", help="Compile the U-Net under every method, stock too.")
+    ] = None,
     repeats: o.Repeats = None,
     out: Annotated[Path | None, typer.Option(help="Folder for latency.jsonl, .csv and .md.")] = None,
     steps: o.Steps = None,
@@ -278,6 +282,45 @@ def ablate(
     from . import table as job
 
     _run_table(settings, job.ablation_methods(settings, what), f"ablate-{what}")
+
+
+@app.command()
+@clear_errors
+def redundancy(
+    config: o.Config = None,
+    model: o.Model = None,
+    prompts: o.PromptTexts = None,
+    images: Annotated[int | None, typer.Option(help="How many of the embedded model's prompts.")] = None,
+    measured_steps: o.MeasuredSteps = None,
+    exact_tokens: o.ExactTokens = None,
+    pairs: o.Pairs = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for redundancy.png, .jsonl, .csv and .md.")] = None,
+    steps: o.Steps = None,
+    guidance_scale: o.Guidance = None,
+    scheduler: o.SchedulerName = None,
+    seed: o.Seed = None,
+    height: o.Height = None,
+    width: o.Width = None,
+    device: o.Device = None,
+    dtype: o.Precision = None,
+) -> None:
+    """Measure how alike the queries of each self-attention layer are at each step, and draw the map."""
+    settings = load_settings(RedundancySettings, config, given(locals()))
+    from . import redundancy as job
+    from .models import load_pipeline
+
+    output.check_writable(settings.out / "redundancy.jsonl")
+    pipe = load_pipeline(settings)
+    pictures = job.pictures_of(settings)
+    with output.progress(console) as bars:
+        task = bars.add_task("layers", total=job.score_count(pipe, pictures, settings))
+        rows = job.measure(pipe, pictures, settings, lambda: bars.advance(task))
+    run = results.describe_run(settings, pipe.unet.device)
+    results.write_rows(settings.out, "redundancy", rows, [], run, job.markdown(rows, settings))
+    output.write_bytes(settings.out / "redundancy.png", job.draw(rows, settings))
+    console.print(job.summary(rows, settings))
+    console.print(job.NOTE)
+    console.print(f"map and figures: {settings.out}", soft_wrap=True)
 
 
 @app.command()

@@ -136,6 +136,8 @@ class LatencySettings(CostSettings):
     batches: tuple[int, ...] = (1,)
     scopes: tuple[Literal["forward", "pipeline"], ...] = ("forward", "pipeline")
     """One guided U-Net call in the early and in the late phase, or a whole pipeline call."""
+    compile: bool = False
+    """Compile the U-Net under every method, stock too."""
     out: Path = Path("outputs/latency")
 
     @field_validator("batches")
@@ -151,6 +153,21 @@ class ProfileSettings(CostSettings):
 
     phases: tuple[Literal["early", "late"], ...] = ("early", "late")
     out: Path = Path("outputs/profile")
+
+
+class RedundancySettings(SamplingSettings):
+    """How alike the queries of each self-attention layer are at each step (seed 002's Eq. 6 and Fig. 1)."""
+
+    prompts: tuple[str, ...] = ()
+    """Empty takes `images` captions of the embedded model's reference pictures."""
+    images: int = Field(4, ge=1)
+    measured_steps: int = Field(10, ge=1)
+    """Steps that are measured, spread evenly from the first to the last; `steps` or more measures all."""
+    exact_tokens: int = Field(1024, ge=0)
+    """Layers of so many tokens at most are measured on all pairs of queries, the others on a sample."""
+    pairs: int = Field(4096, ge=2)
+    """Size of the sample for each layer, step and picture, spread over the heads."""
+    out: Path = Path("outputs/redundancy")
 
 
 class FidSettings(BaseModel):

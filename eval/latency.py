@@ -1,7 +1,10 @@
 """Cost alone: seconds, multiply-adds and memory of one U-Net call by phase, or of a whole pipeline call."""
 
+import copy
+import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -13,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from .architectures import build, random_embeds
 from .config import Backend, CostSettings, LatencySettings
 from .memory import memory_per_image
-from .methods import Method, check_scheduler, parse_method
+from .methods import Method, Reseed, check_scheduler, parse_method
 from .models import find_device, load_pipeline, set_scheduler
 from .results import Column, Row, figure, method_text, to_terminal
 from .sampling import Seconds, Stopwatch
@@ -74,30 +77,22 @@ def measure(
 def _measure_case(
     pipe: Any, case: Case, methods: list[Method], settings: LatencySettings, tick: Callable[[], None]
 ) -> Iterator[dict[str, Any]]:
-    run = _workload(pipe, case, settings)
-    target = pipe if case.scope == "pipeline" else pipe.unet
     device = pipe.unet.device
-    operations = {method: _multiply_adds(method, target, run) for method in methods}
-    memory = {}
-    for method in methods:
-
-        def call(batch: int, method: Method = method) -> None:
-            workload = _workload(pipe, replace(case, batch=batch), settings)
-            with method.applied(target) as reseed:
-                reseed(0)
-                workload()
-
-        memory[method] = memory_per_image(call, case.batch, device)
-    tick()
+    operations = {method: _multiply_adds(method, pipe, case, settings) for method in methods}
+    memory = {method: _memory(method, pipe, case, settings) for method in methods}
     seconds: dict[Method, list[Seconds]] = {method: [] for method in methods}
-    for _ in range(settings.repeats):
-        for method in methods:
-            with method.applied(target) as reseed:
-                reseed(0)
-                with Stopwatch(device) as watch:
+    with _turns(pipe, methods, case, settings) as turn_of:
+        if settings.compile:
+            for method in methods:
+                with turn_of(method) as run:
                     run()
-            seconds[method].append(watch.seconds)
         tick()
+        for _ in range(settings.repeats):
+            for method in methods:
+                with turn_of(method) as run, Stopwatch(device) as watch:
+                    run()
+                seconds[method].append(watch.seconds)
+            tick()
     for method in methods:
         row: dict[str, Any] = {
             "scope": case.scope,
@@ -115,6 +110,64 @@ def _measure_case(
         for name, backend in (("speedup", method.backend), ("speedup_over_sdpa", "sdpa")):
             row |= _speedup(name, seconds, _stock(methods, backend), method, device)
         yield row
+
+
+Turn = Callable[[Method], AbstractContextManager[Run]]
+
+
+@contextmanager
+def _turns(pipe: Any, methods: list[Method], case: Case, settings: LatencySettings) -> Iterator[Turn]:
+    """Yield what applies a method for one turn and gives the call to time.
+
+    Compiled, each method keeps a U-Net of its own for the whole case, which shares the weights.
+    """
+    with ExitStack() as stack:
+        kept: dict[Method, tuple[Reseed, Run]] = {}
+        if settings.compile:
+            # All these U-Nets run the same code, and each is a recompilation of it.
+            stack.enter_context(torch._dynamo.config.patch(recompile_limit=8 * len(methods)))
+            for method in methods:
+                own = _with_unet_of_its_own(pipe)
+                reseed = stack.enter_context(method.applied(_target(own, case)))
+                own.unet.compile()
+                kept[method] = reseed, _workload(own, case, settings)
+
+        @contextmanager
+        def turn(method: Method) -> Iterator[Run]:
+            if method in kept:
+                reseed, run = kept[method]
+                reseed(0)
+                yield run
+                return
+            with method.applied(_target(pipe, case)) as reseed:
+                reseed(0)
+                yield _workload(pipe, case, settings)
+
+        yield turn
+
+
+def _with_unet_of_its_own(pipe: Any) -> Any:
+    """Return a pipeline with a copy of the U-Net on the same weights."""
+    shared = {id(t): t for t in itertools.chain(pipe.unet.parameters(), pipe.unet.buffers())}
+    own = copy.copy(pipe)
+    own.unet = copy.deepcopy(pipe.unet, shared)
+    return own
+
+
+def _target(pipe: Any, case: Case) -> Any:
+    return pipe if case.scope == "pipeline" else pipe.unet
+
+
+def _memory(method: Method, pipe: Any, case: Case, settings: LatencySettings) -> float | None:
+    """Return GB for each image, uncompiled; None without a GPU."""
+
+    def call(batch: int) -> None:
+        run = _workload(pipe, replace(case, batch=batch), settings)
+        with method.applied(_target(pipe, case)) as reseed:
+            reseed(0)
+            run()
+
+    return memory_per_image(call, case.batch, pipe.unet.device)
 
 
 def _stock(methods: list[Method], backend: Backend | str) -> Method | None:
@@ -188,11 +241,12 @@ def _sdpa_cpu_flop(
     return sdpa_flop_count(query, key, value)
 
 
-def _multiply_adds(method: Method, target: Any, run: Run) -> int:
+def _multiply_adds(method: Method, pipe: Any, case: Case, settings: LatencySettings) -> int:
     """Return the multiply-adds of matrix products, convolutions and attention in one run."""
     cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     counter = FlopCounterMode(display=False, custom_mapping={cpu_attention: _sdpa_cpu_flop})
-    with method.applied(target) as reseed, counter:
+    run = _workload(pipe, case, settings)
+    with method.applied(_target(pipe, case)) as reseed, counter:
         reseed(0)
         run()
     return counter.get_total_flops() // 2
@@ -212,7 +266,8 @@ def summary(rows: list[Row], settings: LatencySettings, clock: str) -> Iterator[
     """Yield a terminal table for each case."""
     for (scope, size, batch), group in groupby(rows, lambda row: (row["scope"], row["size"], row["batch"])):
         steps = f", {settings.steps} steps ({settings.scheduler})" if scope == "pipeline" else ""
-        title = f"{settings.arch or settings.model}, {scope}{steps}, {size} px, batch {batch}"
+        compiled = ", compiled" if settings.compile else ""
+        title = f"{settings.arch or settings.model}, {scope}{steps}, {size} px, batch {batch}{compiled}"
         shown = list(group)
         yield to_terminal(title, shown, columns_of(shown, clock))
 

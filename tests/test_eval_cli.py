@@ -176,6 +176,17 @@ def test_latency(model_folder: str, tmp_path: Path) -> None:
     assert found["pipeline", "stock", "unfused"]["speedup_over_sdpa"] != 1.0
 
 
+@pytest.mark.slow
+def test_latency_compiled(model_folder: str, tmp_path: Path) -> None:
+    printed = invoke(
+        "latency", "--compile", "--model", model_folder, "--method", "agentsd", "--ratio", 0.5, "--scope",
+        "forward", "--size", 64, "--repeats", 2, "--out", tmp_path,
+    )  # fmt: skip
+    assert "forward early, 64 px, batch 1, compiled" in printed
+    rows = [json.loads(line) for line in (tmp_path / "latency.jsonl").read_text().splitlines()]
+    assert [row["method"] for row in rows] == ["stock", "agentsd"] * 2
+
+
 def test_fid_of_two_folders(photographs: Path, run: Path, tmp_path: Path) -> None:
     command = ("fid", photographs, run / "pictures" / "stock-sdpa", "--features", "efficientnet-lite0")
     first, again = (invoke(*command, "--cache", tmp_path).split("9 / 5")[1] for _ in range(2))
