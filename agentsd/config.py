@@ -8,9 +8,16 @@ from dataclasses import asdict, dataclass, fields
 from numbers import Integral, Real
 from pathlib import Path
 
-MODES = ("exact", "fast", "turbo")
-LATE = ("tome", "none")
-CELLS = ("auto", "random", "first")
+CHOICES = {
+    "mode": ("exact", "fast", "turbo"),
+    "agents": ("merge", "pool"),
+    "schedule": ("early", "distance"),
+    "schedule_per": ("batch", "sample"),
+    "early": ("agent", "tome", "none"),
+    "late": ("tome", "none"),
+    "cells": ("auto", "random", "first"),
+}
+MODES = CHOICES["mode"]
 FILE_NAME = "agentsd.json"
 
 
@@ -27,6 +34,17 @@ class AgentConfig:
         mode: "exact" is the paper to the letter. "fast" ranks the tokens once for all layers of a level,
             takes the second finest level too, and bounds the agents (see `agentsd.plan.MAX_AGENTS`).
             "turbo" also runs the feed-forward layers of these blocks on merged tokens in early steps.
+        agents: where the agents come from: "merge" (the token ranking, as AgentSD) or "pool" (averages over
+            the grid of queries, as the mediators of "Efficient Diffusion Transformer with Step-wise Dynamic
+            Attention Mediators", ECCV 2024).
+        agent_counts: how many agents, at most; empty takes one for each cell of `early_stride`. With
+            schedule="distance" one number for each stage, 0 for a stage that runs what `late` says.
+        schedule: which steps run agents: "early" (the first `early_frac` of them) or "distance" (by how
+            far the latent moves, see `agentsd.mediators`).
+        thresholds: for schedule="distance", the shares of the first distance at which the next stage
+            begins, falling, one less than `agent_counts`.
+        schedule_per: one stage for the whole "batch", or for each "sample" (needs agents="pool").
+        early: what steps with agents run: "agent", or "tome" or "none" for comparison.
         late: what the later steps run: "tome" (token merging, as the paper) or "none" (stock attention).
         levels: how many attention levels are patched, counted from the model's finest one; None takes 1 in
             exact mode and 2, where there are as many, in the others.
@@ -47,6 +65,12 @@ class AgentConfig:
     scale: float = -0.15
     early_frac: float = 0.4
     mode: str = "exact"
+    agents: str = "merge"
+    agent_counts: tuple[int, ...] = ()
+    schedule: str = "early"
+    thresholds: tuple[float, ...] = ()
+    schedule_per: str = "batch"
+    early: str = "agent"
     late: str = "tome"
     levels: int | None = None
     agent_ratio: float = 0.95
@@ -57,6 +81,8 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         for field in fields(self):
+            if isinstance(getattr(self, field.name), list):  # as JSON and YAML have it
+                object.__setattr__(self, field.name, tuple(getattr(self, field.name)))
             _check_type(field.name, getattr(self, field.name), str(field.type))
         _check("ratio", self.ratio, 0 <= self.ratio < 1, "pass a share in [0, 1), for instance 0.4")
         _check("k", self.k, self.k >= 0, "pass 0 or more, for instance 0.075")
@@ -78,9 +104,31 @@ class AgentConfig:
             stride = getattr(self, name)
             _check(name, stride, stride >= 2, "pass 2 or more")
         _check("seed", self.seed, 0 <= self.seed < 2**63, "pass an integer in [0, 2**63)")
-        for name, choices in (("mode", MODES), ("late", LATE), ("cells", CELLS)):
+        for name, choices in CHOICES.items():
             value = getattr(self, name)
             _check(name, value, value in choices, "choose " + " or ".join(map(repr, choices)))
+        self._check_stages()
+
+    def _check_stages(self) -> None:
+        counts, thresholds = self.agent_counts, self.thresholds
+        by_distance = self.schedule == "distance"
+        _check("agent_counts", counts, all(n >= 0 for n in counts), "pass numbers of agents, 0 or more")
+        if by_distance:
+            stages = f"pass one number for each of the {len(thresholds) + 1} stages that thresholds make"
+            _check("agent_counts", counts, len(counts) == len(thresholds) + 1 and any(counts), stages)
+        else:
+            one = "pass one number, 1 or more, or () for the default; stages need schedule='distance'"
+            _check("agent_counts", counts, len(counts) <= 1 and all(counts), one)
+            _check("thresholds", thresholds, not thresholds, "they need schedule='distance'")
+        falling = all(x >= 0 for x in thresholds) and list(thresholds) == sorted(thresholds, reverse=True)
+        _check("thresholds", thresholds, falling, "pass falling shares of the first distance, as (0.6, 0.3)")
+        each = self.schedule_per == "sample"
+        _check(
+            "schedule_per",
+            self.schedule_per,
+            not each or (by_distance and self.agents == "pool"),
+            "a stage for each sample needs schedule='distance' and agents='pool'",
+        )
 
     def save(self, folder: str | Path) -> Path:
         """Write the settings to `agentsd.json` in a folder, say a finetuned model's; returns its path."""
@@ -116,17 +164,18 @@ def _check(name: str, value: object, ok: bool, way_out: str) -> None:
         raise ValueError(f"{name}={value!r}: {way_out}")
 
 
+_KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (Integral,), "float": (Real,)}
+
+
 def _check_type(name: str, value: object, kind: str) -> None:
     if value is None and kind.endswith(" | None"):
         return
     kind = kind.removesuffix(" | None")
-    if kind == "str":
-        good = isinstance(value, str)
-    elif kind == "int":
-        good = isinstance(value, Integral) and not isinstance(value, bool)
-    else:
-        good = isinstance(value, Real) and not isinstance(value, bool)
-    if not good:
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: pass a {kind}")
-    if kind == "float" and not math.isfinite(value):  # type: ignore[arg-type]
-        raise ValueError(f"{name}={value!r}: pass a finite number")
+    of_each = kind.removeprefix("tuple[").removesuffix(", ...]")
+    if of_each != kind and not isinstance(value, tuple):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: pass a tuple of {of_each}")
+    for single in value if isinstance(value, tuple) else (value,):
+        if not isinstance(single, _KINDS[of_each]) or isinstance(single, bool):
+            raise TypeError(f"{name}={value!r} is a {type(single).__name__}: pass a {of_each}")
+        if of_each == "float" and not math.isfinite(single):  # type: ignore[arg-type]
+            raise ValueError(f"{name}={value!r}: pass a finite number")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,6 +14,7 @@ from torch.nn import Module
 
 from .config import AgentConfig
 from .hosts import Site, find_model, find_sites, is_plain, is_tomesd_block, latent_and_timestep
+from .mediators import LatentDistance
 from .plan import Group
 from .processor import AgentAttnProcessor, LayerState
 from .schedule import StepReader
@@ -26,6 +28,12 @@ def apply_agentsd(
     early_frac: float = AgentConfig.early_frac,
     *,
     mode: str = AgentConfig.mode,
+    agents: str = AgentConfig.agents,
+    agent_counts: Sequence[int] = AgentConfig.agent_counts,
+    schedule: str = AgentConfig.schedule,
+    thresholds: Sequence[float] = AgentConfig.thresholds,
+    schedule_per: str = AgentConfig.schedule_per,
+    early: str = AgentConfig.early,
     late: str = AgentConfig.late,
     levels: int | None = AgentConfig.levels,
     agent_ratio: float = AgentConfig.agent_ratio,
@@ -41,8 +49,7 @@ def apply_agentsd(
 
     Args:
         pipe: a diffusers pipeline with a `unet` (or a DiT or PixArt one), or the model itself.
-        ratio, k, scale, early_frac, mode, late, levels, agent_ratio, early_stride, late_stride, cells, seed:
-            see `AgentConfig`.
+        ratio, k, scale, early_frac and all up to seed: see `AgentConfig`.
         config: an `AgentConfig`, or a file or folder that holds one (`agentsd.json`, as beside a DreamBooth
             model), in place of all these settings.
 
@@ -61,6 +68,12 @@ def apply_agentsd(
         scale=scale,
         early_frac=early_frac,
         mode=mode,
+        agents=agents,
+        agent_counts=tuple(agent_counts),
+        schedule=schedule,
+        thresholds=tuple(thresholds),
+        schedule_per=schedule_per,
+        early=early,
         late=late,
         levels=levels,
         agent_ratio=agent_ratio,
@@ -116,6 +129,10 @@ class AgentHandle:
         self._groups = list(groups.values())
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._steps = StepReader(config.early_frac)
+        self._distance: LatentDistance | None = None
+        if config.schedule == "distance":
+            each = config.schedule_per == "sample"
+            self._distance = LatentDistance(config.agent_counts, config.thresholds, each)
         self._said: set[str] = set()
 
     def remove(self) -> None:
@@ -172,13 +189,19 @@ class AgentHandle:
         latent, timestep = latent_and_timestep(unet, args, kwargs)
         pipe = self._pipe() if self._pipe is not None else None
         step = self._steps.read(timestep, getattr(pipe, "scheduler", None))
-        if step.opens_without_early:
+        agents: tuple[int, ...] | None = None
+        if self._distance is not None:
+            counts = self._distance.read(latent, step.opens)
+            agents = tuple(n or max(self.config.agent_counts) for n in counts) if any(counts) else None
+        elif step.early:
+            agents = (self.config.agent_counts or (0,)) * latent.shape[0]
+        elif step.opens_without_early:
             self._say_once(
                 f"agentsd: this run has no early step (it starts at timestep {step.timestep:g}), so agent "
                 f"attention never runs in it; raise early_frac={self.config.early_frac:g} (1.0: every step)"
             )
         for group in self._groups:
-            group.begin(latent, step)
+            group.begin(latent, step.timestep, agents)
         for attn, layer in self._layers:
             layer.held = self._claim(attn, layer)
 

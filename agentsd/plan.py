@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from .config import AgentConfig
 from .hosts import Site
 from .matching import Partition, draw_cells, rank_tokens, split_grid
 from .merging import Cut, cut_ranking
-from .schedule import Step
+from .pooling import Pool, make_pool
 
 # Most cells, and so agents, beyond exact mode: the stride grows with the grid, so time grows with the tokens.
 MAX_AGENTS = 400
@@ -21,7 +22,7 @@ STOCK, TOME, AGENT = "stock", "tome", "agent"
 
 
 class Cuts(NamedTuple):
-    """The two cuts of one ranking: the tokens, or None to keep them all; the agents, or None to have none."""
+    """Cuts of one ranking: the tokens, or None to keep them all; the agents, or None to merge to none."""
 
     tokens: Cut | None
     agents: Cut | None
@@ -36,39 +37,75 @@ class Group:
         index: number of the group; part of the key of its random cells.
         config: the settings.
         phase: STOCK, TOME or AGENT.
-        tokens: how many tokens its layers are expected to get.
-        partition: the split of its token grid in this call.
+        grid: height and width in tokens that its layers are expected to get.
+        partition: the split of that grid in this call, where tokens are ranked.
         cuts: made by the first of its layers that runs.
+        pool: how agents are pooled, where they are.
     """
 
     site: Site
     index: int
     config: AgentConfig
     phase: str = STOCK
-    tokens: int = 0
+    grid: tuple[int, int] = (0, 0)
     partition: Partition | None = None
     cuts: Cuts | None = None
+    pool: Pool | None = None
 
-    def begin(self, latent: Tensor, step: Step) -> None:
-        """Set the phase and draw the cells for a call on `latent` (B, ..., H, W)."""
+    @property
+    def tokens(self) -> int:
+        """How many tokens its layers are expected to get."""
+        return self.grid[0] * self.grid[1]
+
+    def begin(self, latent: Tensor, timestep: float, agents: Sequence[int] | None) -> None:
+        """Set the phase and draw the cells for a call.
+
+        Args:
+            latent: (B, ..., H, W) what the model is called on.
+            timestep: the noise level; part of the key of the random cells.
+            agents: for each image how many agents it gets, at most; 0 takes one for each cell. None in a
+                later step.
+        """
         config = self.config
         self.end()
-        height, width = self.site.grid(latent)
-        self.tokens = height * width
-        stride = config.early_stride if step.early else config.late_stride
-        if step.early and config.mode != "exact":
-            stride = max(stride, math.ceil(math.sqrt(self.tokens / MAX_AGENTS)))
-        if step.early:
+        self.grid = self.site.grid(latent)
+        does = config.late if agents is None else config.early
+        if does == "agent":
             self.phase = AGENT
-        elif config.late == "tome" and config.ratio > 0:
+        elif does == "tome" and config.ratio > 0:
             self.phase = TOME
-        if min(height, width) < stride:  # no whole cell
+        stride = config.late_stride if self.phase == TOME else self._stride(max(agents or (0,)))
+        if self.phase == STOCK or min(self.grid) < stride:  # no whole cell
             self.phase = STOCK
-        if self.phase != STOCK:
-            random = config.cells == "random" or (config.cells == "auto" and latent.shape[0] % 2 == 0)
-            key = (config.seed, self.index, step.timestep) if random else None
-            split = split_grid(height, width, stride, draw_cells(height, width, stride, key))
-            self.partition = Partition(*(index.to(latent.device) for index in split))
+            return
+        if self.phase == AGENT and config.agents == "pool":
+            self._plan_pool(latent, agents or (), stride)
+            if config.ratio == 0:
+                self.cuts = Cuts(None, None)
+                return
+        random = config.cells == "random" or (config.cells == "auto" and latent.shape[0] % 2 == 0)
+        key = (config.seed, self.index, timestep) if random else None
+        split = split_grid(*self.grid, stride, draw_cells(*self.grid, stride, key))
+        self.partition = Partition(*(index.to(latent.device) for index in split))
+
+    def _stride(self, agents: int) -> int:
+        """The side of cells that hold a destination token each: as many as the agents, or the setting's."""
+        config = self.config
+        stride = config.early_stride
+        if agents and config.agents == "merge":
+            stride = max(2, math.ceil(math.sqrt(self.tokens / agents)))
+        if config.mode != "exact":
+            stride = max(stride, math.ceil(math.sqrt(self.tokens / MAX_AGENTS)))
+        return stride
+
+    def _plan_pool(self, latent: Tensor, agents: Sequence[int], stride: int) -> None:
+        """Plan the pooling, unless agents would be no fewer than half the tokens (see `cut`)."""
+        cells = math.prod(size // stride for size in self.grid)
+        wanted = [count or cells for count in agents]
+        kept = self.tokens - int(self.tokens * self.config.ratio)
+        if 2 * max(wanted) < kept:
+            counts = self.config.agent_counts or (cells,)
+            self.pool = make_pool(*self.grid, counts, wanted, latent.device)
 
     def cut(self, block_input: Tensor) -> Cuts:
         """Rank the tokens (B, N, C) of a block's input and cut the ranking for tokens and agents."""
@@ -78,10 +115,10 @@ class Group:
         ranking = rank_tokens(block_input, partition)
         n_merged = min(int(n_tokens * config.ratio), partition.src.numel())
         n_agents = partition.dst.numel()
-        if config.mode == "exact":
+        if config.mode == "exact" and not config.agent_counts:
             n_agents = max(n_tokens - int(n_tokens * config.agent_ratio), n_agents)
         # As the reference: where agents would be no fewer than half the tokens, attention stays plain.
-        few = self.phase == AGENT and 2 * n_agents < n_tokens - n_merged
+        few = self.phase == AGENT and config.agents == "merge" and 2 * n_agents < n_tokens - n_merged
         return Cuts(
             tokens=cut_ranking(ranking, n_merged) if n_merged else None,
             agents=cut_ranking(ranking, n_tokens - n_agents) if few else None,
@@ -89,4 +126,4 @@ class Group:
 
     def end(self) -> None:
         """Let go of all that belongs to a call."""
-        self.phase, self.partition, self.cuts = STOCK, None, None
+        self.phase, self.partition, self.cuts, self.pool = STOCK, None, None, None

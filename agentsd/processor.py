@@ -13,6 +13,7 @@ from .attention import agent_attention
 from .config import AgentConfig
 from .merging import Cut, merge, unmerge
 from .plan import AGENT, STOCK, Group
+from .pooling import pool_tokens
 
 
 @dataclass
@@ -92,12 +93,17 @@ class AgentAttnProcessor:
         tokens = merge(hidden_states, cuts.tokens) if cuts.tokens else hidden_states
         if cuts.agents:
             out = _attend(attn, tokens, merge(hidden_states, cuts.agents), group.config)
+        elif group.pool:
+            # Averages of tokens, projected, are averages of queries.
+            out = _attend(attn, tokens, pool_tokens(hidden_states, group.pool), group.config, group.pool.mask)
         else:
             out = self.wrapped(attn, tokens, None, None, *args, **kwargs)
         return unmerge(out, cuts.tokens) if cuts.tokens else out
 
 
-def _attend(attn: Attention, tokens: Tensor, agents: Tensor, config: AgentConfig) -> Tensor:
+def _attend(
+    attn: Attention, tokens: Tensor, agents: Tensor, config: AgentConfig, mask: Tensor | None = None
+) -> Tensor:
     """The layer's own projections and norms around `agent_attention`: (B, M, C) -> (B, M, C)."""
     query, agent = attn.to_q(tokens), attn.to_q(agents)
     key, value = attn.to_k(tokens), attn.to_v(tokens)
@@ -111,7 +117,7 @@ def _attend(attn: Attention, tokens: Tensor, agents: Tensor, config: AgentConfig
     dtype = value.dtype
     if attn.upcast_attention or attn.upcast_softmax:
         query, key, value, agent = (x.float() for x in (query, key, value, agent))
-    out = agent_attention(query, key, value, agent, config.k, config.scale)
+    out = agent_attention(query, key, value, agent, config.k, config.scale, mask)
     out = out.transpose(1, 2).flatten(2).to(dtype)
     out = attn.to_out[1](attn.to_out[0](out))  # linear, dropout
     return out / attn.rescale_output_factor

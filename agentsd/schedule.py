@@ -34,12 +34,14 @@ class Step:
 
     Attributes:
         timestep: the noise level, in training timesteps.
-        early: whether agent attention runs here.
-        opens_without_early: the call opens a run of a scheduler that has no early step left.
+        early: whether the step is one of the first `early_frac`.
+        opens: the call is a run's first.
+        opens_without_early: and the run's scheduler has no early step left.
     """
 
     timestep: float
     early: bool
+    opens: bool
     opens_without_early: bool
 
 
@@ -68,7 +70,7 @@ class StepReader:
         self._previous = t
         early = t > self._threshold
         late_run = opens and not early and self.early_frac > 0 and scheduler is not None
-        return Step(t, early, late_run)
+        return Step(t, early, opens, late_run)
 
     def _look_up(self, scheduler: Any) -> bool:
         """Read the scheduler's list again if it may have changed; returns whether it has."""

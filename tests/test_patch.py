@@ -450,10 +450,9 @@ def test_turbo_runs_feed_forward_on_merged_tokens_in_early_steps():
 def test_fast_mode_bounds_the_agents(side, agents):
     from agentsd.hosts import Site
     from agentsd.plan import Group
-    from agentsd.schedule import Step
 
     group = Group(Site("", make_unet(), 1), 0, AgentConfig(mode="fast"))
-    group.begin(torch.empty(2, 4, side, side), Step(999.0, early=True, opens_without_early=False))
+    group.begin(torch.empty(2, 4, side, side), 999.0, (0, 0))
     assert group.partition.dst.numel() == agents
     cuts = group.cut(torch.randn(1, side * side, 2, generator=torch.Generator().manual_seed(0)))
     assert cuts.agents.starts.numel() == agents

@@ -1,0 +1,175 @@
+"""Pooled agents, and their number by how far the latent moves."""
+
+import pytest
+import torch
+from tiny import make_unet
+from torch._dynamo.testing import CompileCounter
+
+from agentsd import AgentConfig, apply_agentsd
+from agentsd.attention import agent_attention
+from agentsd.mediators import LatentDistance
+from agentsd.pooling import make_pool, pool_tokens
+
+STAGES = {"agents": "pool", "schedule": "distance", "agent_counts": (4, 16, 0), "thresholds": (0.6, 0.3)}
+
+
+def latents(*moves):
+    """Latents (1, 1, 2, 2) that move by so much on average, one after another."""
+    at, seen = torch.zeros(1, 1, 2, 2), []
+    for move in (0.0, *moves):
+        at = at + move * torch.tensor([[[[0.5, -1.5], [1.5, -0.5]]]])
+        seen.append(at)
+    return seen
+
+
+def test_stages_follow_the_distance():
+    distance = LatentDistance((4, 16, 0), (0.6, 0.3), per_sample=False)
+    counts = [distance.read(x, opens=i == 0) for i, x in enumerate(latents(10, 7, 6, 5, 3, 2, 8))]
+    # the first call has no distance; 10 is the first; 6 and 3 are at their thresholds
+    assert counts == [(4,), (4,), (4,), (16,), (16,), (0,), (0,), (4,)]
+
+
+def test_a_new_run_starts_over():
+    distance = LatentDistance((4, 16), (0.5,), per_sample=False)
+    a, b, c = latents(10, 1)
+    assert [distance.read(x, opens=False) for x in (a, b, c)] == [(4,), (4,), (16,)]
+    assert [distance.read(x, opens=x is a) for x in (a, c, b)] == [(4,), (4,), (16,)]
+    assert distance.read(torch.zeros(2, 1, 2, 2), opens=False) == (4, 4)  # another batch
+
+
+def test_each_sample_or_the_batch():
+    still, moving = latents(10, 1), latents(10, 9)
+    both = [torch.cat(pair) for pair in zip(still, moving, strict=True)]
+    each = LatentDistance((4, 16), (0.5,), per_sample=True)
+    whole = LatentDistance((4, 16), (0.5,), per_sample=False)
+    assert [each.read(x, opens=False) for x in both][-1] == (16, 4)
+    assert [whole.read(x, opens=False) for x in both][-1] == (16, 16)  # 5 of 10
+
+
+def test_pooling_against_a_loop():
+    x = torch.randn(3, 6 * 8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    pool = make_pool(6, 8, (2 * 2, 3 * 4), (12, 4, 12), "cpu")
+    made = pool_tokens(x, pool)
+    assert made.shape == (3, 12, 5)
+    for image, (rows, cols) in enumerate([(3, 4), (2, 2), (3, 4)]):
+        own = x[image].view(6, 8, 5)
+        high, wide = 6 // rows, 8 // cols
+        loop = [
+            own[r * high : (r + 1) * high, c * wide : (c + 1) * wide].mean((0, 1))
+            for r in range(rows)
+            for c in range(cols)
+        ]
+        torch.testing.assert_close(made[image, : rows * cols], torch.stack(loop))
+        assert pool.mask[image].sum() == rows * cols
+        assert not made[image, rows * cols :].any()
+
+
+def test_masked_agents_do_not_count():
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 9, 4, dtype=torch.float64, generator=rng) for _ in range(3))
+    agent = torch.randn(1, 2, 5, 4, dtype=torch.float64, generator=rng)
+    mask = torch.tensor([True, True, True, False, False]).view(1, 1, 1, 5)
+    masked = agent_attention(q, k, v, agent, 0.1, -0.15, mask)
+    torch.testing.assert_close(masked, agent_attention(q, k, v, agent[:, :, :3], 0.1, -0.15))
+
+
+def run(unet, seen, **settings):
+    """Outputs of a U-Net on latents one after another, noisiest step first."""
+    text = torch.randn(seen[0].shape[0], 7, 16, generator=torch.Generator().manual_seed(1))
+    with apply_agentsd(unet, early_frac=1.0, **settings), torch.no_grad():
+        return [unet(x, torch.tensor(900 - 10 * i), text).sample for i, x in enumerate(seen)]
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.4])
+def test_a_sample_of_a_batch_gets_what_it_gets_alone(ratio):
+    unet = make_unet()
+    rng = torch.Generator().manual_seed(0)
+    start, step = torch.randn(2, 4, 16, 16, generator=rng), torch.randn(2, 4, 16, 16, generator=rng)
+    moves = torch.tensor([[10, 1], [10, 9]]).view(2, 2, 1, 1, 1)  # of each sample
+    seen = [start, start + moves[:, 0] * step, start + moves.sum(1) * step]
+    stages = {**STAGES, "agent_counts": (4, 16), "thresholds": (0.5,), "ratio": ratio, "cells": "first"}
+    together = run(unet, seen, schedule_per="sample", **stages)[-1]
+    fixed = {"agents": "pool", "ratio": ratio, "cells": "first"}
+    for i, count in enumerate((16, 4)):
+        text = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(1))[i : i + 1]
+        with apply_agentsd(unet, early_frac=1.0, agent_counts=(count,), **fixed), torch.no_grad():
+            alone = unet(seen[-1][i : i + 1], torch.tensor(880), text).sample
+        torch.testing.assert_close(together[i : i + 1], alone, rtol=0, atol=1e-5)
+    assert not torch.allclose(together, run(unet, seen, **stages)[-1], atol=1e-5)  # the batch's mean
+
+
+def test_every_token_an_agent_of_pooled_queries(monkeypatch):
+    """With as many pooled agents as half the tokens or more, attention stays plain, as with merged ones."""
+    unet = make_unet()
+    x = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(0))
+    stock = run(unet, [x], early="none")
+    assert torch.equal(run(unet, [x], agents="pool", ratio=0.0, agent_counts=(128,))[0], stock[0])
+    assert not torch.equal(run(unet, [x], agents="pool", ratio=0.0, agent_counts=(127,))[0], stock[0])
+
+
+def test_the_last_stage_is_the_later_phase(pipe, sample):
+    stock = sample(pipe)
+    # all distances pass a threshold of 1000 times the first: only the calls without one run agents
+    settings = {"schedule": "distance", "agent_counts": (4, 0), "late": "none"}
+    with apply_agentsd(pipe, agents="pool", thresholds=(1000.0,), **settings):
+        short = sample(pipe)
+    with apply_agentsd(pipe, agents="pool", thresholds=(0.0,), **settings):
+        throughout = sample(pipe)
+    with apply_agentsd(pipe, agents="pool", agent_counts=(4,), early_frac=1.0):
+        assert torch.equal(sample(pipe), throughout)
+    assert not torch.equal(short, stock)
+    assert not torch.equal(short, throughout)
+
+
+def test_merged_agents_follow_the_distance_too(pipe, sample):
+    settings = {"schedule": "distance", "agent_counts": (4, 16), "cells": "first"}
+    with apply_agentsd(pipe, thresholds=(0.0,), **settings):
+        few = sample(pipe)
+    with apply_agentsd(pipe, thresholds=(1000.0,), **settings):
+        many = sample(pipe)
+    with apply_agentsd(pipe, early_frac=1.0, agent_counts=(4,), cells="first") as handle:
+        assert torch.equal(sample(pipe), few)
+        handle._groups[0].begin(torch.empty(2, 4, 16, 16), 999.0, (4, 4))
+        assert handle._groups[0].partition.dst.numel() == 4  # cells of 8 x 8
+    assert not torch.equal(few, many)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"agent_counts": (4, 16)}, "stages need schedule='distance'"),
+        ({"agent_counts": (0,)}, "1 or more"),
+        ({"thresholds": (0.5,)}, "they need schedule='distance'"),
+        ({"schedule": "distance"}, "1 stages"),
+        ({**STAGES, "thresholds": (0.3, 0.6)}, "falling"),
+        ({**STAGES, "agent_counts": (0, 0, 0)}, "3 stages"),
+        ({**STAGES, "agent_counts": (-1, 4, 0)}, "0 or more"),
+        ({**STAGES, "agents": "merge", "schedule_per": "sample"}, "agents='pool'"),
+        ({"agents": "queries"}, "choose 'merge' or 'pool'"),
+        ({"agent_counts": 4}, "pass a tuple of int"),
+        ({"agent_counts": (4.5,)}, "pass a int"),
+    ],
+)
+def test_wrong_stages_are_named(wrong, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        AgentConfig(**wrong)
+
+
+def test_stages_survive_a_file(tmp_path):
+    config = AgentConfig(**STAGES)
+    config.save(tmp_path)
+    assert AgentConfig.load(tmp_path) == config
+
+
+def test_stages_compile_without_a_break():
+    unet = make_unet()
+    x = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(0))
+    moves = [x, 1.5 * x, 1.9 * x, 2.0 * x]
+    settings = {**STAGES, "schedule_per": "sample", "ratio": 0.0}
+    expected = run(unet, moves, **settings)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    unet.compile(backend=counter, fullgraph=True)
+    for ours, theirs in zip(run(unet, moves, **settings), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    assert counter.frame_count <= 3  # the batch in one stage, samples in different ones, none with agents
