@@ -7,6 +7,7 @@ import math
 from dataclasses import asdict, dataclass, fields
 from numbers import Integral, Real
 from pathlib import Path
+from typing import Any
 
 CHOICES = {
     "mode": ("exact", "fast", "turbo"),
@@ -14,7 +15,7 @@ CHOICES = {
     "schedule": ("early", "distance"),
     "schedule_per": ("batch", "sample"),
     "early": ("agent", "tome", "none"),
-    "late": ("tome", "none"),
+    "late": ("tome", "none", "agent"),
     "cells": ("auto", "random", "first"),
 }
 MODES = CHOICES["mode"]
@@ -45,7 +46,9 @@ class AgentConfig:
             begins, falling, one less than `agent_counts`.
         schedule_per: one stage for the whole "batch", or for each "sample" (needs agents="pool").
         early: what steps with agents run: "agent", or "tome" or "none" for comparison.
-        late: what the later steps run: "tome" (token merging, as the paper) or "none" (stock attention).
+        late: what the later steps run: "tome" (token merging, as the paper), "none" (stock attention), or
+            "agent" as well.
+        late_ratio: `ratio` of the later steps; None takes the same.
         levels: how many attention levels are patched, counted from the model's finest one; None takes 1 in
             exact mode and 2, where there are as many, in the others.
         agent_ratio: share of the tokens merged away to make the agents, in (0, 1); at least the destination
@@ -72,6 +75,7 @@ class AgentConfig:
     schedule_per: str = "batch"
     early: str = "agent"
     late: str = "tome"
+    late_ratio: float | None = None
     levels: int | None = None
     agent_ratio: float = 0.95
     early_stride: int = 4
@@ -85,6 +89,8 @@ class AgentConfig:
                 object.__setattr__(self, field.name, tuple(getattr(self, field.name)))
             _check_type(field.name, getattr(self, field.name), str(field.type))
         _check("ratio", self.ratio, 0 <= self.ratio < 1, "pass a share in [0, 1), for instance 0.4")
+        late = self.late_ratio
+        _check("late_ratio", late, late is None or 0 <= late < 1, "pass a share in [0, 1), or None")
         _check("k", self.k, self.k >= 0, "pass 0 or more, for instance 0.075")
         _check(
             "scale",
@@ -112,6 +118,7 @@ class AgentConfig:
     def _check_stages(self) -> None:
         counts, thresholds = self.agent_counts, self.thresholds
         by_distance = self.schedule == "distance"
+        _check("late", self.late, not by_distance or self.late != "agent", "a stage of 0 agents has none")
         _check("agent_counts", counts, all(n >= 0 for n in counts), "pass numbers of agents, 0 or more")
         if by_distance:
             stages = f"pass one number for each of the {len(thresholds) + 1} stages that thresholds make"
@@ -152,10 +159,15 @@ class AgentConfig:
             raise FileNotFoundError(f"{file}: no such file; AgentConfig.save(folder) writes one") from None
         except json.JSONDecodeError as error:
             raise ValueError(f"{file} is not JSON: {error}") from None
+        return cls.from_mapping(values, str(file))
+
+    @classmethod
+    def from_mapping(cls, values: Any, where: str) -> AgentConfig:
+        """Settings by name; an unknown one raises ValueError that says `where` it stands."""
         known = {field.name for field in fields(cls)}
         if not isinstance(values, dict) or (unknown := sorted(set(values) - known)):
             found = unknown if isinstance(values, dict) else values
-            raise ValueError(f"{file}: {found!r} is unknown; the settings are {', '.join(sorted(known))}")
+            raise ValueError(f"{where}: {found!r} is unknown; the settings are {', '.join(sorted(known))}")
         return cls(**values)
 
 

@@ -27,6 +27,10 @@ PLAIN_PROCESSORS = frozenset(
 )
 
 
+EVERY_LEVEL = 99
+"""More attention levels than any model has."""
+
+
 @dataclass(frozen=True)
 class Site:
     """One self-attention layer: its name, its block, and how many latent pixels a token spans on a side."""

@@ -13,7 +13,8 @@ import torch
 from torch.nn import Module
 
 from .config import AgentConfig
-from .hosts import Site, find_model, find_sites, is_plain, is_tomesd_block, latent_and_timestep
+from .hosts import EVERY_LEVEL, Site, find_model, find_sites, is_plain, is_tomesd_block, latent_and_timestep
+from .layers import LayerConfigs, load_config
 from .mediators import LatentDistance
 from .plan import Group
 from .processor import AgentAttnProcessor, LayerState
@@ -35,13 +36,14 @@ def apply_agentsd(
     schedule_per: str = AgentConfig.schedule_per,
     early: str = AgentConfig.early,
     late: str = AgentConfig.late,
+    late_ratio: float | None = AgentConfig.late_ratio,
     levels: int | None = AgentConfig.levels,
     agent_ratio: float = AgentConfig.agent_ratio,
     early_stride: int = AgentConfig.early_stride,
     late_stride: int = AgentConfig.late_stride,
     cells: str = AgentConfig.cells,
     seed: int = AgentConfig.seed,
-    config: AgentConfig | str | Path | None = None,
+    config: AgentConfig | LayerConfigs | str | Path | None = None,
 ) -> AgentHandle:
     """Swap the self-attention of a Stable Diffusion U-Net for agent attention (Agent Attention, Eq. 9).
 
@@ -50,8 +52,9 @@ def apply_agentsd(
     Args:
         pipe: a diffusers pipeline with a `unet` (or a DiT or PixArt one), or the model itself.
         ratio, k, scale, early_frac and all up to seed: see `AgentConfig`.
-        config: an `AgentConfig`, or a file or folder that holds one (`agentsd.json`, as beside a DreamBooth
-            model), in place of all these settings.
+        config: in place of all these settings, an `AgentConfig`, or a file or folder that holds one
+            (`agentsd.json`, as beside a DreamBooth model); or settings layer by layer (`LayerConfigs`, or
+            the YAML file of one).
 
     Returns:
         A handle: `handle.remove()` undoes the patch, and so does leaving a `with apply_agentsd(pipe):` block.
@@ -75,6 +78,7 @@ def apply_agentsd(
         schedule_per=schedule_per,
         early=early,
         late=late,
+        late_ratio=late_ratio,
         levels=levels,
         agent_ratio=agent_ratio,
         early_stride=early_stride,
@@ -86,11 +90,10 @@ def apply_agentsd(
         config = settings
     elif settings != AgentConfig():
         raise ValueError(f"config={config!r} holds all settings: pass it alone, or leave it out")
-    elif not isinstance(config, AgentConfig):
-        config = AgentConfig.load(config)
+    elif not isinstance(config, AgentConfig | LayerConfigs):
+        config = load_config(config)
     unet = find_model(pipe)
-    default = 1 if config.mode == "exact" else 2
-    sites = find_sites(unet, config.levels or default, at_most=config.levels is None)
+    sites = _sites_of(unet, config)
     for site in sites:
         _check_free(site)
     remove_agentsd(unet)
@@ -107,32 +110,45 @@ def remove_agentsd(pipe: Any) -> None:
         handle._detach(unet)
 
 
+def _sites_of(unet: Any, config: AgentConfig | LayerConfigs) -> list[Site]:
+    """The layers that settings speak of; raises ValueError for one that the model lacks."""
+    if isinstance(config, AgentConfig):
+        default = 1 if config.mode == "exact" else 2
+        return find_sites(unet, config.levels or default, at_most=config.levels is None)
+    every = find_sites(unet, EVERY_LEVEL, at_most=True)
+    if missing := sorted(set(config.layers) - {site.name for site in every}):
+        raise ValueError(f"layers={missing}: {type(unet).__name__} has no such self-attention layer")
+    return [site for site in every if site.name in config.layers]
+
+
 class AgentHandle:
     """What `apply_agentsd` returns: the settings, the patched layers, and the way back.
 
     Attributes:
-        config: the `AgentConfig` in force.
+        config: the settings in force.
         layer_names: names of the patched self-attention layers.
     """
 
-    def __init__(self, config: AgentConfig, pipe: Any, sites: list[Site]) -> None:
+    def __init__(self, config: AgentConfig | LayerConfigs, pipe: Any, sites: list[Site]) -> None:
         self.config = config
         self.layer_names = [site.name for site in sites]
         self._pipe = None if pipe is None or isinstance(pipe, Module) else weakref.ref(pipe)
         self._unet: weakref.ref[Module] | None = None
-        groups: dict[int, Group] = {}
+        groups: dict[Any, Group] = {}
         self._layers: list[tuple[Any, LayerState]] = []
         for i, site in enumerate(sites):
-            key = i if config.mode == "exact" else site.span
-            group = groups.setdefault(key, Group(site, i, config))
+            own = config if isinstance(config, AgentConfig) else config.layers[site.name]
+            key = i if own.mode == "exact" else (site.span, own)
+            group = groups.setdefault(key, Group(site, i, own))
             self._layers.append((site.attn, LayerState(site.name, group)))
         self._groups = list(groups.values())
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._steps = StepReader(config.early_frac)
+        shared = config if isinstance(config, AgentConfig) else config.first
+        self._steps = StepReader(shared.early_frac)
         self._distance: LatentDistance | None = None
-        if config.schedule == "distance":
-            each = config.schedule_per == "sample"
-            self._distance = LatentDistance(config.agent_counts, config.thresholds, each)
+        if shared.schedule == "distance":
+            each = shared.schedule_per == "sample"
+            self._distance = LatentDistance(shared.agent_counts, shared.thresholds, each)
         self._said: set[str] = set()
 
     def remove(self) -> None:
@@ -159,7 +175,7 @@ class AgentHandle:
             attn._agentsd = layer
             self._claim(attn, layer)
             self._hooks.append(site.block.norm1.register_forward_pre_hook(layer.see))
-            if self.config.mode == "turbo":
+            if layer.group.config.mode == "turbo":
                 self._hooks.append(site.block.norm3.register_forward_hook(layer.merge_feed_forward))
                 self._hooks.append(site.block.ff.register_forward_hook(layer.unmerge_feed_forward))
         self._hooks.append(unet.register_forward_pre_hook(self._begin, with_kwargs=True))
@@ -192,13 +208,14 @@ class AgentHandle:
         agents: tuple[int, ...] | None = None
         if self._distance is not None:
             counts = self._distance.read(latent, step.opens)
-            agents = tuple(n or max(self.config.agent_counts) for n in counts) if any(counts) else None
+            most = max(self._distance.counts)  # of a stage for each sample, "none" is not one
+            agents = tuple(n or most for n in counts) if any(counts) else None
         elif step.early:
-            agents = (self.config.agent_counts or (0,)) * latent.shape[0]
+            agents = (0,) * latent.shape[0]
         elif step.opens_without_early:
             self._say_once(
                 f"agentsd: this run has no early step (it starts at timestep {step.timestep:g}), so agent "
-                f"attention never runs in it; raise early_frac={self.config.early_frac:g} (1.0: every step)"
+                f"attention never runs in it; raise early_frac={self._steps.early_frac:g} (1.0: every step)"
             )
         for group in self._groups:
             group.begin(latent, step.timestep, agents)

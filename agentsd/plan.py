@@ -37,6 +37,7 @@ class Group:
         index: number of the group; part of the key of its random cells.
         config: the settings.
         phase: STOCK, TOME or AGENT.
+        ratio: share of the tokens merged away in this call.
         grid: height and width in tokens that its layers are expected to get.
         partition: the split of that grid in this call, where tokens are ranked.
         cuts: made by the first of its layers that runs.
@@ -47,6 +48,7 @@ class Group:
     index: int
     config: AgentConfig
     phase: str = STOCK
+    ratio: float = 0.0
     grid: tuple[int, int] = (0, 0)
     partition: Partition | None = None
     cuts: Cuts | None = None
@@ -63,24 +65,28 @@ class Group:
         Args:
             latent: (B, ..., H, W) what the model is called on.
             timestep: the noise level; part of the key of the random cells.
-            agents: for each image how many agents it gets, at most; 0 takes one for each cell. None in a
-                later step.
+            agents: for each image how many agents it gets, at most; 0 takes the settings' own number. None
+                in a later step.
         """
         config = self.config
         self.end()
         self.grid = self.site.grid(latent)
-        does = config.late if agents is None else config.early
+        late = agents is None
+        does = config.late if late else config.early
+        own = 0 if config.schedule == "distance" else sum(config.agent_counts)  # one number, or none
+        agents = [count or own for count in agents or (0,) * latent.shape[0]]
+        self.ratio = config.late_ratio if late and config.late_ratio is not None else config.ratio
         if does == "agent":
             self.phase = AGENT
-        elif does == "tome" and config.ratio > 0:
+        elif does == "tome" and self.ratio > 0:
             self.phase = TOME
-        stride = config.late_stride if self.phase == TOME else self._stride(max(agents or (0,)))
+        stride = config.late_stride if self.phase == TOME else self._stride(max(agents))
         if self.phase == STOCK or min(self.grid) < stride:  # no whole cell
             self.phase = STOCK
             return
         if self.phase == AGENT and config.agents == "pool":
-            self._plan_pool(latent, agents or (), stride)
-            if config.ratio == 0:
+            self._plan_pool(latent, agents, stride)
+            if self.ratio == 0:
                 self.cuts = Cuts(None, None)
                 return
         random = config.cells == "random" or (config.cells == "auto" and latent.shape[0] % 2 == 0)
@@ -102,7 +108,7 @@ class Group:
         """Plan the pooling, unless agents would be no fewer than half the tokens (see `cut`)."""
         cells = math.prod(size // stride for size in self.grid)
         wanted = [count or cells for count in agents]
-        kept = self.tokens - int(self.tokens * self.config.ratio)
+        kept = self.tokens - int(self.tokens * self.ratio)
         if 2 * max(wanted) < kept:
             counts = self.config.agent_counts or (cells,)
             self.pool = make_pool(*self.grid, counts, wanted, latent.device)
@@ -113,7 +119,7 @@ class Group:
         assert partition is not None
         n_tokens = block_input.shape[1]
         ranking = rank_tokens(block_input, partition)
-        n_merged = min(int(n_tokens * config.ratio), partition.src.numel())
+        n_merged = min(int(n_tokens * self.ratio), partition.src.numel())
         n_agents = partition.dst.numel()
         if config.mode == "exact" and not config.agent_counts:
             n_agents = max(n_tokens - int(n_tokens * config.agent_ratio), n_agents)

@@ -14,7 +14,7 @@ from rich.table import Table
 
 import agentsd.plan
 import agentsd.processor
-from agentsd.hosts import find_sites
+from agentsd.hosts import EVERY_LEVEL, find_sites
 
 from .config import ProfileSettings
 from .errors import EvalError
@@ -80,7 +80,7 @@ def parts_of(unet: Any, latent_pixels: int) -> dict[torch.nn.Module, str]:
         module: "residual blocks" for module in unet.modules() if isinstance(module, ResnetBlock2D)
     }
     latent = torch.empty(1, 1, latent_pixels, latent_pixels, device="meta")
-    for site in find_sites(unet, levels=99, at_most=True):
+    for site in find_sites(unet, EVERY_LEVEL, at_most=True):
         height, width = site.grid(latent)
         where = f"{height * width:,} tokens"
         parts[site.attn] = f"self-attention core, {where}"

@@ -319,7 +319,7 @@ def redundancy(
     results.write_rows(settings.out, "redundancy", rows, [], run, job.markdown(rows, settings))
     output.write_bytes(settings.out / "redundancy.png", job.draw(rows, settings))
     console.print(job.summary(rows, settings))
-    console.print(job.NOTE)
+    console.print(job.note(rows, settings))
     console.print(f"map and figures: {settings.out}", soft_wrap=True)
 
 

@@ -156,7 +156,7 @@ class ProfileSettings(CostSettings):
 
 
 class RedundancySettings(SamplingSettings):
-    """How alike the queries of each self-attention layer are at each step (seed 002's Eq. 6 and Fig. 1)."""
+    """How alike the queries of each self-attention layer are at each step (Pu et al. 2024, Fig. 1)."""
 
     prompts: tuple[str, ...] = ()
     """Empty takes `images` captions of the embedded model's reference pictures."""

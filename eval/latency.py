@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from agentsd.cost import multiply_adds
 
 from .architectures import build, random_embeds
 from .config import Backend, CostSettings, LatencySettings
@@ -78,7 +79,7 @@ def _measure_case(
     pipe: Any, case: Case, methods: list[Method], settings: LatencySettings, tick: Callable[[], None]
 ) -> Iterator[dict[str, Any]]:
     device = pipe.unet.device
-    operations = {method: _multiply_adds(method, pipe, case, settings) for method in methods}
+    operations = {method: _operations(method, pipe, case, settings) for method in methods}
     memory = {method: _memory(method, pipe, case, settings) for method in methods}
     seconds: dict[Method, list[Seconds]] = {method: [] for method in methods}
     with _turns(pipe, methods, case, settings) as turn_of:
@@ -158,6 +159,14 @@ def _target(pipe: Any, case: Case) -> Any:
     return pipe if case.scope == "pipeline" else pipe.unet
 
 
+def _operations(method: Method, pipe: Any, case: Case, settings: LatencySettings) -> int:
+    """Return the multiply-adds of one call, counted uncompiled."""
+    run = _workload(pipe, case, settings)
+    with method.applied(_target(pipe, case)) as reseed:
+        reseed(0)
+        return multiply_adds(run)
+
+
 def _memory(method: Method, pipe: Any, case: Case, settings: LatencySettings) -> float | None:
     """Return GB for each image, uncompiled; None without a GPU."""
 
@@ -233,23 +242,6 @@ def _pipeline_call(pipe: Any, case: Case, settings: LatencySettings) -> Run:
         )
 
     return run
-
-
-def _sdpa_cpu_flop(
-    query: torch.Size, key: torch.Size, value: torch.Size, *args: Any, out_val: Any = None, **kwargs: Any
-) -> int:
-    return sdpa_flop_count(query, key, value)
-
-
-def _multiply_adds(method: Method, pipe: Any, case: Case, settings: LatencySettings) -> int:
-    """Return the multiply-adds of matrix products, convolutions and attention in one run."""
-    cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    counter = FlopCounterMode(display=False, custom_mapping={cpu_attention: _sdpa_cpu_flop})
-    run = _workload(pipe, case, settings)
-    with method.applied(_target(pipe, case)) as reseed, counter:
-        reseed(0)
-        run()
-    return counter.get_total_flops() // 2
 
 
 def load(settings: CostSettings) -> Any:

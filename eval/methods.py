@@ -12,7 +12,7 @@ from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 
 from agentsd import apply_agentsd, remove_agentsd
 from agentsd.config import MODES
-from agentsd.hosts import find_sites
+from agentsd.hosts import EVERY_LEVEL, find_sites
 
 from .config import Backend, Settings
 from .errors import EvalError
@@ -224,7 +224,7 @@ _PARTS: dict[str, Callable[[Method, Any], AbstractContextManager[Reseed]]] = {
     **{name: partial(_agentsd, mode=mode) for name, mode in _MODES.items()},
     "deepcache": _deepcache,
     "limit": partial(_limit, levels=1),
-    "limit-all": partial(_limit, levels=99),
+    "limit-all": partial(_limit, levels=EVERY_LEVEL),
 }
 
 

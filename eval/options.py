@@ -58,3 +58,10 @@ Scopes = Annotated[
 Phases = Annotated[list[str] | None, typer.Option("--phase", help="early or late steps; repeat.")]
 Repeats = Annotated[int | None, typer.Option(help="Timed rounds; the median counts.")]
 Backends = Annotated[list[str] | None, typer.Option("--backend", help="sdpa or unfused; repeat.")]
+MeasuredSteps = Annotated[
+    int | None, typer.Option(help="Denoising steps that are measured, spread evenly from first to last.")
+]
+ExactTokens = Annotated[
+    int | None, typer.Option(help="Up to so many tokens all pairs of queries count; above, a seeded sample.")
+]
+Pairs = Annotated[int | None, typer.Option(help="Size of that sample for each layer, step and picture.")]

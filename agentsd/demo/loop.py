@@ -40,6 +40,8 @@ def compile_loss(loss: nn.Module) -> None:
     for module in loss.modules():
         if isinstance(module, Upsample2D):
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+    # Each graph that is cut at an upsampler meets its blocks in every shape.
+    torch._dynamo.config.recompile_limit = 64
     loss.compile(dynamic=False)
 
 

@@ -1,0 +1,26 @@
+"""Exact counts of work: multiply-adds of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+
+def multiply_adds(run: Callable[[], Any]) -> int:
+    """Multiply-adds of the matrix products, convolutions and attention in one call of `run`.
+
+    Only eager code is seen; fused attention on a CPU is counted as well.
+    """
+    cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    with FlopCounterMode(display=False, custom_mapping={cpu_attention: _cpu_attention_flop}) as counter:
+        run()
+    return counter.get_total_flops() // 2
+
+
+def _cpu_attention_flop(
+    query: torch.Size, key: torch.Size, value: torch.Size, *args: Any, out_val: Any = None, **kwargs: Any
+) -> int:
+    return sdpa_flop_count(query, key, value)

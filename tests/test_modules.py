@@ -1,0 +1,249 @@
+import math
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from agentsd.attention import agent_attention
+from agentsd.modules import CORES, build_core
+from agentsd.modules.attnzero import attnzero_attention
+from agentsd.modules.focused import focused_attention, focused_map
+from agentsd.pooling import agent_grid, pool_agents
+
+HEADS, DIM, GRID = 2, 3, (4, 5)
+SETTINGS = {"agent": {"grid": GRID, "agents": 6, "block_size": 3}, "focused": {}, "attnzero": {}}
+
+
+def qkv(height=4, width=5, dtype=torch.float64, batch=2):
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(3, batch, HEADS, height * width, DIM, generator=rng, dtype=torch.float64)
+    return [part.to(dtype) for part in x]
+
+
+def core(kind, dtype=torch.float64, **settings):
+    """A core whose parameters all differ from their first values."""
+    module = build_core(kind, HEADS, DIM, **(SETTINGS[kind] | settings)).to(dtype)
+    rng = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=rng, dtype=torch.float64))
+    return module
+
+
+def convolved(module, value, height, width):
+    """The depthwise convolution as a sum over its taps of shifted grids."""
+    weight, bias = module.convolution.conv.weight, module.convolution.conv.bias
+    side, grid = weight.shape[-1], value.unflatten(2, (height, width))
+    padded = torch.nn.functional.pad(grid, (0, 0, *[side // 2] * 4))
+    out = bias.view(HEADS, 1, 1, DIM).expand_as(grid).clone()
+    for y, x in product(range(side), range(side)):
+        out += weight[:, 0, y, x].view(HEADS, 1, 1, DIM) * padded[:, :, y : y + height, x : x + width]
+    return out.flatten(2, 3)
+
+
+def pooled(tokens, height, width, rows, cols):
+    """The mean of each window, from the floor of its first to the ceiling of its last border."""
+    grid, out = tokens.unflatten(2, (height, width)), []
+    for r, c in product(range(rows), range(cols)):
+        top, left = r * height // rows, c * width // cols
+        bottom, right = math.ceil((r + 1) * height / rows), math.ceil((c + 1) * width / cols)
+        out.append(grid[:, :, top:bottom, left:right].mean((2, 3)))
+    return torch.stack(out, 2)
+
+
+def resizing(size, length):
+    """(size, length) weights of linear interpolation between cell centres, flat beyond the outer ones."""
+    places = [min(max((i + 0.5) * length / size - 0.5, 0), length - 1) for i in range(size)]
+    weights = [[max(0, 1 - abs(at - j)) for j in range(length)] for at in places]
+    return torch.tensor(weights, dtype=torch.float64)
+
+
+def bias_table(bias, height, width):
+    """(heads, n, N): the row, the column and the block part, summed."""
+    row = torch.einsum("yi,hnik->hny", resizing(height, bias.row.shape[2]), bias.row)
+    column = torch.einsum("xi,hnki->hnx", resizing(width, bias.column.shape[3]), bias.column)
+    side = bias.block.shape[2]
+    block = torch.einsum("yi,xj,hnij->hnyx", resizing(height, side), resizing(width, side), bias.block)
+    cells = product(range(height), range(width))
+    return torch.stack([row[:, :, y] + column[:, :, x] + block[:, :, y, x] for y, x in cells], 2)
+
+
+def agent_oracle(module, query, key, value, height, width):
+    agents = pooled(query, height, width, module.rows, module.cols)
+    b1, b2 = (bias_table(b, height, width) for b in (module.gather_bias, module.broadcast_bias))
+    gather = (torch.einsum("bhnd,bhtd->bhnt", agents, key) * DIM**-0.5 + b1).exp()
+    spread = (torch.einsum("bhtd,bhnd->bhtn", query, agents) * DIM**module.scale + b2.mT).exp()
+    spread, gather = (weights / weights.sum(3, keepdim=True) for weights in (spread, gather))
+    weights = torch.einsum("bhtn,bhns->bhts", spread, gather)
+    return weights @ value + convolved(module, value, height, width)
+
+
+def focused_oracle(module, query, key, value, height, width):
+    def phi(x):
+        x = (x * module.log_scale.exp()).clamp(min=0)
+        return x.norm(dim=3, keepdim=True) * torch.nan_to_num(x**3 / (x**3).norm(dim=3, keepdim=True))
+
+    similarity = torch.einsum("bhtd,bhsd->bhts", phi(query), phi(key))  # the N x N that the core avoids
+    weights = torch.nan_to_num(similarity / similarity.sum(3, keepdim=True))
+    return weights @ value + convolved(module, value, height, width)
+
+
+def attnzero_oracle(module, query, key, value, height, width):
+    out = torch.empty_like(query)
+    for index in product(range(len(query)), range(HEADS)):
+        q, k, v = query[index], key[index], value[index]
+        v = (v - v.min()) / (v.max() - v.min())
+        context = sum(torch.where(row > 0, row + 1, row.exp()).outer(x) for row, x in zip(k, v, strict=True))
+        context = torch.stack([row / row.norm() for row in context])
+        mixed = [row / row.norm() @ context for row in q]
+        out[index] = torch.stack([row * m / m.norm() for row, m in zip(q, mixed, strict=True)])
+    return out
+
+
+ORACLES = {"agent": agent_oracle, "focused": focused_oracle, "attnzero": attnzero_oracle}
+
+
+@pytest.mark.parametrize(("height", "width"), [GRID, (7, 3)])
+@pytest.mark.parametrize("kind", CORES)
+def test_each_core_is_its_formula(kind, height, width):
+    """At the grid it was made for, and at a taller and narrower one."""
+    module, inputs = core(kind), qkv(height, width)
+    expected = ORACLES[kind](module, *inputs, height, width).detach()
+    torch.testing.assert_close(module(*inputs, height, width), expected, rtol=0, atol=1e-11)
+    singles = module.float()(*(x.float() for x in inputs), height, width)
+    torch.testing.assert_close(singles.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "k"), [(torch.float32, 0.075), (torch.float64, 0.09375)])
+def test_a_new_agent_core_is_the_training_free_form(dtype, k):
+    query, key, value = qkv(8, 12, dtype)
+    agents = pool_agents(query, 8, 12, *agent_grid(9, 8, 12))
+    expected = agent_attention(query, key, value, agents, k, -0.15)
+    settings = {"grid": (8, 12), "agents": 9, "scale": -0.15, "k": k}
+    for bias, convolution in product((True, False), repeat=2):
+        module = build_core("agent", HEADS, DIM, bias=bias, convolution=convolution, **settings).to(dtype)
+        out = module(query, key, value, 8, 12)
+        torch.testing.assert_close(out, expected, rtol=0, atol=20 * torch.finfo(dtype).eps if bias else 0)
+        assert [module.gather_bias is not None, module.broadcast_bias is not None] == [bias, bias]
+        assert (module.convolution is not None) == convolution
+
+
+def test_from_scratch_starts_as_the_paper_trains():
+    module = build_core("agent", 8, 40, grid=(32, 32), from_scratch=True)
+    tables = torch.cat([p.flatten() for n, p in module.named_parameters() if "_bias." in n])
+    assert tables.std().item() == pytest.approx(0.02, rel=0.03)
+    assert module.convolution.conv.weight.count_nonzero() == 320 * 9
+
+
+def test_bias_tables_are_exact_at_their_grid_and_bounded_at_twice_its_size():
+    bias = core("agent", grid=(3, 3)).gather_bias  # with blocks of 3 x 3 nothing is resized
+    assert torch.equal(bias(3, 3), (bias.row + bias.column + bias.block).flatten(2))
+    double = bias(6, 6)
+    assert double.shape == (HEADS, 6, 36)
+    assert double.abs().max() <= sum(part.abs().max() for part in bias.parameters())
+
+
+def test_agent_grids_and_pooling():
+    grids = {(49, 64, 64): (7, 7), (256, 64, 64): (16, 16), (15, 64, 64): (4, 3), (49, 2, 200): (1, 49),
+             (99, 4, 5): (4, 5), (256, 96, 64): (19, 13), (1, 9, 9): (1, 1)}  # fmt: skip
+    assert {given: agent_grid(*given) for given in grids} == grids
+    given = (qkv(7, 5)[0], 7, 5, 3, 2)
+    torch.testing.assert_close(pool_agents(*given), pooled(*given), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 8.5])
+def test_the_focused_map_keeps_the_norm_and_sharpens(p):
+    x = torch.tensor([[3.0, 4.0, -7.0], [0.0, -1.0, -2.0]], dtype=torch.float64)
+    y = focused_map(x, p)
+    assert y[0].norm().item() == pytest.approx(5)
+    assert (y[0, 1] / y[0, 0]).item() == pytest.approx((4 / 3) ** p)
+    assert y[0, 2] == 0
+    assert y[1].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("kind", CORES)
+def test_cost_is_linear_in_the_tokens(kind):
+    """FLOPs double with the width; the plain kernel, since the counter does not know the CPU's fused one."""
+
+    def flops(width):
+        module, inputs = core(kind), qkv(8, width)
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            module(*inputs, 8, width)
+        return counter.get_total_flops()
+
+    assert flops(32) == 2 * flops(16) > 0
+
+
+@pytest.mark.parametrize("kind", CORES)
+def test_gradients(kind):
+    """Of the inputs and of every parameter, which gradcheck moves in place."""
+    module = core(kind)
+    leaves = (*(x.requires_grad_() for x in qkv(3, 2, batch=1)), *module.parameters())
+    assert torch.autograd.gradcheck(lambda *x: module(*x[:3], 3, 2), leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("kind", CORES)
+def test_compiles_to_one_graph(kind):
+    torch.compiler.reset()
+    module, counter = core(kind, torch.float32), CompileCounter()
+    compiled = torch.compile(module, fullgraph=True, backend=counter)
+    inputs = (*qkv(dtype=torch.float32), *GRID)
+    assert torch.equal(compiled(*inputs), module(*inputs))
+    assert torch.equal(compiled(*inputs), module(*inputs))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(torch.bfloat16, 300), (torch.float16, 300), (torch.float32, 1e5), (torch.float32, 0)]
+)
+@pytest.mark.parametrize("kind", CORES)
+def test_large_and_absent_features_stay_finite(kind, dtype, size):
+    """Forward and backward; values stay moderate, since an average of them must fit."""
+    module, sizes = core(kind, dtype), (size, size, min(size, 1))
+    inputs = [(x * by).requires_grad_() for x, by in zip(qkv(16, 16, dtype), sizes, strict=True)]
+    out = module(*inputs, 16, 16)
+    out.float().square().mean().backward()
+    assert out.dtype == dtype
+    assert all(x.isfinite().all() for x in (out, *(leaf.grad for leaf in (*inputs, *module.parameters()))))
+
+
+@pytest.mark.parametrize("kind", CORES)
+def test_autocast_agrees_with_single_precision(kind):
+    module, inputs = core(kind, torch.float32), qkv(dtype=torch.float32)
+    expected = module(*inputs, *GRID)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(module(*inputs, *GRID).float(), expected, rtol=0.05, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "function"), [("focused", partial(focused_attention, p=3)), ("attnzero", attnzero_attention)]
+)
+def test_linear_cores_compute_in_single_precision(kind, function):
+    settings = {"convolution": False} if kind == "focused" else {}
+    inputs, module = [30 * x for x in qkv(dtype=torch.bfloat16)], build_core(kind, HEADS, DIM, **settings)
+    expected = function(*(x.float() for x in inputs)).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(module(*inputs, *GRID), expected)
+    assert torch.equal(module.bfloat16()(*inputs, *GRID), expected)
+
+
+@pytest.mark.parametrize("kind", CORES)
+def test_errors_name_the_numbers(kind):
+    module, (query, key, value) = core(kind), qkv()
+    with pytest.raises(ValueError, match=r"got \(2, 2, 20, 3\), need \(B, heads=2, N=24, head_dim=3\)"):
+        module(query, key, value, 4, 6)
+    with pytest.raises(ValueError, match=r"got \(2, 2, 19, 3\).*N=20"):
+        module(query, key[:, :, :-1], value, *GRID)
+
+
+def test_errors_of_the_constructors():
+    with pytest.raises(ValueError, match="kind='flash': choose one of agent, focused, attnzero"):
+        build_core("flash", HEADS, DIM)
+    with pytest.raises(ValueError, match="kernel_size=4: pass an odd one"):
+        build_core("focused", HEADS, DIM, kernel_size=4)
+    with pytest.raises(ValueError, match="agents=0, grid 4 x 5: pass 1 or more"):
+        build_core("agent", HEADS, DIM, grid=GRID, agents=0)
