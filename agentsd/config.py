@@ -11,6 +11,7 @@ from typing import Any
 
 CHOICES = {
     "mode": ("exact", "fast", "turbo"),
+    "attention": ("agent", "module", "focused", "attnzero"),
     "agents": ("merge", "pool"),
     "schedule": ("early", "distance"),
     "schedule_per": ("batch", "sample"),
@@ -35,6 +36,10 @@ class AgentConfig:
         mode: "exact" is the paper to the letter. "fast" ranks the tokens once for all layers of a level,
             takes the second finest level too, and bounds the agents (see `agentsd.plan.MAX_AGENTS`).
             "turbo" also runs the feed-forward layers of these blocks on merged tokens in early steps.
+        attention: "agent" needs no training. The others are modules to be trained (`agentsd.modules`), on all
+            tokens of the steps that run agents: "module" (Agent Attention, Eq. 6, which starts as "agent"
+            with agents="pool" and ratio=0), "focused" (FLatten) and "attnzero".
+        parts: of these modules, "bias" and "convolution"; leave one out for an ablation.
         agents: where the agents come from: "merge" (the token ranking, as AgentSD) or "pool" (averages over
             the grid of queries, as the mediators of "Efficient Diffusion Transformer with Step-wise Dynamic
             Attention Mediators", ECCV 2024).
@@ -68,6 +73,8 @@ class AgentConfig:
     scale: float = -0.15
     early_frac: float = 0.4
     mode: str = "exact"
+    attention: str = "agent"
+    parts: tuple[str, ...] = ("bias", "convolution")
     agents: str = "merge"
     agent_counts: tuple[int, ...] = ()
     schedule: str = "early"
@@ -113,6 +120,8 @@ class AgentConfig:
         for name, choices in CHOICES.items():
             value = getattr(self, name)
             _check(name, value, value in choices, "choose " + " or ".join(map(repr, choices)))
+        known = {"bias", "convolution"}
+        _check("parts", self.parts, set(self.parts) <= known, "leave out 'bias' or 'convolution', no more")
         self._check_stages()
 
     def _check_stages(self) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from .adapter import FILE_NAME as WEIGHTS
+from .adapter import attach_core, detach_core, load_weights, restore_weights, save_weights, weights_of
 from .config import AgentConfig
 from .hosts import EVERY_LEVEL, Site, find_model, find_sites, is_plain, is_tomesd_block, latent_and_timestep
 from .layers import LayerConfigs, load_config
@@ -29,6 +31,8 @@ def apply_agentsd(
     early_frac: float = AgentConfig.early_frac,
     *,
     mode: str = AgentConfig.mode,
+    attention: str = AgentConfig.attention,
+    parts: Sequence[str] = AgentConfig.parts,
     agents: str = AgentConfig.agents,
     agent_counts: Sequence[int] = AgentConfig.agent_counts,
     schedule: str = AgentConfig.schedule,
@@ -53,8 +57,8 @@ def apply_agentsd(
         pipe: a diffusers pipeline with a `unet` (or a DiT or PixArt one), or the model itself.
         ratio, k, scale, early_frac and all up to seed: see `AgentConfig`.
         config: in place of all these settings, an `AgentConfig`, or a file or folder that holds one
-            (`agentsd.json`, as beside a DreamBooth model); or settings layer by layer (`LayerConfigs`, or
-            the YAML file of one).
+            (`agentsd.json`, as beside a DreamBooth model; trained weights beside it, `agentsd.safetensors`,
+            are loaded); or settings layer by layer (`LayerConfigs`, or the YAML file of one).
 
     Returns:
         A handle: `handle.remove()` undoes the patch, and so does leaving a `with apply_agentsd(pipe):` block.
@@ -71,6 +75,8 @@ def apply_agentsd(
         scale=scale,
         early_frac=early_frac,
         mode=mode,
+        attention=attention,
+        parts=tuple(parts),
         agents=agents,
         agent_counts=tuple(agent_counts),
         schedule=schedule,
@@ -90,7 +96,9 @@ def apply_agentsd(
         config = settings
     elif settings != AgentConfig():
         raise ValueError(f"config={config!r} holds all settings: pass it alone, or leave it out")
-    elif not isinstance(config, AgentConfig | LayerConfigs):
+    trained = None
+    if isinstance(config, str | Path):
+        trained = Path(config) if (Path(config) / WEIGHTS).exists() else None
         config = load_config(config)
     unet = find_model(pipe)
     sites = _sites_of(unet, config)
@@ -99,6 +107,12 @@ def apply_agentsd(
     remove_agentsd(unet)
     handle = AgentHandle(config, pipe if pipe is not unet else None, sites)
     handle._attach(unet, sites)
+    if trained is not None:
+        try:
+            handle._load(trained)
+        except ValueError:
+            handle.remove()
+            raise
     return handle
 
 
@@ -149,6 +163,7 @@ class AgentHandle:
         if shared.schedule == "distance":
             each = shared.schedule_per == "sample"
             self._distance = LatentDistance(shared.agent_counts, shared.thresholds, each)
+        self._replaced: dict[str, torch.Tensor] = {}
         self._said: set[str] = set()
 
     def remove(self) -> None:
@@ -156,6 +171,22 @@ class AgentHandle:
         unet = self._unet() if self._unet is not None else None
         if unet is not None and getattr(unet, "_agentsd", None) is self:
             self._detach(unet)
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """What to train: the patched layers' projections and, where settings ask for one, their module."""
+        return list(weights_of(self._named_layers()).values())
+
+    def save(self, folder: str | Path) -> None:
+        """Write the settings and the patched layers' weights, for `apply_agentsd(pipe, config=folder)`.
+
+        Raises:
+            ValueError: the settings are layer by layer; those have a file of their own.
+        """
+        if not isinstance(self.config, AgentConfig):
+            raise ValueError("settings by layer are saved by LayerConfigs.save(path), without weights")
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self.config.save(folder)
+        save_weights(self._named_layers(), folder)
 
     def __enter__(self) -> AgentHandle:
         return self
@@ -168,12 +199,20 @@ class AgentHandle:
     def __repr__(self) -> str:
         return f"AgentHandle({self.config}, {len(self.layer_names)} layers)"
 
+    def _named_layers(self) -> list[tuple[str, Any]]:
+        return [(layer.name, attn) for attn, layer in self._layers]
+
+    def _load(self, folder: Path) -> None:
+        self._replaced = load_weights(self._named_layers(), folder)
+
     def _attach(self, unet: Any, sites: list[Site]) -> None:
         self._unet = weakref.ref(unet)
         unet._agentsd = self
         for site, (attn, layer) in zip(sites, self._layers, strict=True):
             attn._agentsd = layer
             self._claim(attn, layer)
+            if layer.group.config.attention != "agent":
+                attach_core(site, layer.group.config, unet.config.sample_size)
             self._hooks.append(site.block.norm1.register_forward_pre_hook(layer.see))
             if layer.group.config.mode == "turbo":
                 self._hooks.append(site.block.norm3.register_forward_hook(layer.merge_feed_forward))
@@ -185,7 +224,9 @@ class AgentHandle:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        restore_weights(self._named_layers(), self._replaced)
         for attn, layer in self._layers:
+            detach_core(attn)
             self._claim(attn, layer)
             attn.set_processor(_unwrapped(attn.processor))
             del attn._agentsd

@@ -84,6 +84,9 @@ class Group:
         if self.phase == STOCK or min(self.grid) < stride:  # no whole cell
             self.phase = STOCK
             return
+        if self.phase == AGENT and config.attention != "agent":
+            self.cuts = Cuts(None, None)
+            return
         if self.phase == AGENT and config.agents == "pool":
             self._plan_pool(latent, agents, stride)
             if self.ratio == 0:

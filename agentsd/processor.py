@@ -9,6 +9,7 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor
 from torch.nn import Module
 
+from .adapter import CORE
 from .attention import agent_attention
 from .config import AgentConfig
 from .merging import Cut, merge, unmerge
@@ -90,6 +91,9 @@ class AgentAttnProcessor:
             layer.mismatch = hidden_states.shape[1]
             return self.wrapped(attn, hidden_states, None, None, *args, **kwargs)
 
+        core = getattr(attn, CORE, None)
+        if core is not None and group.phase == AGENT:
+            return _attend_with(core, attn, hidden_states, *group.grid)
         tokens = merge(hidden_states, cuts.tokens) if cuts.tokens else hidden_states
         if cuts.agents:
             out = _attend(attn, tokens, merge(hidden_states, cuts.agents), group.config)
@@ -105,19 +109,37 @@ def _attend(
     attn: Attention, tokens: Tensor, agents: Tensor, config: AgentConfig, mask: Tensor | None = None
 ) -> Tensor:
     """The layer's own projections and norms around `agent_attention`: (B, M, C) -> (B, M, C)."""
-    query, agent = attn.to_q(tokens), attn.to_q(agents)
-    key, value = attn.to_k(tokens), attn.to_v(tokens)
-    query, key, value, agent = (
-        x.unflatten(2, (attn.heads, -1)).transpose(1, 2) for x in (query, key, value, agent)
-    )
+    query, key, value = _project(attn, tokens)
+    agent = _heads(attn, attn.to_q(agents))
     if attn.norm_q is not None:
-        query, agent = attn.norm_q(query), attn.norm_q(agent)
-    if attn.norm_k is not None:
-        key = attn.norm_k(key)
+        agent = attn.norm_q(agent)
     dtype = value.dtype
     if attn.upcast_attention or attn.upcast_softmax:
         query, key, value, agent = (x.float() for x in (query, key, value, agent))
     out = agent_attention(query, key, value, agent, config.k, config.scale, mask)
-    out = out.transpose(1, 2).flatten(2).to(dtype)
+    return _project_out(attn, out.to(dtype))
+
+
+def _attend_with(core: Any, attn: Attention, tokens: Tensor, height: int, width: int) -> Tensor:
+    """The layer's own projections and norms around a trainable module: (B, N, C) -> (B, N, C)."""
+    return _project_out(attn, core(*_project(attn, tokens), height, width))
+
+
+def _project(attn: Attention, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value (B, heads, M, d) of tokens (B, M, C)."""
+    query, key, value = (_heads(attn, to(tokens)) for to in (attn.to_q, attn.to_k, attn.to_v))
+    if attn.norm_q is not None:
+        query = attn.norm_q(query)
+    if attn.norm_k is not None:
+        key = attn.norm_k(key)
+    return query, key, value
+
+
+def _project_out(attn: Attention, out: Tensor) -> Tensor:
+    out = out.transpose(1, 2).flatten(2)
     out = attn.to_out[1](attn.to_out[0](out))  # linear, dropout
     return out / attn.rescale_output_factor
+
+
+def _heads(attn: Attention, x: Tensor) -> Tensor:
+    return x.unflatten(2, (attn.heads, -1)).transpose(1, 2)

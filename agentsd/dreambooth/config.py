@@ -61,6 +61,8 @@ class DreamBoothConfig(BaseModel):
     k: float = 0.075
     scale: float = -0.15
     apply: Apply = "train+generate"
+    attention: Literal["agent", "module", "focused", "attnzero"] = "agent"
+    """The last three are modules that are trained with the U-Net; see `AgentConfig.attention`."""
 
     @model_validator(mode="after")
     def _together(self) -> DreamBoothConfig:
@@ -68,13 +70,22 @@ class DreamBoothConfig(BaseModel):
             raise ValueError("with_prior_preservation needs class_data_dir and class_prompt")
         if self.lora_rank is not None and self.train_text_encoder:
             raise ValueError("lora_rank trains the U-Net's attention alone: leave out train_text_encoder")
+        if self.attention != "agent" and (self.lora_rank is not None or self.apply != "train+generate"):
+            raise ValueError(f"attention={self.attention!r} is trained: leave out lora_rank and apply")
         self.agent  # noqa: B018  (its own checks)
         return self
 
     @property
     def agent(self) -> AgentConfig:
         """Agent attention in all steps; cells are random at batch 1 (training) as at batch 2 (guidance)."""
-        return AgentConfig(ratio=self.ratio, k=self.k, scale=self.scale, early_frac=1.0, cells="random")
+        return AgentConfig(
+            ratio=self.ratio,
+            k=self.k,
+            scale=self.scale,
+            early_frac=1.0,
+            cells="random",
+            attention=self.attention,
+        )
 
 
 def read_yaml(path: Path) -> dict[str, object]:

@@ -59,9 +59,9 @@ class Run:
         config, accelerator = self.config, self.accelerator
         self.pipe = self._load()
         pictures = self._pictures()
-        modules, parameters = self._trainable()
         if config.apply == "train+generate":
-            apply_agentsd(self.pipe.unet, config=config.agent)
+            self.handle = apply_agentsd(self.pipe.unet, config=config.agent)
+        modules, parameters = self._trainable()
         optimizer = self._optimizer(parameters)
         rate = get_scheduler(
             config.lr_scheduler,
@@ -222,6 +222,8 @@ class Run:
         with self.accelerator.autocast():
             made = generate(pipe, prompt, config.num_validation_images, config)
         save_sheet(made, config.output_dir / "sheet.png")
+        if config.attention != "agent":
+            self.handle.save(config.output_dir)
         remove_agentsd(pipe.unet)
         if config.lora_rank is not None:
             from peft import get_peft_model_state_dict
