@@ -39,7 +39,9 @@ def attach_core(site: Site, config: AgentConfig, sample_size: int | Sequence[int
         settings = {"convolution": parts["convolution"]}
     kind = {"module": "agent"}.get(config.attention, config.attention)
     weight = _linear(attn, "to_q").weight
-    core = build_core(kind, attn.heads, weight.shape[0] // attn.heads, **settings)
+    with torch.random.fork_rng(devices=[]):  # the same start each time, and the user's random state as it was
+        torch.manual_seed(config.seed)
+        core = build_core(kind, attn.heads, weight.shape[0] // attn.heads, **settings)
     attn.add_module(CORE, core.to(weight.device, weight.dtype))
 
 

@@ -36,20 +36,41 @@ class Settings(BaseModel):
     guidance_scale: float = Field(7.5, ge=0)
     agent: dict[str, Any] = Field(default_factory=dict)
     """Settings of `agentsd.apply_agentsd` other than `ratio`; what is left out keeps its own default."""
+    named: dict[str, dict[str, Any] | Path] = Field(default_factory=dict)
+    """More methods by a name of one's own: settings of `agentsd.apply_agentsd`, or what its `config` takes (a
+    file of settings by layer, or a folder with trained attention). They have no ratio but their own."""
     cache_interval: int = Field(3, ge=1)
     """DeepCache runs the whole U-Net at every so many steps."""
 
     @field_validator("agent")
     @classmethod
     def _known_agent_settings(cls, agent: dict[str, Any]) -> dict[str, Any]:
-        known = {field.name for field in fields(AgentConfig)} - {"ratio"}
-        if unknown := sorted(set(agent) - known):
-            raise ValueError(f"unknown {unknown}; known: {', '.join(sorted(known))}")
-        try:
-            AgentConfig(**agent)
-        except TypeError as error:
-            raise ValueError(str(error)) from error
-        return agent
+        if "ratio" in agent:
+            raise ValueError("the ratio is an option of its own")
+        return _agent_settings(agent)
+
+    @field_validator("named")
+    @classmethod
+    def _known_named_settings(cls, named: dict[str, dict[str, Any] | Path]) -> dict[str, Any]:
+        for name, settings in named.items():
+            if "+" in name or not name.isprintable() or "/" in name:
+                raise ValueError(f"the name {name!r} holds a '+', a '/' or a line break")
+            if isinstance(settings, dict):
+                _agent_settings(settings)
+            elif not settings.exists():
+                raise ValueError(f"{name}: {settings} isn't there")
+        return named
+
+
+def _agent_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    known = {field.name for field in fields(AgentConfig)}
+    if unknown := sorted(set(settings) - known):
+        raise ValueError(f"unknown {unknown}; known: {', '.join(sorted(known))}")
+    try:
+        AgentConfig(**settings)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+    return settings
 
 
 class SamplingSettings(Settings):
@@ -195,6 +216,9 @@ def load_settings(kind: type[SettingsT], path: Path | None, overrides: Mapping[s
     for key in _INPUT_FILES & set(values):
         if isinstance(values[key], str) and path:
             values[key] = path.parent / values[key]
+    for name, settings in (values.get("named") or {}).items():
+        if isinstance(settings, str) and path:
+            values["named"][name] = path.parent / settings
     given = {key: value for key, value in overrides.items() if value is not None}
     if "agent" in given:
         given["agent"] = {**values.get("agent", {}), **given["agent"]}

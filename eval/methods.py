@@ -1,9 +1,12 @@
 """The methods a row can name: each is applied to a pipeline for the length of a `with` block."""
 
+import hashlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import tomesd
@@ -30,6 +33,8 @@ class Method:
     backend: Backend = "sdpa"
     agent: tuple[tuple[str, Any], ...] = ()
     cache_interval: int = 3
+    config: Path | None = None
+    """What `apply_agentsd` takes in place of settings, for a part that has a name of the user's own."""
 
     @property
     def name(self) -> str:
@@ -42,7 +47,9 @@ class Method:
         words = [self.name]
         if self.ratio is not None:
             words.append(f"r{self.ratio:g}")
-        words += [f"{key}{value}" for key, value in self.agent]
+        words += [re.sub(r"[^\w.-]+", "_", f"{key}{value}") for key, value in self.agent]
+        if self.config is not None:
+            words.append(_content(self.config))
         if "deepcache" in self.parts:
             words.append(f"n{self.cache_interval}")
         words.append(self.backend)
@@ -64,7 +71,7 @@ class Method:
         with ExitStack() as stack:
             stack.enter_context(_attention_backend(pipe, self.backend))
             for part in self.parts:
-                reseeds.append(stack.enter_context(_PARTS[part](self, pipe)))
+                reseeds.append(stack.enter_context(_PARTS.get(part, _named)(self, pipe)))
 
             def reseed_all(seed: int) -> None:
                 for reseed in reseeds:
@@ -81,10 +88,10 @@ def parse_method(
     A method that merges nothing drops the ratio. Raises EvalError on an unknown name.
     """
     parts = () if text == "stock" else tuple(text.split("+"))
-    if unknown := [part for part in parts if part not in _PARTS]:
+    if unknown := [part for part in parts if part not in {*_PARTS, *settings.named}]:
         raise EvalError(
-            f"unknown method {unknown[0]!r} in {text!r}; use stock, {', '.join(_PARTS)} or a composition "
-            "such as agentsd+deepcache"
+            f"unknown method {unknown[0]!r} in {text!r}; use stock, "
+            f"{', '.join([*_PARTS, *settings.named])} or a composition such as agentsd+deepcache"
         )
     attending = [part for part in parts if part != "deepcache"]
     if len(set(parts)) < len(parts) or len(attending) > 1:
@@ -93,8 +100,12 @@ def parse_method(
         )
     if not set(attending) & {"tomesd", *_MODES}:
         ratio = None
-    agent = tuple(sorted(settings.agent.items())) if set(parts) & set(_MODES) else ()
-    return Method(parts, ratio, backend or settings.backend, agent, settings.cache_interval)
+    agent = settings.agent if set(parts) & set(_MODES) else {}
+    config = None
+    for own in (settings.named[part] for part in parts if part not in _PARTS):
+        agent, config = (own, None) if isinstance(own, dict) else ({}, own)
+    frozen = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in sorted(agent.items()))
+    return Method(parts, ratio, backend or settings.backend, frozen, settings.cache_interval, config)
 
 
 def expand(names: Sequence[str], ratios: Sequence[float], settings: Settings) -> list[Method]:
@@ -171,6 +182,24 @@ def _agentsd(method: Method, pipe: Any, mode: str | None) -> Iterator[Reseed]:
         yield _nothing
     finally:
         remove_agentsd(pipe)
+
+
+@contextmanager
+def _named(method: Method, pipe: Any) -> Iterator[Reseed]:
+    try:
+        apply_agentsd(pipe, config=method.config, **dict(method.agent))
+    except (TypeError, ValueError, OSError) as error:
+        raise EvalError(f"{method.label}: {error}") from error
+    try:
+        yield _nothing
+    finally:
+        remove_agentsd(pipe)
+
+
+def _content(path: Path) -> str:
+    """A short hash of a file, or of the settings and weights in a folder."""
+    files = [path] if path.is_file() else sorted(path.glob("agentsd.*"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
 
 
 @contextmanager

@@ -33,7 +33,12 @@ def test_the_module_starts_as_pooled_agents():
 @pytest.mark.parametrize("attention", TRAINED)
 def test_applied_and_removed(pipe, sample, attention):
     before, weights, picture = snapshot(pipe.unet), everything(pipe.unet), sample(pipe)
+    state = torch.get_rng_state()
+    with apply_agentsd(pipe, attention=attention, late="none"):
+        applied = sample(pipe)
+    assert torch.equal(torch.get_rng_state(), state)
     with apply_agentsd(pipe, attention=attention, late="none") as handle:
+        assert torch.equal(sample(pipe), applied)  # starts the same each time
         assert not torch.equal(sample(pipe), picture)
         assert len(handle.parameters()) >= 4 * len(handle.layer_names)
     assert snapshot(pipe.unet) == before

@@ -158,6 +158,18 @@ def test_other_ways_to_train(settings, model, changes):
     assert moved == ("train_text_encoder" in changes)
 
 
+@pytest.mark.parametrize("attention", ["module", "focused"])
+def test_trainable_attention_is_trained_and_comes_back(settings, model, attention):
+    folder = Run(settings(attention=attention)).train()
+    pipe = StableDiffusionPipeline.from_pretrained(folder)
+    start = apply_agentsd(StableDiffusionPipeline.from_pretrained(model), attention=attention)
+    untrained = [p.clone() for p in start.parameters()]
+    handle = apply_agentsd(pipe, config=folder)
+    assert handle.config.attention == attention
+    moved = [not torch.equal(a, b) for a, b in zip(handle.parameters(), untrained, strict=True)]
+    assert all(moved)
+
+
 def loss_and_gradients(checkpointing, prior=None, pixels=None):
     unet = make_unet().train()
     apply_agentsd(unet, early_frac=1.0, cells="random")

@@ -13,6 +13,8 @@ from diffusers import DDIMScheduler, HeunDiscreteScheduler, PNDMScheduler
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from tiny import BETAS, make_sdxl_unet, make_unet
 
+from agentsd import apply_agentsd
+
 SETTINGS = CompareSettings()
 EVERY = (
     "stock",
@@ -135,3 +137,25 @@ def test_deepcache_is_refused_where_it_would_mistake_its_step() -> None:
     check_scheduler(Method(("agentsd",), 0.5), HeunDiscreteScheduler(**BETAS), 20)
     with pytest.raises(EvalError, match=r"DeepCache mistakes call .* use --scheduler ddim"):
         check_scheduler(three, HeunDiscreteScheduler(**BETAS), 20)
+
+
+def test_methods_by_a_name_of_ones_own(pipe: Any, sample: Any, tmp_path: Any) -> None:
+    with apply_agentsd(pipe, attention="focused", early_frac=1.0) as handle:
+        handle.save(tmp_path / "focused")
+        expected = sample(pipe)
+    settings = CompareSettings(
+        named={"few": {"agents": "pool", "agent_counts": [4]}, "mine": tmp_path / "focused"}
+    )
+    few, mine = parse_method("few", 0.5, settings), parse_method("mine+deepcache", 0.5, settings)
+    assert (few.label, mine.name, few.ratio) == ("few", "mine+deepcache", None)
+    with few.applied(pipe):
+        assert pipe.unet._agentsd.config.agent_counts == (4,)
+    with parse_method("mine", 0.5, settings).applied(pipe):
+        assert torch.equal(sample(pipe), expected)
+    before = mine.key
+    (tmp_path / "focused" / "agentsd.json").write_text("{}")
+    assert mine.key != before  # other settings, other pictures
+    with pytest.raises(EvalError, match=r"mine\+deepcache: .* does not fit"), mine.applied(pipe):
+        pass
+    with pytest.raises(EvalError, match=r"stock, tomesd, .*, few, mine or"):
+        parse_method("mien", 0.5, settings)
