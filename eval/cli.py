@@ -1,6 +1,7 @@
 """The command line of `agentsd-eval`: options in, one function call, tables out."""
 
 import functools
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,9 +18,11 @@ from .config import (
     CompareSettings,
     FidSettings,
     LatencySettings,
+    MediatorSettings,
     ProfileSettings,
     RedundancySettings,
     RunSettings,
+    SubjectSettings,
     load_settings,
 )
 from .errors import EvalError
@@ -201,18 +204,19 @@ def profile(
     console.print(f"figures: {settings.out}", soft_wrap=True)
 
 
-def _run_table(settings: RunSettings, methods: list[Method], name: str) -> None:
+def _run_table(settings: RunSettings, methods: list[Method], name: str) -> list[results.Row]:
     from . import table as job
 
     rows = job.run(settings, methods, name, console)
     if not rows:
-        return
+        return rows
     for title, columns in job.tables_of(rows, settings.features).items():
         console.print(results.to_terminal(title, rows, columns))
     console.print(job.NOTE)
     if advice := job.plan(rows):
         console.print(advice)
     console.print(f"figures: {settings.out}", soft_wrap=True)
+    return rows
 
 
 @app.command()
@@ -286,6 +290,45 @@ def ablate(
 
 @app.command()
 @clear_errors
+def mediators(
+    config: o.Config = None,
+    model: o.Model = None,
+    mediator_counts: o.MediatorCounts = None,
+    mediator_step: o.MediatorStep = None,
+    images: o.Images = None,
+    batch_size: o.BatchSize = None,
+    prompts: o.Prompts = None,
+    classes: o.Classes = None,
+    reference: o.Reference = None,
+    features: o.Features = None,
+    inception_weights: o.InceptionWeights = None,
+    clip: o.Clip = None,
+    out: o.RunOut = None,
+    steps: o.Steps = None,
+    guidance_scale: o.Guidance = None,
+    scheduler: o.SchedulerName = None,
+    seed: o.Seed = None,
+    height: o.Height = None,
+    width: o.Width = None,
+    device: o.Device = None,
+    dtype: o.Precision = None,
+    backend: o.Backend = None,
+    agent: o.Agent = None,
+) -> None:
+    """Search when the number of pooled agents should grow: distance against multiply-adds, drawn."""
+    settings = load_settings(MediatorSettings, config, given(locals()))
+    from . import mediators as job
+
+    rows = _run_table(settings, job.methods_of(settings), "mediators")
+    if any(row.get("frechet") is not None for row in rows):
+        picture = io.BytesIO()
+        job.draw(rows, settings.features).savefig(picture, format="png", dpi=150)
+        output.write_bytes(settings.out / "mediators.png", picture.getvalue())
+        console.print(f"plot: {settings.out / 'mediators.png'}", soft_wrap=True)
+
+
+@app.command()
+@clear_errors
 def redundancy(
     config: o.Config = None,
     model: o.Model = None,
@@ -321,6 +364,40 @@ def redundancy(
     console.print(job.summary(rows, settings))
     console.print(job.note(rows, settings))
     console.print(f"map and figures: {settings.out}", soft_wrap=True)
+
+
+@app.command()
+@clear_errors
+def subject(
+    config: o.Config = None,
+    model: o.Model = None,
+    subject: o.Subject = None,
+    instance_prompt: o.InstancePrompt = None,
+    class_prompt: o.ClassPrompt = None,
+    ratio: o.Ratio = None,
+    train_steps: o.TrainSteps = None,
+    learning_rate: o.LearningRate = None,
+    class_images: o.ClassImages = None,
+    images: Annotated[int | None, typer.Option(help="Pictures of the subject for each row.")] = None,
+    other_prompts: o.OtherPrompts = None,
+    out: o.RunOut = None,
+    steps: o.Steps = None,
+    guidance_scale: o.Guidance = None,
+    scheduler: o.SchedulerName = None,
+    seed: o.Seed = None,
+    device: o.Device = None,
+    backend: o.Backend = None,
+    agent: o.Agent = None,
+) -> None:
+    """Teach the model a subject with and without agent attention, and compare how it draws it (Fig. 8)."""
+    settings = load_settings(SubjectSettings, config, given(locals()))
+    from . import subject as job
+
+    rows, told = job.run(settings, console)
+    console.print(job.summary(rows, settings))
+    for sentence in told:
+        console.print(sentence)
+    console.print(f"pictures and figures: {settings.out}", soft_wrap=True)
 
 
 @app.command()

@@ -119,6 +119,8 @@ class RunSettings(SamplingSettings):
     """pytorch-fid's weights; None lets pytorch-fid download them."""
     clip: str | None = None
     """Folder or hub id of a CLIP model, for the CLIP score."""
+    count_on: int = Field(1, ge=1)
+    """Multiply-adds are counted on so many pictures; they differ where the latent's distance decides."""
     bootstrap: int = Field(200, ge=2)
     out: Path = Path("runs/default")
 
@@ -128,6 +130,15 @@ class RunSettings(SamplingSettings):
         if "{cls}" not in template:
             raise ValueError("a template holds {cls}, where the class name goes")
         return template
+
+
+class MediatorSettings(RunSettings):
+    """The search over the latent-distance schedule of pooled agents."""
+
+    mediator_counts: tuple[Annotated[int, Field(ge=1)], ...] = Field((16, 64, 256), min_length=1)
+    """Agents in each stage, few first."""
+    mediator_step: float = Field(0.25, gt=0, le=1)
+    """Thresholds are tried at 1, 1 - step, ... 0 of the first distance; the paper's step is 0.1."""
 
 
 class CostSettings(Settings):
@@ -191,6 +202,37 @@ class RedundancySettings(SamplingSettings):
     out: Path = Path("outputs/redundancy")
 
 
+class SubjectSettings(SamplingSettings):
+    """A subject that the model never saw, taught to it with DreamBooth (Fig. 8, appendix B.4).
+
+    Sized for the embedded model; the paper trains SD 1.5 for 800 steps at 1e-6, and takes 100 DDIM steps.
+    """
+
+    scheduler: Scheduler = "ddim"
+    steps: int = Field(20, ge=1)
+    ratio: Ratio = 0.4
+    subject: Path | None = None
+    """Folder of the subject's pictures, 2 or more; None takes the embedded one."""
+    instance_prompt: str = "an emoji of a sks face"
+    class_prompt: str = "an emoji of a face"
+    train_steps: int = Field(300, ge=1)
+    learning_rate: float = Field(1e-4, gt=0)
+    class_images: int = Field(16, ge=1)
+    """Pictures of the class that prior preservation trains on, made by the model before its training."""
+    images: int = Field(8, ge=2)
+    """Pictures of the subject for each row."""
+    other_prompts: int = Field(16, ge=2)
+    """Captions that the model was trained on, one picture each for each row."""
+    out: Path = Path("runs/subject")
+
+    @field_validator("agent")
+    @classmethod
+    def _of_the_training(cls, agent: dict[str, Any]) -> dict[str, Any]:
+        if unknown := sorted(set(agent) - {"k", "scale"}):
+            raise ValueError(f"{unknown} can't be trained with; known: k, scale")
+        return agent
+
+
 class FidSettings(BaseModel):
     """Two folders of pictures."""
 
@@ -202,7 +244,7 @@ class FidSettings(BaseModel):
     device: str | None = None
 
 
-_INPUT_FILES = {"prompts", "classes", "reference", "inception_weights"}
+_INPUT_FILES = {"prompts", "classes", "reference", "inception_weights", "subject"}
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
 

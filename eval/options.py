@@ -49,6 +49,10 @@ Ratios = Annotated[list[float] | None, typer.Option("--ratio", help="Share of th
 Values = Annotated[
     list[float] | None, typer.Option("--value", help="A value to try; repeat. Default: the paper's.")
 ]
+MediatorCounts = Annotated[
+    list[int] | None, typer.Option("--count", help="Agents in a stage, few first; repeat.")
+]
+MediatorStep = Annotated[float | None, typer.Option("--threshold-step", help="Between thresholds, from 1 to 0.")]
 Arch = Annotated[str | None, typer.Option(help="sd15 or sdxl with random weights, in place of a model.")]
 Sizes = Annotated[list[int] | None, typer.Option("--size", help="Pixels on a side; repeat.")]
 Batches = Annotated[list[int] | None, typer.Option("--batch", help="Pictures at once; repeat.")]
@@ -65,3 +69,12 @@ ExactTokens = Annotated[
     int | None, typer.Option(help="Up to so many tokens all pairs of queries count; above, a seeded sample.")
 ]
 Pairs = Annotated[int | None, typer.Option(help="Size of that sample for each layer, step and picture.")]
+TrainSteps = Annotated[int | None, typer.Option(help="Training steps of each finetuning, at batch 1.")]
+LearningRate = Annotated[float | None, typer.Option(help="Learning rate of each finetuning.")]
+Subject = Annotated[
+    Path | None, typer.Option(help="Folder of 2 or more pictures of the subject; default: the embedded one.")
+]
+InstancePrompt = Annotated[str | None, typer.Option(help="The prompt that the subject is taught under.")]
+ClassPrompt = Annotated[str | None, typer.Option(help="The prompt whose pictures preserve the prior.")]
+ClassImages = Annotated[int | None, typer.Option(help="Pictures of the class, made before training.")]
+OtherPrompts = Annotated[int | None, typer.Option(help="Other prompts, one picture each for each row.")]

@@ -3,11 +3,14 @@
 import statistics
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate import PartialState
 from rich.console import Console
+
+from agentsd.cost import multiply_adds
 
 from . import metrics, results
 from .config import RunSettings
@@ -117,6 +120,7 @@ def _costs(
             wanted = [pictures[i % len(pictures)] for i in range(batch)]
             sample(pipe, method, wanted, settings)
 
+        counted = min(settings.count_on, len(pictures))
         rows.append(
             {
                 "seconds": statistics.median(e.seconds / e.batch_images for e in ours.values()),
@@ -124,6 +128,7 @@ def _costs(
                 "speedup": statistics.median(ratios) if ratios else None,
                 "speedup_batches": len(ratios),
                 "memory_per_image": memory_per_image(call, settings.batch_size, device),
+                "multiply_adds": multiply_adds(partial(call, counted)) // counted,
             }
         )
     return rows
@@ -180,6 +185,7 @@ def tables_of(rows: Sequence[Row], features: str | None) -> dict[str, list[Colum
             Column("s/img", figure("seconds", ".3f")),
             Column("CPU s/img", figure("cpu_seconds", ".3f")),
             Column(f"speed-up ({'wall' if on_gpu else 'CPU'} time)", figure("speedup", ".2f")),
+            Column("GMACs/img", _giga),
             Column("GB/img", figure("memory_per_image", ".2f", "n/a")),
         ],
     }
@@ -189,6 +195,10 @@ def tables_of(rows: Sequence[Row], features: str | None) -> dict[str, list[Colum
         for title, columns in tables.items()
     }
     return {title: [first, *columns] for title, columns in filled.items() if len(columns) > 0}
+
+
+def _giga(row: Row) -> str:
+    return "-" if row.get("multiply_adds") is None else f"{row['multiply_adds'] / 1e9:.1f}"
 
 
 def _kernel(row: Row) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+from PIL import Image
 from tiny import make_scheduler, make_text_encoder, make_tokenizer, make_unet, make_vae
 from transformers import CLIPTokenizer
 
@@ -67,3 +70,14 @@ def model_folder(make_pipeline: Callable[..., Any], tmp_path_factory: pytest.Tem
     folder = tmp_path_factory.mktemp("model")
     make_pipeline().save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nine pictures of noise, of two sizes."""
+    folder = tmp_path_factory.mktemp("photographs")
+    random = np.random.default_rng(0)
+    for i in range(9):
+        pixels = random.integers(0, 255, (40, 50 + i % 2, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i}.png")
+    return folder

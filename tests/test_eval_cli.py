@@ -28,17 +28,6 @@ def invoke(*arguments: Any, code: int = 0) -> str:
     return re.sub(r"\s+", " ", result.output)
 
 
-@pytest.fixture(scope="session")
-def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Nine pictures of noise, of two sizes."""
-    folder = tmp_path_factory.mktemp("photographs")
-    random = np.random.default_rng(0)
-    for i in range(9):
-        pixels = random.integers(0, 255, (40, 50 + i % 2, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{i}.png")
-    return folder
-
-
 def test_compare(model_folder: str, tmp_path: Path) -> None:
     out = tmp_path / "new" / "grid.png"
     printed = invoke(
@@ -230,7 +219,7 @@ def test_features_are_kept_under_the_pictures_content(photographs: Path, tmp_pat
         (("compare", "--agent", "k"), "--agent 'k' must be KEY=VALUE"),
         (
             ("compare", "--agent", "kk=1"),
-            "Value error, unknown ['kk']; known: agent_ratio",
+            "Value error, unknown ['kk']; known: agent_counts",
         ),
         (("compare", "--ratio", "0.9"), "ratio = 0.9: Input should be less than or equal to 0.75"),
         (("compare", "--model", "/no/such/model"), "can't load the model '/no/such/model'"),

@@ -1,0 +1,69 @@
+"""The search over when the number of agents grows (section 5.3 of the attention mediators paper)."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from .config import MediatorSettings
+from .errors import EvalError
+from .methods import Method, parse_method
+from .results import Row, distance_name
+
+
+def thresholds_of(stages: int, step: float) -> Iterator[tuple[float, ...]]:
+    """Yield every falling choice of `stages - 1` thresholds from {1, 1 - step, ..., 0}.
+
+    A threshold of 0 is never reached: its stage has no step, so fewer stages are among the choices.
+    """
+
+    def below(most: int, left: int) -> Iterator[tuple[float, ...]]:
+        if left == 0:
+            yield ()
+            return
+        for place in range(most, -1, -1):
+            for rest in below(place, left - 1):
+                yield (round(place * step, 6), *rest)
+
+    yield from below(round(1 / step), stages - 1)
+
+
+def methods_of(settings: MediatorSettings) -> list[Method]:
+    """Return stock, then pooled agents with each choice of thresholds."""
+    if "distance" in str(settings.agent.get("schedule", "")) or "thresholds" in settings.agent:
+        raise EvalError("--agent schedule and thresholds are what this command varies; leave them out")
+    shared = {"agents": "pool", "schedule": "distance", "agent_counts": list(settings.mediator_counts)}
+    methods = [parse_method("stock", None, settings)]
+    for thresholds in thresholds_of(len(settings.mediator_counts), settings.mediator_step):
+        own = {**settings.agent, **shared, "thresholds": list(thresholds)}
+        named = {"mediators": own | {"ratio": 0.0}}
+        methods.append(parse_method("mediators", None, settings.model_copy(update={"named": named})))
+    return methods
+
+
+def envelope(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points that no other beats in both numbers, by the first."""
+    best: list[tuple[float, float]] = []
+    for point in sorted(points):
+        if not best or point[1] < best[-1][1]:
+            best.append(point)
+    return best
+
+
+def draw(rows: Sequence[Row], features: str | None) -> Figure:
+    """Return distance against multiply-adds: a point for each choice, and the envelope (Fig. 2a)."""
+    have = [row for row in rows if row.get("multiply_adds") and row.get("frechet") is not None]
+    stock = [row for row in have if row["method"] == "stock"]
+    others = [(row["multiply_adds"] / 1e9, row["frechet"]) for row in have if row["method"] != "stock"]
+    picture = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = picture.subplots()
+    axes.scatter([x for x, _ in others], [y for _, y in others], s=18, color="tab:gray", label="thresholds")
+    axes.plot(*np.transpose(envelope(others)), color="tab:blue", marker="o", ms=4, label="envelope")
+    for row in stock:
+        axes.scatter(
+            row["multiply_adds"] / 1e9, row["frechet"], marker="*", s=140, color="tab:red", label="stock"
+        )
+    axes.set_xlabel("multiply-adds for a picture, G")
+    axes.set_ylabel(distance_name(features))
+    axes.legend()
+    return picture
