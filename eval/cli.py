@@ -135,6 +135,9 @@ def latency(
     compile: Annotated[
         bool | None, typer.Option("--compile", help="Compile the U-Net under every method, stock too.")
     ] = None,
+    gradient_checkpointing: Annotated[
+        bool | None, typer.Option("--gradient-checkpointing", help="In training steps.")
+    ] = None,
     repeats: o.Repeats = None,
     out: Annotated[Path | None, typer.Option(help="Folder for latency.jsonl, .csv and .md.")] = None,
     steps: o.Steps = None,

@@ -166,8 +166,11 @@ class LatencySettings(CostSettings):
     backends: tuple[Backend, ...] = ("sdpa",)
     """Each method is measured under each of these, in place of `backend`."""
     batches: tuple[int, ...] = (1,)
-    scopes: tuple[Literal["forward", "pipeline"], ...] = ("forward", "pipeline")
-    """One guided U-Net call in the early and in the late phase, or a whole pipeline call."""
+    scopes: tuple[Literal["forward", "pipeline", "training"], ...] = ("forward", "pipeline")
+    """One guided U-Net call in the early and in the late phase, a whole pipeline call, or a training step
+    (forward and backward at an early timestep, without guidance and optimizer)."""
+    gradient_checkpointing: bool = False
+    """In training steps."""
     compile: bool = False
     """Compile the U-Net under every method, stock too."""
     out: Path = Path("outputs/latency")

@@ -1,4 +1,4 @@
-"""Cost alone: seconds, multiply-adds and memory of one U-Net call by phase, or of a whole pipeline call."""
+"""Cost alone: of one U-Net call by phase, of a training step, or of a whole pipeline call."""
 
 import copy
 import itertools
@@ -28,7 +28,7 @@ Run = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: "pipeline", "forward early" or "forward late", at a size in pixels and a batch."""
+    """What is measured ("pipeline", "forward early", "forward late", "training"), at what size and batch."""
 
     scope: str
     size: int
@@ -38,7 +38,7 @@ class Case:
 def cases_of(settings: LatencySettings, pipe: Any) -> list[Case]:
     """Return every scope at every size and batch."""
     sizes = settings.sizes or (pipe.unet.config.sample_size * pipe.vae_scale_factor,)
-    scopes = [s for scope in settings.scopes for s in (_PHASES if scope == "forward" else ("pipeline",))]
+    scopes = [s for scope in settings.scopes for s in (_PHASES if scope == "forward" else (scope,))]
     return [Case(scope, size, batch) for size in sizes for batch in settings.batches for scope in scopes]
 
 
@@ -69,6 +69,8 @@ def measure(
     """
     for method in methods:
         check_scheduler(method, pipe.scheduler, settings.steps)
+    if settings.gradient_checkpointing:
+        pipe.unet.enable_gradient_checkpointing()
     for case in cases:
         fitting = [method for method in methods if suits(method, case)]
         yield from _measure_case(pipe, case, fitting, settings, tick)
@@ -106,6 +108,7 @@ def _measure_case(
             "cpu_seconds": statistics.median(s.cpu for s in seconds[method]),
             "multiply_adds": operations[method],
             "memory_per_image": memory[method],
+            "saved_for_backward": _saved_for_backward(method, pipe, case),
             "rounds": settings.repeats,
         }
         for name, backend in (("speedup", method.backend), ("speedup_over_sdpa", "sdpa")):
@@ -202,6 +205,8 @@ def _workload(pipe: Any, case: Case, settings: LatencySettings) -> Run:
     """Return the call to measure, on random inputs that don't depend on the method."""
     if case.scope == "pipeline":
         return _pipeline_call(pipe, case, settings)
+    if case.scope == "training":
+        return _training_call(pipe, case)
     return forward_call(pipe, case, settings.guidance_scale)
 
 
@@ -221,6 +226,42 @@ def forward_call(pipe: Any, case: Case, guidance_scale: float) -> Run:
         extra["added_cond_kwargs"] = {"text_embeds": embeds["pooled_prompt_embeds"], "time_ids": time_ids}
     timestep = torch.tensor(_PHASES[case.scope], device=unet.device)
     return lambda: unet(latents, timestep, encoder_hidden_states=embeds["prompt_embeds"], **extra)
+
+
+def _training_call(pipe: Any, case: Case) -> Run:
+    """Return one forward and backward pass of the U-Net at a middle timestep, as finetuning has them."""
+    call = forward_call(pipe, replace(case, scope="forward early"), guidance_scale=1)
+
+    def run() -> None:
+        with torch.enable_grad():
+            call().sample.square().mean().backward()
+        pipe.unet.zero_grad(set_to_none=True)
+
+    return run
+
+
+def _saved_for_backward(method: Method, pipe: Any, case: Case) -> float | None:
+    """Return GB of activations that a training step holds for its backward pass; None for other scopes.
+
+    Each storage counts once, the weights not at all.
+    """
+    if case.scope != "training":
+        return None
+    weights = {weight.untyped_storage().data_ptr() for weight in pipe.unet.parameters()}
+    held: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    call = forward_call(pipe, replace(case, scope="forward early"), guidance_scale=1)
+    with method.applied(pipe.unet), torch.enable_grad():
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = call()  # alive until its storages are counted, so that none is used twice
+        del output
+    return sum(held.values()) / 1e9
 
 
 def _pipeline_call(pipe: Any, case: Case, settings: LatencySettings) -> Run:
@@ -287,8 +328,9 @@ def columns_of(rows: Sequence[Row], clock: str) -> list[Column]:
     if backends != {"sdpa"}:
         columns.append(Column("over SDPA stock", _speedup_text("speedup_over_sdpa")))
     columns.append(Column("GMACs", lambda row: f"{row['multiply_adds'] / 1e9:.1f}"))
-    if any(row["memory_per_image"] is not None for row in rows):
-        columns.append(Column("GB/image", figure("memory_per_image", ".2f")))
+    for title, key in (("GB/image", "memory_per_image"), ("GB saved for backward", "saved_for_backward")):
+        if any(row[key] is not None for row in rows):
+            columns.append(Column(title, figure(key, ".2f")))
     return columns
 
 

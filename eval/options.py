@@ -57,7 +57,7 @@ Arch = Annotated[str | None, typer.Option(help="sd15 or sdxl with random weights
 Sizes = Annotated[list[int] | None, typer.Option("--size", help="Pixels on a side; repeat.")]
 Batches = Annotated[list[int] | None, typer.Option("--batch", help="Pictures at once; repeat.")]
 Scopes = Annotated[
-    list[str] | None, typer.Option("--scope", help="forward (one U-Net call) or pipeline; repeat.")
+    list[str] | None, typer.Option("--scope", help="forward (one U-Net call), pipeline or training; repeat.")
 ]
 Phases = Annotated[list[str] | None, typer.Option("--phase", help="early or late steps; repeat.")]
 Repeats = Annotated[int | None, typer.Option(help="Timed rounds; the median counts.")]

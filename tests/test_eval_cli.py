@@ -165,6 +165,20 @@ def test_latency(model_folder: str, tmp_path: Path) -> None:
     assert found["pipeline", "stock", "unfused"]["speedup_over_sdpa"] != 1.0
 
 
+def test_latency_of_training(model_folder: str, tmp_path: Path) -> None:
+    rows = {}
+    for name, checkpointing in (("plain", ()), ("checkpointing", ("--gradient-checkpointing",))):
+        invoke(
+            "latency", "--model", model_folder, "--method", "agentsd", "--agent", "early_frac=1", "--ratio",
+            0.5, "--scope", "training", "--size", 128, "--repeats", 1, "--out", tmp_path / name, *checkpointing,
+        )  # fmt: skip
+        lines = (tmp_path / name / "latency.jsonl").read_text().splitlines()
+        rows[name] = [json.loads(line)["saved_for_backward"] for line in lines]
+    stock, agent = rows["plain"]
+    assert 0 < agent < stock
+    assert rows["checkpointing"][0] < stock / 2
+
+
 @pytest.mark.slow
 def test_latency_compiled(model_folder: str, tmp_path: Path) -> None:
     printed = invoke(
