@@ -1,7 +1,13 @@
+import errno
 import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from diffusers import DDPMScheduler, StableDiffusionPipeline
 from PIL import Image
@@ -10,7 +16,7 @@ from typer.testing import CliRunner
 
 from agentsd import AgentConfig, apply_agentsd
 from agentsd.dreambooth import DreamBoothConfig
-from agentsd.dreambooth.checkpoints import find_checkpoint, list_checkpoints
+from agentsd.dreambooth.checkpoints import find_checkpoint, list_checkpoints, step_of
 from agentsd.dreambooth.data import Batch, Pictures, find_pictures, load_picture
 from agentsd.dreambooth.step import diffusion_loss
 from agentsd.dreambooth.training import Run
@@ -113,6 +119,54 @@ def test_a_resumed_run_ends_with_the_same_weights(settings, tmp_path):
     assert run.resume.name == "checkpoint-2"
     assert not list(run.resume.glob("custom_checkpoint*"))  # those would be unpickled
     assert equal(weights(run.train()), weights(whole))
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_with_the_same_weights(settings, tmp_path):
+    """kill -9, at moments that differ, until the run is through."""
+    steps = {"max_train_steps": 8, "checkpointing_steps": 1}
+    whole = Run(settings(output_dir=tmp_path / "whole", **steps)).train()
+    killed = settings(output_dir=tmp_path / "killed", resume_from_checkpoint="latest", **steps)
+    (tmp_path / "run.yaml").write_text(killed.model_dump_json())  # JSON is YAML
+    command = [sys.executable, "-m", "agentsd.dreambooth", "--config", str(tmp_path / "run.yaml")]
+    kills = 0
+    for wanted in (2, 5, None):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None:
+            have = list_checkpoints(killed.output_dir) if killed.output_dir.exists() else []
+            if wanted and have and step_of(have[-1]) >= wanted:
+                process.kill()
+                kills += process.wait() == -signal.SIGKILL
+            time.sleep(0.01)
+    assert kills == 2
+    assert process.returncode == 0
+    assert equal(weights(killed.output_dir), weights(whole))
+
+
+def test_a_full_disk_is_said_before_training(settings, monkeypatch):
+    config = settings()
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**5))
+    with pytest.raises(OSError, match=r"out has 0\.0 GB free, and the run needs .* GB.*--output_dir"):
+        Run(config).train()
+    assert not (config.output_dir / "model_index.json").exists()
+
+
+def test_a_disk_that_fills_up_loses_no_checkpoint(settings, monkeypatch):
+    config = settings(max_train_steps=4, checkpointing_steps=1)
+    write = Accelerator.save_state
+
+    def full(self, folder, **kwargs):
+        write(self, folder, **kwargs)
+        if folder.endswith("-3"):
+            raise OSError(errno.ENOSPC, "No space left on device", folder)
+
+    monkeypatch.setattr(Accelerator, "save_state", full)
+    with pytest.raises(OSError, match="No space left"):
+        Run(config).train()
+    assert find_checkpoint(config.output_dir, "latest").name == "checkpoint-2"
+    monkeypatch.undo()
+    assert Run(config.model_copy(update={"resume_from_checkpoint": "latest"})).train()
 
 
 def test_checkpoints_are_limited_and_found_by_name(settings):

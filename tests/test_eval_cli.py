@@ -170,7 +170,8 @@ def test_latency_of_training(model_folder: str, tmp_path: Path) -> None:
     for name, checkpointing in (("plain", ()), ("checkpointing", ("--gradient-checkpointing",))):
         invoke(
             "latency", "--model", model_folder, "--method", "agentsd", "--agent", "early_frac=1", "--ratio",
-            0.5, "--scope", "training", "--size", 128, "--repeats", 1, "--out", tmp_path / name, *checkpointing,
+            0.5, "--scope", "training", "--size", 128, "--repeats", 1, "--out", tmp_path / name,
+            *checkpointing,
         )  # fmt: skip
         lines = (tmp_path / name / "latency.jsonl").read_text().splitlines()
         rows[name] = [json.loads(line)["saved_for_backward"] for line in lines]

@@ -40,6 +40,27 @@ def find_checkpoint(folder: Path, name: str) -> Path | None:
     raise ValueError(f"resume_from_checkpoint={name!r} is not in {folder}; there: {names}; or say 'latest'")
 
 
+def check_space(folder: Path, model_bytes: int, trained_bytes: int, limit: int | None) -> None:
+    """See before training that the disk has room for the model and for checkpoints.
+
+    Args:
+        folder: the output folder.
+        model_bytes: size of what is saved at the end.
+        trained_bytes: size of the trained weights; a checkpoint holds them and two moments of each.
+        limit: how many checkpoints are kept; one more is being written. None counts as one.
+
+    Raises:
+        OSError: there is too little.
+    """
+    needed = model_bytes + 3 * trained_bytes * ((limit or 1) + 1)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(
+            f"{folder} has {free / 1e9:.1f} GB free, and the run needs {needed / 1e9:.1f} GB for the model "
+            "and its checkpoints: make room, choose another --output_dir, or lower --checkpoints_total_limit"
+        )
+
+
 def save_checkpoint(accelerator: Accelerator, folder: Path, step: int, limit: int | None) -> None:
     """Write `checkpoint-STEP`, then remove the oldest ones beyond `limit`."""
     place = folder / f"checkpoint-{step}"

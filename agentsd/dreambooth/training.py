@@ -18,7 +18,7 @@ from diffusers.training_utils import cast_training_params
 from rich.progress import Progress
 
 from ..patch import apply_agentsd, remove_agentsd
-from .checkpoints import find_checkpoint, save_checkpoint, step_of
+from .checkpoints import check_space, find_checkpoint, save_checkpoint, step_of
 from .config import DreamBoothConfig
 from .data import Pictures, find_pictures
 from .pictures import fill_class_folder, generate, save_sheet
@@ -33,7 +33,8 @@ class Run:
     """A DreamBooth run. `Run(config).train()` returns the output folder.
 
     Raises (from the constructor, before anything is loaded): ValueError for picture folders or a checkpoint
-    that are not there or cannot be read; OSError for an output folder that cannot be written.
+    that are not there or cannot be read; OSError for an output folder that cannot be written. From `train`,
+    before the first step: OSError for a disk without room.
     """
 
     config: DreamBoothConfig
@@ -62,6 +63,7 @@ class Run:
         if config.apply == "train+generate":
             self.handle = apply_agentsd(self.pipe.unet, config=config.agent)
         modules, parameters = self._trainable()
+        self._check_space(parameters)
         optimizer = self._optimizer(parameters)
         rate = get_scheduler(
             config.lr_scheduler,
@@ -188,6 +190,12 @@ class Run:
                 pipe.text_encoder.gradient_checkpointing_enable()
         every = itertools.chain.from_iterable(m.parameters() for m in modules.values())
         return modules, [p for p in every if p.requires_grad]
+
+    def _check_space(self, parameters: list[torch.nn.Parameter]) -> None:
+        trained = sum(p.nbytes for p in parameters)
+        parts = () if self.config.lora_rank else (self.pipe.unet, self.pipe.vae, self.pipe.text_encoder)
+        model = sum(4 * p.numel() for part in parts for p in part.parameters())
+        check_space(self.config.output_dir, model, trained, self.config.checkpoints_total_limit)
 
     def _optimizer(self, parameters: list[torch.nn.Parameter]) -> Any:
         if self.config.use_8bit_adam:
