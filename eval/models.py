@@ -1,5 +1,6 @@
 """Load the pipeline that a command measures."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +52,11 @@ def load_pipeline(settings: Settings) -> Any:
         except FileNotFoundError as error:
             raise EvalError(str(error)) from error
     else:
+        if not Path(settings.model).exists() and settings.model.strip("/").count("/") != 1:
+            raise EvalError(
+                f"can't load the model {settings.model!r}: it is no folder, and no hub id (OWNER/NAME); "
+                "'demo' is the embedded one"
+            )
         try:
             pipe = AutoPipelineForText2Image.from_pretrained(settings.model, dtype=dtype).to(device)
         except (OSError, ValueError) as error:
