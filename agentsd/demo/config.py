@@ -59,6 +59,9 @@ class DiffusionConfig(LoopConfig):
     flips: bool = True
     """Mirror half of the pictures; without, a short training gets to asymmetric shapes sooner."""
     caption_dropout: float = Field(default=0.1, ge=0, lt=1)
+    caption_noise: float = Field(default=0.6, ge=0, lt=1)
+    """Share of the captions that are another picture's. A model that has learnt a few exact captions by heart
+    is so sure of them that guidance at 7.5 overshoots; noisy ones, as the web's are, put it right."""
     style_dropout: float = Field(default=0.1, ge=0, lt=1)
     """Share of the captions whose style is left out, so that a concept is learnt apart from its style."""
     snr_gamma: float = Field(default=5.0, gt=0)
