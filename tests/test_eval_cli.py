@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -280,3 +282,35 @@ def test_wrong_inception_weights_are_refused(tmp_path: Path) -> None:
     (tmp_path / "weights.pth").write_bytes(b"not these")
     with pytest.raises(EvalError, match=r"has SHA-256 \w{8}\.\.\., but pytorch-fid's .* has 6726825d"):
         check_inception_weights(tmp_path / "weights.pth")
+
+
+def test_real_fid_takes_its_network_from_a_file(
+    photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for pytorch-fid, which needs torchvision: its door for weights, and its output's shape."""
+    from agentsd_eval import features
+
+    weights = {"projection": torch.randn(3, 2048, generator=torch.Generator().manual_seed(0))}
+    torch.save(weights, tmp_path / "weights.pth")
+    inception = types.ModuleType("pytorch_fid.inception")
+
+    class InceptionV3(torch.nn.Module):
+        def __init__(self, blocks: list[int]) -> None:
+            super().__init__()
+            assert blocks == [3]  # the block that FID is computed on
+            self.projection = inception.load_state_dict_from_url("the network's address")["projection"]
+
+        def forward(self, pixels: torch.Tensor) -> list[torch.Tensor]:
+            assert 0 <= pixels.min() <= pixels.max() <= 1
+            return [(pixels.mean((2, 3)) @ self.projection)[..., None, None]]
+
+    inception.InceptionV3 = InceptionV3  # type: ignore[attr-defined]
+    package = types.ModuleType("pytorch_fid")
+    package.inception = inception  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pytorch_fid", package)
+    monkeypatch.setattr(features, "check_inception_weights", lambda path: None)
+    printed = invoke(
+        "fid", photographs, photographs, "--inception-weights", tmp_path / "weights.pth", "--cache", tmp_path
+    )
+    assert "FID" in printed
+    assert np.load(next(tmp_path.glob("inception-*.npy"))).shape == (9, 2048)

@@ -7,8 +7,10 @@ import errno
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -217,23 +219,42 @@ def quality(folder: Path) -> list[list[str]]:
         return [[row[key] for key in QUALITY] for row in csv.DictReader(file)]
 
 
-@pytest.mark.slow
-def test_two_processes_give_the_same_table(model_folder: str, tmp_path: Path) -> None:
-    from PIL import Image
-
-    random = np.random.default_rng(0)
-    (tmp_path / "real").mkdir()
-    for i in range(8):
-        Image.fromarray(random.integers(0, 255, (32, 32, 3), dtype=np.uint8)).save(tmp_path / f"real/{i}.png")
+@pytest.fixture
+def run_options(model_folder: str, photographs: Path, tmp_path: Path) -> list[str]:
+    """Arguments of a small table with real pictures, without --out."""
     (tmp_path / "prompts.txt").write_text("a cat\na dog\n")
     options = ["table", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--reference"]
-    options += [tmp_path / "real", "--steps", "2", "--images", "6", "--batch-size", "2", "--ratio", "0.5"]
+    options += [photographs, "--steps", "2", "--images", "6", "--batch-size", "2", "--ratio", "0.5"]
+    return list(map(str, options))
+
+
+@pytest.mark.slow
+def test_a_run_killed_with_minus_9_ends_with_the_same_table(run_options: list[str], tmp_path: Path) -> None:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    program = [sys.executable, "-m", "agentsd_eval.cli", *run_options, "--out"]
+    subprocess.run([*program, str(tmp_path / "whole")], env=env, check=True, capture_output=True, timeout=300)
+    kills = 0
+    for wanted in (1, 7, 12, None):  # pictures on disk when it is killed
+        process = subprocess.Popen([*program, str(tmp_path / "killed")], env=env, stdout=subprocess.DEVNULL)
+        while process.poll() is None:
+            if wanted and len(list((tmp_path / "killed").rglob("*.png"))) >= wanted:
+                process.kill()
+                kills += process.wait() == -signal.SIGKILL
+            time.sleep(0.01)
+    assert kills == 3
+    assert process.returncode == 0
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    assert quality(tmp_path / "killed") == quality(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_same_table(run_options: list[str], tmp_path: Path) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     # what `accelerate launch` runs on several GPUs; on CPUs alone it asks for MPI
     launch = ["torch.distributed.run", "--nproc_per_node", "2", "-m", "agentsd_eval.cli"]
     for name, program in (("one", ["agentsd_eval.cli"]), ("two", launch)):
-        command = [sys.executable, "-m", *program, *options, "--out", tmp_path / name]
-        done = subprocess.run(list(map(str, command)), env=env, capture_output=True, text=True, timeout=300)
+        command = [sys.executable, "-m", *program, *run_options, "--out", str(tmp_path / name)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
     assert quality(tmp_path / "one") == quality(tmp_path / "two")
     assert len(list((tmp_path / "two").rglob("manifest-1.jsonl"))) == 3
