@@ -59,14 +59,23 @@ class DiffusionConfig(LoopConfig):
     flips: bool = True
     """Mirror half of the pictures; without, a short training gets to asymmetric shapes sooner."""
     caption_dropout: float = Field(default=0.1, ge=0, lt=1)
-    caption_noise: float = Field(default=0.6, ge=0, lt=1)
-    """Share of the captions that are another picture's. A model that has learnt a few exact captions by heart
-    is so sure of them that guidance at 7.5 overshoots; noisy ones, as the web's are, put it right."""
     style_dropout: float = Field(default=0.1, ge=0, lt=1)
     """Share of the captions whose style is left out, so that a concept is learnt apart from its style."""
     snr_gamma: float = Field(default=5.0, gt=0)
     sheet_every: int = Field(default=2000, gt=0)
     """Steps between contact sheets."""
+
+
+class GuidanceConfig(LoopConfig):
+    """The distillation that makes the usual guidance scale the right one."""
+
+    steps: int = Field(default=800, gt=0)
+    lr: float = Field(default=1e-4, gt=0)
+    warmup: int = Field(default=50, ge=0)
+    ema_decay: float = Field(default=0.99, ge=0, lt=1)
+    caption_dropout: float = Field(default=0.2, ge=0, lt=1)
+    strength: float = Field(default=3.0, ge=1)
+    """A guidance scale w afterwards does what w / strength did before."""
 
 
 class DemoConfig(_Settings):
@@ -83,6 +92,8 @@ class DemoConfig(_Settings):
     seed: int = 0
     autoencoder: AutoencoderConfig = AutoencoderConfig()
     diffusion: DiffusionConfig = DiffusionConfig()
+    guidance: GuidanceConfig | None = GuidanceConfig()
+    """None leaves the stage out."""
 
 
 def load_config(path: Path) -> DemoConfig:

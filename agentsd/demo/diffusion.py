@@ -144,11 +144,8 @@ def train_diffusion(
         noise = torch.randn(batch.shape, generator=generator)
         # Evenly spread over the schedule, so that a small batch meets every level of noise.
         spread = (steps + torch.rand(config.batch, generator=generator) / config.batch) * len(loss.noise)
-        other = torch.randint(len(ids), (config.batch,), generator=generator).to(device)
-        wrong = torch.rand(config.batch, generator=generator).to(device) < config.caption_noise
-        said = torch.where(wrong, other, index.to(device))
         kept = torch.rand(config.batch, 1, generator=generator).to(device) - config.caption_dropout
-        prompt = torch.where(kept < config.style_dropout, styleless[said], ids[said])
+        prompt = torch.where(kept < config.style_dropout, styleless[index], ids[index])
         prompt = torch.where(kept < 0, empty, prompt)
         return loss(batch, noise.to(device), spread.long().to(device), prompt)
 

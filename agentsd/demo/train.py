@@ -26,7 +26,8 @@ from .diffusion import (
     tokenize,
     train_diffusion,
 )
-from .loop import averaged_weights
+from .guidance import soften_guidance
+from .loop import CHECKPOINT, averaged_weights
 from .pipeline_io import export_pipeline, load_pipeline
 
 SHEET_PROMPTS = 32
@@ -128,10 +129,29 @@ class Recipe:
             draw=draw,
         )
 
+    def soften_guidance(self, pipe: Any) -> None:
+        """Distil a trained pipeline so that the usual guidance scale is the right one, if so configured."""
+        config = self.config
+        if config.guidance is None:
+            return
+        seen = [reference for reference in self.references if reference.split == "seen"]
+        soften_guidance(
+            DiffusionLoss(pipe.unet, pipe.text_encoder, config.diffusion),
+            self.latents(pipe.vae, seen)[0],
+            tokenize(pipe.tokenizer, [reference.caption for reference in seen]),
+            tokenize(pipe.tokenizer, [""]),
+            config.guidance,
+            config.run_dir / "guidance",
+            seed=config.seed,
+            device=self.device,
+        )
+
     def load_averaged(self, pipe: Any) -> None:
         """Put the last checkpoint's averaged weights in a pipeline, whether the run is over or not."""
         loss = DiffusionLoss(pipe.unet, pipe.text_encoder, self.config.diffusion)
-        folder = self.config.run_dir / "diffusion"
+        folder = self.config.run_dir / "guidance"
+        if not (folder / CHECKPOINT).exists():
+            folder = self.config.run_dir / "diffusion"
         averaged_weights(loss, folder, self.config.diffusion, self.device)
 
     def export(self, pipe: Any) -> None:
@@ -161,6 +181,7 @@ def main(
         recipe.load_averaged(pipe)
     else:
         recipe.train_diffusion(pipe)
+        recipe.soften_guidance(pipe)
     recipe.export(pipe)
 
 
