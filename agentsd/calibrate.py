@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import cache
+from statistics import median
 from typing import Any, Literal, NamedTuple
 from unittest.mock import patch
 
@@ -22,40 +25,42 @@ from .patch import apply_agentsd
 from .schedule import StepReader
 
 Cost = Literal["time", "multiply_adds"]
-RATIOS = (0.25, 0.5)
-"""What token merging and agent attention are tried with; agent attention also without merging."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """A U-Net call of an unpatched run: its arguments, the guided output, and whether its step is early."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Tensor
-    early: bool
 
 
 class Choice(NamedTuple):
     """What a layer runs in a phase: "none", "tome" or "agent", with a ratio."""
 
     does: str
-    ratio: float
+    ratio: float = 0.0
 
 
-@dataclass(frozen=True)
-class Option:
-    """What one layer may run in one phase, and what it loses and costs there.
+STOCK = Choice("none")
+CHOICES = (
+    *(Choice("tome", ratio) for ratio in (0.25, 0.5, 0.7)),
+    *(Choice("agent", ratio) for ratio in (0.0, 0.25, 0.5)),
+)
+"""What is tried beside stock attention, in each layer and phase."""
+
+GRAIN = 5e-4
+"""Share of a U-Net call's cost to which the search rounds what a choice saves."""
+
+
+class Figures(NamedTuple):
+    """What settings lose and cost, or what a layer adds to that in a phase.
 
     Attributes:
-        choice: what it runs.
-        error: mean squared change of the guided output, over its mean square; mean of the phase's calls.
-        cost: of the layer, a mean over the phase's calls: seconds or multiply-adds.
+        error: mean square of the change of the guided output, over the mean square of that output.
+        cost: of a U-Net call, a mean over the run: seconds or multiply-adds.
     """
 
-    choice: Choice
     error: float
     cost: float
+
+
+Key = tuple[str, bool]
+"""A layer's name, and whether it is the early phase."""
+Table = dict[Key, dict[Choice, Figures]]
+Picked = dict[Key, Choice]
 
 
 def calibrate(
@@ -75,159 +80,151 @@ def calibrate(
 ) -> LayerConfigs:
     """Choose stock attention, token merging or agent attention for each layer and phase of a U-Net.
 
-    Each choice is tried in each layer alone, on recorded calls of unpatched runs. From stock attention on,
-    the change that saves most for the error it adds is made, one after another; of these whole settings the
-    one that meets the goal with the least error (or the most saved), measured as a whole, is returned.
+    Each choice is tried in each layer alone, on recorded calls of unpatched runs. As if errors and savings
+    added up, the whole settings of least error are found for every saving; of these the one that meets the
+    goal, measured as a whole, with the least error (or the most saved) is returned.
 
     Args:
-        pipe: a diffusers pipeline with a `unet`; it is left as it was.
+        pipe: a diffusers text-to-image pipeline (or another that takes prompts first) with a `unet` that is
+            not compiled yet; it is left as it was.
         prompts: what to record; a handful that is like the prompts to come.
-        speedup: the goal: a U-Net call's cost, a mean over a run's steps, over what it is to be; above 1.
-        max_error: or the goal: the largest error, as of `Option`.
-        cost: what counts as cost: "time" (CPU seconds, on a GPU seconds) or "multiply_adds" (exact).
-        base: the settings that are not searched (k, scale, early_frac, strides ...); exact mode.
+        speedup: the goal: the mean cost of a U-Net call over what it is to be; more than 1.
+        max_error: or the goal: the largest `Figures.error`.
+        cost: what counts as cost: "time" (CPU seconds; on a GPU seconds) or "multiply_adds" (exact).
+        base: the settings that are not searched (k, scale, early_frac, strides ...); in exact mode.
         num_inference_steps, guidance_scale, call_kwargs: of the pipeline's call.
         calls: how many U-Net calls of each prompt's run are recorded, evenly spread.
         seed: the first prompt's; the i-th has seed + i.
         on_step: told how many of how many trials are done.
 
     Returns:
-        Settings by layer, for `apply_agentsd(pipe, config=...)`; `measured` says what was measured.
+        Settings by layer, for `apply_agentsd(pipe, config=...)`. `measured` has their "error" and "speedup"
+        on the recorded calls, the same of "base" as it stands, and what they were measured on.
 
     Raises:
-        ValueError: not exactly one goal, or one that no choice meets; the message says what can be had.
+        TypeError: `pipe` is no pipeline with a U-Net.
+        ValueError: an argument is out of range, the U-Net is patched or compiled, there is not exactly one
+            goal, or no choice meets it; the message says what can be had.
     """
-    _check_goal(prompts, speedup, max_error)
     base = base or AgentConfig()
-    unet = find_model(pipe)
-    if hasattr(unet, "_agentsd"):
-        raise ValueError("the pipeline is patched: call remove_agentsd(pipe) first")
+    _check_goal(speedup, max_error)
+    _check_arguments(prompts, calls, cost, base)
+    unet = _free_unet(pipe)
     settings = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale, **call_kwargs}
-    recorded = _record(pipe, unet, prompts, calls, base.early_frac, seed, settings)
-    meter = _Meter(unet, cost, guidance_scale)
-    table = _try_each(meter, recorded, base, on_step)
-    share = sum(call.early for call in recorded) / len(recorded)
-    whole = [_layers(base, picked) for picked in _frontier(table, {True: share, False: 1 - share})]
-    stock = meter.call_cost(recorded)
+    recorded = _record(pipe, unet, base.early_frac, prompts, calls, seed, settings)
+    meter = _Meter(unet, cost, recorded, guidance_scale if _is_guided(pipe, guidance_scale) else 1.0)
+    stock = meter.whole(None).cost
+    table = _try_each(meter, base, on_step)
+    wholes = [_layers(base, picked) for picked in _best_by_saving(table, GRAIN * stock)]
 
     @cache
     def measured(place: int) -> tuple[float, float]:
-        error, spent = meter.whole(whole[place], recorded)
+        error, spent = meter.whole(wholes[place])
         return error, stock / spent
 
-    places = range(len(whole))
-    if speedup is not None:
-        place = bisect_left(places, speedup, key=lambda i: measured(i)[1])
-    else:
-        place = bisect_right(places, max_error or 0.0, key=lambda i: measured(i)[0]) - 1
-    if place not in places:
-        goal = f"speedup={speedup}" if speedup is not None else f"max_error={max_error}"
-        had = "no choice saves anything"
-        if whole:
-            had = f"the least error is {measured(0)[0]:.2g}, the greatest speedup {measured(-1)[1]:.3f}"
-        raise ValueError(f"{goal} cannot be met on this model at this size: {had}")
+    place = _meeting(measured, len(wholes), speedup, max_error)
     error, gained = measured(place)
-    counts = {"prompts": len(prompts), "calls": len(recorded)}
-    return LayerConfigs(whole[place], {"error": error, "speedup": gained, "cost": cost, **counts})
+    fixed = meter.whole(base)
+    figures = {
+        "error": error,
+        "speedup": gained,
+        "base": {"error": fixed.error, "speedup": stock / fixed.cost},
+        "cost": cost,
+        "calls": len(recorded),
+        "steps": num_inference_steps,
+        "guidance_scale": guidance_scale,
+        "prompts": list(prompts),
+    }
+    return replace(wholes[place], measured=figures)
 
 
-def _check_goal(prompts: Sequence[str], speedup: float | None, max_error: float | None) -> None:
+def _meeting(
+    measured: Callable[[int], tuple[float, float]],
+    count: int,
+    speedup: float | None,
+    max_error: float | None,
+) -> int:
+    """Which of `count` whole settings meets the goal; the later the faster, and the greater their error.
+
+    By bisection: where the measured figures are out of order, it is still one that was seen to meet the goal.
+    """
+    if speedup is not None:
+        place = bisect_left(range(count), speedup, key=lambda i: measured(i)[1])
+    else:
+        place = bisect_right(range(count), max_error or 0.0, key=lambda i: measured(i)[0]) - 1
+    if 0 <= place < count:
+        return place
+    goal = f"speedup={speedup}" if speedup is not None else f"max_error={max_error}"
+    had = "no choice saves anything"
+    if count:
+        (error, _), (_, gained) = measured(0), measured(count - 1)
+        had = f"the least error is {error:.2g}, the greatest speedup {gained:.3f}"
+    raise ValueError(f"{goal} cannot be met on this model at this size: {had}")
+
+
+def _check_goal(speedup: float | None, max_error: float | None) -> None:
     if (speedup is None) == (max_error is None):
         raise ValueError(f"speedup={speedup}, max_error={max_error}: give one goal, the one or the other")
-    if speedup is not None and speedup <= 1:
+    if speedup is not None and not 1 < speedup < math.inf:
         raise ValueError(f"speedup={speedup}: pass more than 1, for instance 1.15")
-    if max_error is not None and max_error <= 0:
+    if max_error is not None and not 0 < max_error < math.inf:
         raise ValueError(f"max_error={max_error}: pass more than 0, for instance 0.001")
+
+
+def _check_arguments(prompts: Sequence[str], calls: int, cost: str, base: AgentConfig) -> None:
     if not prompts or isinstance(prompts, str):
         raise ValueError(f"prompts={prompts!r}: pass a list of a few that are like the ones to come")
+    if calls < 1:
+        raise ValueError(f"calls={calls}: pass 1 or more, for instance 6")
+    if cost not in ("time", "multiply_adds"):
+        raise ValueError(f"cost={cost!r}: choose 'time' or 'multiply_adds'")
+    for name, searched in (("mode", "exact"), ("attention", "agent"), ("schedule", "early")):
+        if getattr(base, name) != searched:
+            raise ValueError(f"base has {name}={getattr(base, name)!r}: only {searched!r} is calibrated")
 
 
-def _try_each(
-    meter: _Meter, recorded: list[Call], base: AgentConfig, on_step: Callable[[int, int], None] | None
-) -> dict[tuple[str, bool], list[Option]]:
-    """The options of each layer and phase (True: early), the first of them stock attention."""
-    sites = find_sites(meter.unet, EVERY_LEVEL, at_most=True)
-    by_phase = {early: [call for call in recorded if call.early == early] for early in (True, False)}
-    places = [(site, early) for early, calls in by_phase.items() if calls for site in sites]
-    choices = _choices(base)
-    table: dict[tuple[str, bool], list[Option]] = {}
-    for done, (site, early) in enumerate(places):
-        options = []
-        for i, choice in enumerate(choices):
-            figures = meter.layer(site, _for_phase(base, choice, early), by_phase[early])
-            options.append(Option(choice, *figures))
-            if on_step is not None:
-                on_step(done * len(choices) + i + 1, len(places) * len(choices))
-        table[site.name, early] = options
-    return table
+def _free_unet(pipe: Any) -> Any:
+    """The pipeline's U-Net, if every layer of it can be patched."""
+    if not callable(pipe) or not hasattr(pipe, "unet"):
+        raise TypeError(f"{type(pipe).__name__} is no pipeline with a `unet`, to be run on the prompts")
+    unet = find_model(pipe)
+    if unet is not pipe.unet or unet._compiled_call_impl is not None:
+        raise ValueError("the U-Net is compiled: calibrate first, and compile it afterwards")
+    if hasattr(unet, "_agentsd"):
+        raise ValueError("the pipeline is patched: call remove_agentsd(pipe) first")
+    every = {site.name: AgentConfig() for site in find_sites(unet, EVERY_LEVEL, at_most=True)}
+    apply_agentsd(unet, config=LayerConfigs(every)).remove()  # raises what it would raise later
+    return unet
 
 
-def _choices(base: AgentConfig) -> list[Choice]:
-    """What is tried in a layer and phase; the first is stock attention."""
-    merging = [Choice(does, ratio) for does in ("tome", "agent") for ratio in RATIOS]
-    return [Choice("none", base.ratio), *merging, Choice("agent", 0.0)]
+@dataclass(frozen=True)
+class _Call:
+    """A U-Net call of an unpatched run: its arguments, its output, and whether its step is early."""
 
-
-def _for_phase(base: AgentConfig, choice: Choice, early: bool) -> AgentConfig:
-    """Settings that follow the choice in one phase and leave the other untouched."""
-    if early:
-        return replace(base, early=choice.does, ratio=choice.ratio, late="none", late_ratio=None)
-    return replace(base, early="none", late=choice.does, late_ratio=choice.ratio)
-
-
-def _layers(base: AgentConfig, picked: dict[tuple[str, bool], Option]) -> dict[str, AgentConfig]:
-    """The settings of each layer that is not stock in both phases."""
-    layers = {}
-    for name in dict.fromkeys(name for name, _ in picked):
-        early, late = (
-            picked[name, phase].choice if (name, phase) in picked else Choice("none", base.ratio)
-            for phase in (True, False)
-        )
-        if {early.does, late.does} != {"none"}:
-            both = {"early": early.does, "ratio": early.ratio, "late": late.does, "late_ratio": late.ratio}
-            layers[name] = AgentConfig(**{**asdict(base), **both, "levels": None})
-    return layers
-
-
-def _frontier(
-    table: dict[tuple[str, bool], list[Option]], weights: dict[bool, float]
-) -> Iterator[dict[tuple[str, bool], Option]]:
-    """Whole choices from stock on, each step the one that saves most for the error it adds."""
-    picked = {key: options[0] for key, options in table.items()}
-    while True:
-        steps = []
-        for key, options in table.items():
-            now, weight = picked[key], weights[key[1]]
-            for option in options:
-                saved, added = weight * (now.cost - option.cost), weight * (option.error - now.error)
-                if saved > 0:
-                    steps.append((added / saved, -saved, key, option))
-        if not steps:
-            return
-        _, _, key, option = min(steps, key=lambda step: step[:2])
-        picked[key] = option
-        yield dict(picked)
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Tensor
+    early: bool
 
 
 def _record(
     pipe: Any,
     unet: Any,
+    early_frac: float,
     prompts: Sequence[str],
     calls: int,
-    early_frac: float,
     seed: int,
     settings: dict[str, Any],
-) -> list[Call]:
+) -> list[_Call]:
     """Run the pipeline on each prompt and keep `calls` of its U-Net calls, evenly spread."""
-    seen: list[Call] = []
-    steps = StepReader(early_frac)  # without a scheduler, as when a bare U-Net is called again
+    seen: list[_Call] = []
+    steps = StepReader(early_frac)
 
     def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         _, timestep = latent_and_timestep(unet, args, kwargs)
-        early = steps.read(timestep, None).early
-        first = output[0] if isinstance(output, tuple) else output.sample
-        guided = _guided(first.detach(), settings["guidance_scale"])
-        seen.append(Call(_copied(args), _copied(kwargs), guided, early))
+        early = steps.read(timestep, pipe.scheduler).early
+        # Copies, as pipelines may change theirs in place.
+        seen.append(_Call(*deepcopy((args, kwargs, _first(output))), early))
 
     recorded = []
     hook = unet.register_forward_hook(keep, with_kwargs=True)
@@ -235,98 +232,163 @@ def _record(
         for i, prompt in enumerate(prompts):
             seen.clear()
             pipe(prompt, generator=torch.Generator().manual_seed(seed + i), output_type="latent", **settings)
-            places = {int((j + 0.5) * len(seen) / calls) for j in range(min(calls, len(seen)))}
+            places = {int((j + 0.5) * len(seen) / calls) for j in range(calls)}
             recorded += [seen[place] for place in sorted(places)]
     finally:
         hook.remove()
     return recorded
 
 
-def _copied(value: Any) -> Any:
-    """The value, its tensors copied: pipelines may change theirs in place."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _copied(part) for key, part in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_copied(part) for part in value)
-    return value
+def _first(output: Any) -> Tensor:
+    """A U-Net's output (B, C, H, W), out of what it is wrapped in."""
+    return output[0] if isinstance(output, tuple) else output.sample
 
 
-def _guided(output: Tensor, guidance_scale: float) -> Tensor:
-    """What the sampler gets: the two halves combined, where there is guidance."""
-    if guidance_scale <= 1 or output.shape[0] % 2:
-        return output
-    without, with_prompt = output.float().chunk(2)
-    return without + guidance_scale * (with_prompt - without)
+def _is_guided(pipe: Any, guidance_scale: float) -> bool:
+    """Whether a batch has two halves, without and with the prompt; known after a run."""
+    return getattr(pipe, "do_classifier_free_guidance", guidance_scale > 1)
 
 
-@dataclass(frozen=True)
 class _Meter:
     """Runs recorded calls under settings, and says how far the output went and what it cost."""
 
-    unet: Any
-    cost: Cost
-    guidance_scale: float
+    def __init__(self, unet: Any, cost: Cost, calls: list[_Call], guidance_scale: float) -> None:
+        self.unet = unet
+        self.calls = calls
+        self.phases = sorted({call.early for call in calls}, reverse=True)
+        self._cost = cost
+        self._scale = guidance_scale
+        self._power = sum(self._mean_square(call.output) for call in calls)
 
-    def layer(self, site: Site, config: AgentConfig, calls: list[Call]) -> tuple[float, float]:
-        """Mean error, and cost of the layer alone, with only that layer patched."""
-        return self._measure({site.name: config}, calls, site.attn)
+    def whole(self, config: AgentConfig | LayerConfigs | None) -> Figures:
+        """Measure a U-Net call under settings, or unpatched."""
+        errors, costs = zip(*(self.phase(config, early) for early in self.phases), strict=True)
+        return Figures(sum(errors), sum(costs))
 
-    def whole(self, layers: dict[str, AgentConfig], calls: list[Call]) -> tuple[float, float]:
-        """Mean error, and cost of a U-Net call, with all layers patched."""
-        return self._measure(layers, calls, self.unet)
+    def phase(
+        self, config: AgentConfig | LayerConfigs | None, early: bool, layer: Any | None = None
+    ) -> Figures:
+        """Measure what the calls of a phase add to the whole; of the cost, what `layer` adds, if given."""
+        calls = [call for call in self.calls if call.early == early]
+        moved = 0.0
+        costs: list[float] = []
+        with self._patched(config, early):
+            for number, call in enumerate(calls):
+                measures = self._cost == "time" or number == 0  # multiply-adds are the same in all
+                output = self._replay(call, layer, costs if measures else None)
+                moved += self._mean_square(output - call.output)
+        return Figures(moved / self._power, median(costs) * len(calls) / len(self.calls))
 
-    def call_cost(self, calls: list[Call]) -> float:
-        """Mean cost of an unpatched U-Net call."""
-        return sum(self._one(call, self.unet)[1] for call in calls) / len(calls)
-
-    def _measure(self, layers: dict[str, AgentConfig], calls: list[Call], module: Any) -> tuple[float, float]:
-        with apply_agentsd(self.unet, config=LayerConfigs(layers)):
-            figures = [self._one(call, module) for call in calls]
-        errors, costs = zip(*figures, strict=True)
-        return sum(errors) / len(calls), sum(costs) / len(calls)
+    def _patched(
+        self, config: AgentConfig | LayerConfigs | None, early: bool
+    ) -> AbstractContextManager[object]:
+        """Settings in force in a U-Net whose every call is early, or late."""
+        if config is None:
+            return nullcontext()
+        if isinstance(config, AgentConfig):
+            config = replace(config, early_frac=float(early))
+        else:
+            layers = {name: replace(own, early_frac=float(early)) for name, own in config.layers.items()}
+            config = LayerConfigs(layers)
+        return apply_agentsd(self.unet, config=config)
 
     @torch.no_grad()
-    def _one(self, call: Call, module: Any) -> tuple[float, float]:
-        """A call's error, and what `module` cost in it."""
-        costs: list[float] = []
-        forward = module.forward
+    def _replay(self, call: _Call, layer: Any | None, costs: list[float] | None) -> Tensor:
+        """Run a call again; returns its output, and adds what it cost, or `layer` in it, to `costs`."""
 
-        def measured(*args: Any, **kwargs: Any) -> Any:
-            outputs: list[Any] = []
+        def metered(forward: Callable[..., Any], costs: list[float]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                outputs: list[Any] = []
+                costs.append(self._cost_of(lambda: outputs.append(forward(*args, **kwargs))))
+                return outputs[0]
 
-            def run() -> None:
-                outputs.append(forward(*args, **kwargs))
+            return run
 
-            costs.append(
-                multiply_adds(run) if self.cost == "multiply_adds" else _seconds(run, self.unet.device)
-            )
-            return outputs[0]
+        if costs is None:
+            return _first(self.unet(*call.args, **call.kwargs))
+        if layer is None:
+            return _first(metered(self.unet, costs)(*call.args, **call.kwargs))
+        with patch.object(layer, "forward", metered(layer.forward, costs)):
+            return _first(self.unet(*call.args, **call.kwargs))
 
-        with patch.object(module, "forward", measured):
-            output = self.unet(*call.args, **call.kwargs)
-        first = output[0] if isinstance(output, tuple) else output.sample
-        moved = _guided(first, self.guidance_scale) - call.output
-        return float(moved.square().mean() / call.output.square().mean()), sum(costs)
+    def _mean_square(self, output: Tensor) -> float:
+        """Of what the sampler gets: the two halves of a batch combined, where there is guidance."""
+        output = output.float()
+        if self._scale > 1 and output.shape[0] % 2 == 0:
+            without, with_prompt = output.chunk(2)
+            output = without + self._scale * (with_prompt - without)
+        return float(output.square().mean())
 
-
-def _seconds(run: Callable[[], None], device: torch.device) -> float:
-    with _clock(device) as spent:
+    def _cost_of(self, run: Callable[[], Any]) -> float:
+        if self._cost == "multiply_adds":
+            return multiply_adds(run)
+        start = self._now()
         run()
-    return spent[0]
+        return self._now() - start
+
+    def _now(self) -> float:
+        """CPU seconds; on a GPU seconds, after it has finished what came before."""
+        if self.unet.device.type != "cuda":
+            return time.process_time()
+        torch.cuda.synchronize(self.unet.device)
+        return time.perf_counter()
 
 
-@contextmanager
-def _clock(device: torch.device) -> Iterator[list[float]]:
-    """CPU seconds of a block; on a GPU seconds, after it has finished what came before and inside."""
-    cuda = device.type == "cuda"
-    now = time.perf_counter if cuda else time.process_time
-    spent: list[float] = []
-    if cuda:
-        torch.cuda.synchronize(device)
-    start = now()
-    yield spent
-    if cuda:
-        torch.cuda.synchronize(device)
-    spent.append(now() - start)
+def _try_each(meter: _Meter, base: AgentConfig, on_step: Callable[[int, int], None] | None) -> Table:
+    """What each choice loses and costs in each layer and phase; the first is stock attention."""
+    sites: list[Site] = find_sites(meter.unet, EVERY_LEVEL, at_most=True)
+    trials = [
+        (site, early, choice) for early in meter.phases for site in sites for choice in (STOCK, *CHOICES)
+    ]
+    table: Table = {}
+    for done, (site, early, choice) in enumerate(trials):
+        config = None if choice == STOCK else LayerConfigs({site.name: _config(base, choice, choice)})
+        figures = meter.phase(config, early, site.attn)
+        table.setdefault((site.name, early), {})[choice] = figures
+        if on_step is not None:
+            on_step(done + 1, len(trials))
+    return table
+
+
+def _config(base: AgentConfig, early: Choice, late: Choice) -> AgentConfig:
+    """A layer's settings."""
+    config = replace(base, early=early.does, late=late.does, levels=None)
+    if early != STOCK:
+        config = replace(config, ratio=early.ratio)
+    return config if late == STOCK else replace(config, late_ratio=late.ratio)
+
+
+def _layers(base: AgentConfig, picked: Picked) -> LayerConfigs:
+    """The settings of each layer that is not stock in both phases."""
+    layers = {}
+    for name in dict.fromkeys(name for name, _ in picked):
+        phases = [picked.get((name, early), STOCK) for early in (True, False)]
+        if phases != [STOCK, STOCK]:
+            layers[name] = _config(base, *phases)
+    return LayerConfigs(layers)
+
+
+def _best_by_saving(table: Table, grain: float) -> list[Picked]:
+    """Whole choices, by what they save: of all that save as much or more, each has the least error.
+
+    A dynamic program over the layers and phases; errors add up, and savings, in units of `grain`.
+    """
+    best: dict[int, tuple[float, tuple[Choice, ...]]] = {0: (0.0, ())}
+    for tried in table.values():
+        stock = tried[STOCK]
+        ways = [(round((stock.cost - cost) / grain), error, does) for does, (error, cost) in tried.items()]
+        found: dict[int, tuple[float, tuple[Choice, ...]]] = {}
+        for saved, (error, picked) in best.items():
+            for gain, added, choice in ways:
+                place, total = saved + gain, error + added
+                if place not in found or total < found[place][0]:
+                    found[place] = total, (*picked, choice)
+        best = found
+    frontier: list[Picked] = []
+    least = math.inf
+    for saved in sorted((saved for saved in best if saved > 0), reverse=True):
+        error, choices = best[saved]
+        if error < least:
+            least = error
+            frontier.append(dict(zip(table, choices, strict=True)))
+    return frontier[::-1]

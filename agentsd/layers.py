@@ -23,7 +23,7 @@ class LayerConfigs:
         measured: what was measured when they were found; for the reader.
 
     Raises:
-        ValueError: there is no layer, or their steps differ.
+        ValueError: there is no layer, a name is no string, or their steps differ.
     """
 
     layers: Mapping[str, AgentConfig]
@@ -32,6 +32,10 @@ class LayerConfigs:
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("layers={}: name a self-attention layer at least, or do not apply agentsd")
+        if odd := [name for name in self.layers if not isinstance(name, str)]:
+            raise ValueError(f"layers={odd}: name each by a string, as in AgentHandle.layer_names")
+        if not isinstance(self.measured, Mapping):
+            raise ValueError(f"measured={self.measured!r}: it holds figures by name")
         if len(steps := {_steps(config) for config in self.layers.values()}) > 1:
             raise ValueError(f"layers differ in their steps, {sorted(map(str, steps))}: give all the same")
 
@@ -75,10 +79,15 @@ class LayerConfigs:
         layers = content.get("layers") if isinstance(content, dict) else None
         if not isinstance(layers, dict):
             raise ValueError(f"{path} has no `layers:` with settings by layer name")
-        configs = {
-            name: AgentConfig.from_mapping(values or {}, f"{path}, {name}") for name, values in layers.items()
-        }
+        configs = {name: _read(values, f"{path}, {name}") for name, values in layers.items()}
         return cls(configs, content.get("measured") or {})
+
+
+def _read(values: Any, where: str) -> AgentConfig:
+    try:
+        return AgentConfig.from_mapping(values or {}, "settings")
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _steps(config: AgentConfig) -> tuple[Any, ...]:

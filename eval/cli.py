@@ -386,6 +386,7 @@ def subject(
     out: o.RunOut = None,
     steps: o.Steps = None,
     guidance_scale: o.Guidance = None,
+    subject_guidance_scale: o.SubjectGuidance = None,
     scheduler: o.SchedulerName = None,
     seed: o.Seed = None,
     device: o.Device = None,
@@ -397,9 +398,8 @@ def subject(
     from . import subject as job
 
     rows, told = job.run(settings, console)
-    console.print(job.summary(rows, settings))
-    for sentence in told:
-        console.print(sentence)
+    for part in (*job.summary(rows), *told):
+        console.print(part)
     console.print(f"pictures and figures: {settings.out}", soft_wrap=True)
 
 

@@ -52,7 +52,9 @@ Values = Annotated[
 MediatorCounts = Annotated[
     list[int] | None, typer.Option("--count", help="Agents in a stage, few first; repeat.")
 ]
-MediatorStep = Annotated[float | None, typer.Option("--threshold-step", help="Between thresholds, from 1 to 0.")]
+MediatorStep = Annotated[
+    float | None, typer.Option("--threshold-step", help="Between thresholds, from 1 to 0.")
+]
 Arch = Annotated[str | None, typer.Option(help="sd15 or sdxl with random weights, in place of a model.")]
 Sizes = Annotated[list[int] | None, typer.Option("--size", help="Pixels on a side; repeat.")]
 Batches = Annotated[list[int] | None, typer.Option("--batch", help="Pictures at once; repeat.")]
@@ -71,6 +73,9 @@ ExactTokens = Annotated[
 Pairs = Annotated[int | None, typer.Option(help="Size of that sample for each layer, step and picture.")]
 TrainSteps = Annotated[int | None, typer.Option(help="Training steps of each finetuning, at batch 1.")]
 LearningRate = Annotated[float | None, typer.Option(help="Learning rate of each finetuning.")]
+SubjectGuidance = Annotated[
+    float | None, typer.Option("--subject-guidance", help="Guidance scale of the subject's pictures.")
+]
 Subject = Annotated[
     Path | None, typer.Option(help="Folder of 2 or more pictures of the subject; default: the embedded one.")
 ]

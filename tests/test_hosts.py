@@ -18,7 +18,6 @@ from tiny import (
 )
 
 from agentsd import apply_agentsd, remove_agentsd
-from agentsd.schedule import Step
 
 PICTURE = Image.linear_gradient("L").resize((32, 32)).convert("RGB")
 MASK = Image.radial_gradient("L").resize((32, 32))
@@ -469,8 +468,6 @@ def test_masks_and_cross_attention_are_untouched():
     stock = outputs()
     cross = {n: p for n, p in unet.attn_processors.items() if "attn2" in n}
     handle = apply_agentsd(unet)
-    handle._layers[0][1].group.begin(
-        torch.empty(2, 4, 16, 16), Step(999.0, early=True, opens_without_early=False)
-    )
+    handle._layers[0][1].group.begin(torch.empty(2, 4, 16, 16), 999.0, (0, 0))
     assert all(torch.equal(a, b) for a, b in zip(outputs(), stock, strict=True))
     assert {n: p for n, p in unet.attn_processors.items() if "attn2" in n} == cross

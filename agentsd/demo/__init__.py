@@ -1,6 +1,6 @@
 """A small Stable Diffusion that ships with the package, and the pictures that it was trained on."""
 
-from .data import Reference, load_references
+from .data import SUBJECT, Reference, load_references
 from .pipeline_io import load_pipeline
 
-__all__ = ["Reference", "load_pipeline", "load_references"]
+__all__ = ["SUBJECT", "Reference", "load_pipeline", "load_references"]

@@ -19,6 +19,8 @@ SIZE = 64
 SHEET_COLUMNS = 32
 REFERENCES = Path(__file__).parent / "references"
 PIPELINE = Path(__file__).parent / "pipeline"
+SUBJECT = Path(__file__).parent / "subject"
+"""Folder of views of one picture that the model was never trained on, 64x64, for DreamBooth."""
 _SPLIT_SEED = "agentsd-demo-0"
 _HELDOUT_CONCEPTS = 0.2  # one style of a fifth of the concepts is a tenth of the pairs
 

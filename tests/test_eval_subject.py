@@ -1,0 +1,269 @@
+"""The study of a finetuned subject: its figures, its command, and the views that ship."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from agentsd_eval import subject
+from agentsd_eval.cli import app
+from agentsd_eval.config import SubjectSettings, load_settings
+from agentsd_eval.output import progress
+from agentsd_eval.store import Store
+from PIL import Image
+from rich.console import Console
+from typer.testing import CliRunner
+
+from agentsd import AgentConfig
+from agentsd.demo import SUBJECT, load_references
+from agentsd.demo.accuracy import accuracy, efficientnet_lite0
+from agentsd.demo.subject import View
+from agentsd.dreambooth import training
+from agentsd.dreambooth.data import find_pictures
+
+REFERENCES = [reference for reference in load_references() if reference.split == "seen"][:6]
+
+
+@pytest.fixture(autouse=True)
+def few_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six pictures to be nearest to, so that features take no time; no precision of another test."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setattr(subject, "load_references", lambda: REFERENCES)
+
+
+def test_similarity_is_the_mean_cosine() -> None:
+    features, views = np.array([[3.0, 0.0], [1.0, 1.0]]), np.array([[1.0, 0.0], [0.0, 2.0]])
+    assert subject.similarity(features, views) == pytest.approx([0.5, 0.5**0.5])
+    # pairs of the three: 0, 1/sqrt(2), 1/sqrt(2)
+    assert subject.similarity_among(np.array([[1.0, 0], [0, 2], [1, 1]])) == pytest.approx(2 / 3 * 0.5**0.5)
+
+
+def test_the_ordering_marks_what_is_inside_the_noise() -> None:
+    values = {
+        "c": np.array([0.5, 0.9, 0.65]),  # against b: mean -0.017, standard error 0.093
+        "a": np.array([0.8, 0.9, 0.7]),  # b + 0.1 at every seed
+        "b": np.array([0.7, 0.8, 0.6]),
+    }
+    assert subject.ordering(values) == "a (0.800) > b (0.700) ≈ c (0.683)"
+    same = {"a": np.ones(2), "b": np.ones(2)}
+    assert subject.ordering(same) == "a (1.000) ≈ b (1.000)"
+
+
+def test_the_sentences_compare_within_a_prior() -> None:
+    variants = subject.variants_of(SubjectSettings())
+    figures = {
+        v: subject.Figures(np.array([i, i + 0.5]), np.array([1.0, 0.0])) for i, v in enumerate(variants)
+    }
+    similar, right = subject.sentences(variants, figures)
+    without, with_prior = similar.split("; ")
+    assert without.endswith(
+        "without prior preservation: train+generate (4.250) > generate-only 100% (3.250) "
+        "> generate-only 40% (2.250) > stock (1.250) > before finetuning (0.250)"
+    )
+    assert with_prior.startswith("with it: train+generate (8.250) > ")
+    assert with_prior.endswith("stock (5.250) > before finetuning (0.250).")
+    assert right.count("≈") == 9  # once in the explanation
+
+
+def test_agents_generate_as_they_were_trained() -> None:
+    settings = SubjectSettings(ratio=0.3, agent={"k": 0.05})
+    variants = subject.variants_of(settings)
+    assert [v.training.key for v in variants] == [
+        "before", "stock", "stock", "stock", "agents", "stock-prior", "stock-prior", "stock-prior",
+        "agents-prior",
+    ]  # fmt: skip
+    applied = [AgentConfig(ratio=v.method.ratio, **dict(v.method.agent)) for v in variants if v.method.parts]
+    trained = subject.training_config(variants[4].training, settings)
+    assert trained.agent == AgentConfig(ratio=0.3, k=0.05, early_frac=1.0, cells="random")
+    early = AgentConfig(ratio=0.3, k=0.05, cells="random")
+    assert applied == [early, trained.agent, trained.agent] * 2
+    assert [subject.training_config(t, settings).apply for t in subject.TRAININGS[:2]] == [
+        "none",
+        "train+generate",
+    ]
+    assert {subject.baseline(v, variants) for v in variants[5:]} == {variants[5]}
+    assert {subject.baseline(v, variants) for v in variants[:5]} == {variants[1]}
+
+
+def invoke(*arguments: Any, code: int = 0) -> str:
+    """Run the command; return what it printed, blanks made one."""
+    result = CliRunner().invoke(app, ["subject", *(str(argument) for argument in arguments)])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return re.sub(r"\s+", " ", result.output)
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "subject.jsonl").read_text().splitlines()]
+
+
+def test_the_command_trains_once_and_goes_on(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    tiny = (
+        "--model", model_folder, "--train-steps", 1, "--learning-rate", 1e-3, "--class-images", 1,
+        "--images", 2, "--other-prompts", 2, "--steps", 2, "--out", out,
+    )  # fmt: skip
+    printed = invoke(*tiny)
+    assert "Subject similarity, greatest first" in printed
+    rows = read(out)
+    assert [row.get("prior") for row in rows] == [False] * 5 + [True] * 4 + [None]
+    assert all(-1 <= row["similarity"] <= 1 for row in rows)
+    assert all(row["right"] in (0, 0.5, 1) and row["seconds"] > 0 for row in rows[:-1])
+    assert [row.get("similarity_change") is None for row in rows] == [
+        False, True, False, False, False, True, False, False, False, True,
+    ]  # fmt: skip
+    assert all(row["speedup"] > 0 for row in rows[:-1])
+    with (out / "subject.csv").open(newline="") as file:
+        assert [float(row["similarity"]) for row in csv.DictReader(file)] == [r["similarity"] for r in rows]
+    assert (out / "subject.md").read_text().count("| train+generate, prior |") == 3
+    with Image.open(out / "subject.png") as image:
+        assert image.format == "PNG"
+    assert AgentConfig.load(out / "agents-prior" / "model").early_frac == 1
+    assert not (out / "stock" / "model" / "agentsd.json").exists()
+    assert not list(out.glob("*/model/checkpoint-*"))
+
+    made = []
+    sample = subject.sample
+    monkeypatch.setattr("agentsd.dreambooth.training.Run", None)  # another training would fail
+    monkeypatch.setattr(subject, "sample", lambda *a, **k: made.append(a[2]) or sample(*a, **k))
+    invoke(*tiny)
+    assert not made
+    assert read(out) == [row | {"run": read(out)[0]["run"]} for row in rows]
+    lost = next((out / "stock-prior").rglob("00003.png"))
+    before = lost.read_bytes()
+    lost.unlink()
+    invoke(*tiny)
+    assert len(made) == 2  # a warm-up, and the picture
+    assert lost.read_bytes() == before
+    (out / "stock" / "trained.json").unlink()
+    printed = invoke(*tiny, "--learning-rate", 2e-3, code=2)
+    assert "(learning_rate: 0.001 there, 0.002 now); choose another --out" in printed
+
+
+def test_a_killed_training_goes_on(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = SubjectSettings(model=model_folder, train_steps=3, steps=2, out=tmp_path, subject=SUBJECT)
+    config = subject.training_config(subject.TRAININGS[1], settings)
+    monkeypatch.setattr(
+        subject, "training_config", lambda *_: config.model_copy(update={"checkpointing_steps": 2})
+    )
+    step, steps = training.Run._optimise, []
+
+    def until_killed(run: Any, *args: Any) -> float:
+        steps.append(run.step)
+        if steps == [0, 1, 2]:
+            raise KeyboardInterrupt
+        return step(run, *args)
+
+    monkeypatch.setattr(training.Run, "_optimise", until_killed)
+    for _ in range(2):
+        with progress(Console(quiet=True)) as bars:
+            try:
+                subject.train(subject.TRAININGS[1], settings, bars)
+            except KeyboardInterrupt:
+                assert not (tmp_path / "agents" / "trained.json").exists()
+    assert steps == [0, 1, 2, 2]
+    assert (tmp_path / "agents" / "trained.json").exists()
+
+
+def test_pictures_are_judged_by_views_and_references(make_pipeline: Any, tmp_path: Path) -> None:
+    settings = SubjectSettings(images=2, other_prompts=4, out=tmp_path)
+    own, others = subject.pictures_of(settings)
+    assert [picture.index for picture in (*own, *others)] == list(range(6))
+    assert len({picture.seed for picture in (*own, *others)}) == 6
+    views = subject.views_of(settings)
+    shown = {r.concept: r for r in REFERENCES}
+    wrong = next(r for r in REFERENCES if r.concept not in {others[0].concept, others[2].concept})
+    asked = [shown[str(picture.concept)] for picture in others]
+    pipe = make_pipeline()  # of 32x32 pixels, which the views are brought to
+    images = [subject._as_trained(path, 32) for path in views[:2]]
+    images += [asked[0].image, wrong.image, asked[2].image, wrong.image]
+    variant = subject.variants_of(settings)[0]
+    for picture, image in zip([*own, *others], images, strict=True):
+        store = Store(tmp_path / "before")
+        store.save(variant.method, 0, [picture], [image], subject.Seconds(1.0, 1.0), "session")
+    figures, ceiling = subject.judge(pipe, [variant], views, settings)
+    found = figures[variant]
+    features = efficientnet_lite0()
+    expected = accuracy(list(zip(asked, images[2:], strict=True)), REFERENCES, features)["seen"]
+    assert found.right.mean() == expected
+    assert found.right[[0, 2]].tolist() == [1, 1]
+    of_views = features([subject._as_trained(path, 32) for path in views])
+    assert found.similarity == pytest.approx((of_views[:2] @ of_views.T).mean(1).numpy(), abs=1e-5)
+    count = len(views)
+    among = ((of_views @ of_views.T).sum() - count) / (count * (count - 1))
+    assert ceiling == pytest.approx(among.item(), abs=1e-5)
+    assert found.similarity.mean() > ceiling  # one of the views each is the picture itself
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--subject", "no/such"), "subject: no/such is not a folder"),
+        (("--subject", "ONE"), "holds 1 picture; 2 views or more can be compared"),
+        (("--images", "1"), "images = 1: Input should be greater than or equal to 2"),
+        (("--learning-rate", "0"), "learning_rate = 0.0: Input should be greater than 0"),
+        (("--agent", "early_frac=0.5"), "['early_frac'] can't be trained with; known: k, scale"),
+        (("--agent", "scale=0.5"), "scale=0.5: it is the exponent"),
+        (("--model", "EMPTY"), "can't load the model"),
+        (("--out", "/proc/no/such"), "choose another place with --out"),
+    ],
+)
+def test_wrong_settings_are_one_message_and_exit_code_2(
+    arguments: tuple[str, str], message: str, tmp_path: Path
+) -> None:
+    folders = {"ONE": tmp_path / "one", "EMPTY": tmp_path / "empty"}
+    for folder in folders.values():
+        folder.mkdir()
+    Image.new("RGB", (8, 8)).save(folders["ONE"] / "one.png")
+    option, value = arguments
+    place = () if option == "--out" else ("--out", tmp_path / "out")
+    printed = invoke(option, folders.get(value, value), *place, code=2)
+    assert message in printed
+    assert "Traceback" not in printed
+
+
+def test_the_preset_is_valid() -> None:
+    preset = Path(__file__).parent.parent / "configs" / "subject.yaml"
+    settings = load_settings(SubjectSettings, preset, {})
+    assert settings.scheduler == "ddim"
+    assert settings.subject is None
+
+
+def test_the_views_that_ship() -> None:
+    images = [Image.open(path) for path in find_pictures(SUBJECT)]
+    assert 4 <= len(images) <= 6
+    assert {(image.size, image.mode) for image in images} == {((64, 64), "RGB")}
+    assert len({image.tobytes() for image in images}) == len(images)
+    known = {r.image.tobytes() for r in load_references(trained_only=False)}
+    assert not known & {image.tobytes() for image in images}
+
+
+def test_a_view_scales_turns_mirrors_and_shifts() -> None:
+    picture = Image.new("RGBA", (64, 64), "red")
+    picture.paste("blue", (32, 0, 64, 64))  # red to the left
+
+    def pixels(scale: float, degrees: float, mirrored: bool, shift: tuple[float, float]) -> Any:
+        view = View(scale, degrees, mirrored, shift, "#00ff00").draw(picture)
+        assert (view.size, view.mode) == ((64, 64), "RGB")
+        return lambda x, y: "RGB"[int(torch.tensor(view.getpixel((x, y))).argmax())].replace("G", "-")
+
+    at = pixels(0.5, 0, False, (0, 0))
+    assert at(20, 32) + at(44, 32) + at(8, 32) + at(32, 60) == "RB--"
+    at = pixels(0.5, 0, True, (0, 0))
+    assert at(20, 32) + at(44, 32) == "BR"
+    at = pixels(0.5, 90, False, (0, 0))  # counterclockwise: the left goes down
+    assert at(32, 44) + at(32, 20) == "RB"
+    at = pixels(0.5, 0, False, (0.25, -0.25))
+    assert at(36, 16) + at(60, 16) + at(12, 16) + at(36, 48) == "RB--"
