@@ -15,6 +15,7 @@ from rich.console import Console
 from . import options as o
 from . import output, results
 from .config import (
+    CalibrateSettings,
     CompareSettings,
     FidSettings,
     LatencySettings,
@@ -367,6 +368,46 @@ def redundancy(
     console.print(job.summary(rows, settings))
     console.print(job.note(rows, settings))
     console.print(f"map and figures: {settings.out}", soft_wrap=True)
+
+
+@app.command()
+@clear_errors
+def calibrate(
+    config: o.Config = None,
+    model: o.Model = None,
+    prompts: o.PromptTexts = None,
+    images: Annotated[int | None, typer.Option(help="How many of the embedded model's prompts.")] = None,
+    speedup: Annotated[float | None, typer.Option(help="The goal: how much cheaper a U-Net call.")] = None,
+    max_error: Annotated[float | None, typer.Option(help="Or the goal: the largest error.")] = None,
+    cost: Annotated[str | None, typer.Option(help="time or multiply_adds.")] = None,
+    calls: Annotated[int | None, typer.Option(help="U-Net calls measured of each prompt's run.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The YAML file to write.")] = None,
+    steps: o.Steps = None,
+    guidance_scale: o.Guidance = None,
+    scheduler: o.SchedulerName = None,
+    seed: o.Seed = None,
+    height: o.Height = None,
+    width: o.Width = None,
+    device: o.Device = None,
+    dtype: o.Precision = None,
+    backend: o.Backend = None,
+    agent: o.Agent = None,
+) -> None:
+    """Find what each self-attention layer should run in each phase, on your prompts, for a goal."""
+    settings = load_settings(CalibrateSettings, config, given(locals()))
+    from . import calibration as job
+    from .models import load_pipeline
+
+    output.check_writable(settings.out)
+    pipe = load_pipeline(settings)
+    with output.progress(console) as bars:
+        task = bars.add_task("trials", total=None)
+        found = job.run(pipe, settings, lambda done, of: bars.update(task, completed=done, total=of))
+    job.save(found, settings)
+    console.print(job.choices(pipe, found))
+    console.print(job.figures(found, settings))
+    console.print(job.note(found), markup=False)
+    console.print(f"settings: {settings.out}", soft_wrap=True)
 
 
 @app.command()

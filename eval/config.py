@@ -205,6 +205,20 @@ class RedundancySettings(SamplingSettings):
     out: Path = Path("outputs/redundancy")
 
 
+class CalibrateSettings(SamplingSettings):
+    """The search for what each self-attention layer should run; one goal, `speedup` or `max_error`."""
+
+    prompts: tuple[str, ...] = ()
+    """Empty takes `images` captions of the embedded model's reference pictures."""
+    images: int = Field(3, ge=1)
+    speedup: float | None = Field(None, gt=1)
+    max_error: float | None = Field(None, gt=0)
+    cost: Literal["time", "multiply_adds"] = "time"
+    calls: int = Field(6, ge=1)
+    """U-Net calls of each prompt's run that are measured, evenly spread."""
+    out: Path = Path("outputs/calibrated.yaml")
+
+
 class SubjectSettings(SamplingSettings):
     """A subject that the model never saw, taught to it with DreamBooth (Fig. 8, appendix B.4).
 

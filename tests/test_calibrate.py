@@ -238,12 +238,13 @@ def test_what_cannot_be_calibrated_is_refused_before_any_run(pipe, monkeypatch):
         calibrate(pipe, PROMPTS, speedup=1.1)
 
 
-def test_the_pipeline_is_left_as_it_was(small, sample):
+def test_the_pipeline_is_left_as_it_was(small, sample, tmp_path):
     before, stock = snapshot(small.unet), sample(small)
     found = calibrate(small, PROMPTS[:1], speedup=1.03, **COUNTED)
     assert snapshot(small.unet) == before
     assert torch.equal(sample(small), stock)
-    assert found == calibrate(small, PROMPTS[:1], speedup=1.03, **COUNTED)  # and nothing is left to chance
+    assert found == calibrate(small, PROMPTS[:1], speedup=1.03, **COUNTED)  # nothing is left to chance
+    assert LayerConfigs.load(found.save(tmp_path / "layers.yaml")) == found
 
 
 @pytest.mark.parametrize("place", ["recording", "trial", "layer"])
@@ -321,31 +322,22 @@ def test_without_guidance_the_whole_output_counts(small):
 
 
 @pytest.mark.parametrize("host", ["SDXL", "ControlNet"])
-def test_conditions_beside_the_prompt_are_recorded(make_pipeline, tokenizer, host):
+def test_conditions_beside_the_prompt_are_recorded(make_pipeline, tokenizer, monkeypatch, host):
+    monkeypatch.setattr(MODULE, "CHOICES", (Choice("tome", 0.5),))
     if host == "SDXL":
         pipe = make_pipeline(sdxl_unet(), cls=StableDiffusionXLPipeline, **sdxl_parts(tokenizer))
         inputs = {}
     else:
         parts = {"cls": StableDiffusionControlNetPipeline, "controlnet": make_controlnet()}
         pipe, inputs = make_pipeline(**parts), {"image": PICTURE}
-    found = calibrate(pipe, PROMPTS[:1], max_error=1e-3, **COUNTED | {"calls": 2}, **inputs)
-    assert 0 < found.measured["error"] <= 1e-3
+    found = calibrate(pipe, PROMPTS[:1], speedup=1.001, **COUNTED | {"calls": 1}, **inputs)
+    assert 0 < found.measured["error"] < 1e-3
     with apply_agentsd(pipe, config=found) as handle:
         assert set(handle.layer_names) == set(found.layers)
 
 
 def test_time_is_a_cost_too(small):
-    size = {"height": 96, "width": 96}  # 2304 tokens, so that there is time to save
+    size = {"height": 64, "width": 64}  # 1024 tokens, so that there is time to save
     found = calibrate(small, PROMPTS[:1], max_error=1.0, num_inference_steps=2, calls=2, **size)
     assert found.measured["cost"] == "time"
     assert found.measured["speedup"] > 0
-
-
-def test_the_result_is_saved_and_applied(small, sample, tmp_path):
-    found = calibrate(small, PROMPTS[:1], speedup=1.05, **COUNTED)
-    path = found.save(tmp_path / "layers.yaml")
-    assert LayerConfigs.load(path) == found
-    with apply_agentsd(small, config=found):
-        picture = sample(small)
-    with apply_agentsd(small, config=path):
-        assert torch.equal(sample(small), picture)

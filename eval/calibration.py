@@ -1,0 +1,103 @@
+"""Settings by layer, calibrated on a model and prompts, beside the fixed settings they start from."""
+
+from collections.abc import Callable
+from typing import Any
+
+from rich.table import Table
+
+from agentsd import AgentConfig, LayerConfigs, calibrate
+from agentsd.hosts import EVERY_LEVEL, find_sites
+
+from .config import CalibrateSettings
+from .errors import EvalError
+from .methods import parse_method
+from .output import explain_os_error, make_table
+from .redundancy import short_name
+from .sampling import size_of
+
+
+def prompts_of(settings: CalibrateSettings) -> list[str]:
+    """Return the prompts of the settings, else captions of the embedded model, spread evenly."""
+    if settings.prompts:
+        return list(settings.prompts)
+    from agentsd.demo import load_references
+
+    from .pictures import from_references
+
+    return [picture.prompt for picture in from_references(load_references(), settings.images, settings.seed)]
+
+
+def run(pipe: Any, settings: CalibrateSettings, tick: Callable[[int, int], None]) -> LayerConfigs:
+    """Calibrate; `tick` is told how many of how many trials are done.
+
+    Raises EvalError where there is not exactly one goal, or none is met, with what can be had.
+    """
+    height, width = size_of(pipe, settings)
+    try:
+        with parse_method("stock", None, settings).applied(pipe):
+            return calibrate(
+                pipe,
+                prompts_of(settings),
+                speedup=settings.speedup,
+                max_error=settings.max_error,
+                cost=settings.cost,
+                base=AgentConfig(**settings.agent),
+                num_inference_steps=settings.steps,
+                guidance_scale=settings.guidance_scale,
+                calls=settings.calls,
+                seed=settings.seed,
+                on_step=tick,
+                height=height,
+                width=width,
+            )
+    except ValueError as error:
+        raise EvalError(str(error)) from error
+
+
+def save(found: LayerConfigs, settings: CalibrateSettings) -> None:
+    """Write the YAML file. Raises EvalError if that can't be done."""
+    try:
+        found.save(settings.out)
+    except OSError as error:
+        raise explain_os_error(error, settings.out) from error
+
+
+def choices(pipe: Any, found: LayerConfigs) -> Table:
+    """Return what each layer of the model runs in each phase as a terminal table."""
+    rows = []
+    for site in find_sites(pipe.unet, EVERY_LEVEL, at_most=True):
+        config = found.layers.get(site.name, AgentConfig(early="none", late="none"))
+        late_ratio = config.ratio if config.late_ratio is None else config.late_ratio
+        does = _words(config.early, config.ratio), _words(config.late, late_ratio)
+        rows.append([short_name(site.name), str(site.span), *does])
+    early = f"first {found.first.early_frac:.0%} of the steps"
+    return make_table("what each layer runs", ["layer", "latent px / token", early, "later steps"], rows)
+
+
+def _words(does: str, ratio: float) -> str:
+    """Return "agents, r=0.25" for ("agent", 0.25)."""
+    name = {"none": "stock", "tome": "merging", "agent": "agents"}[does]
+    return name if does == "none" or (does == "agent" and ratio == 0) else f"{name}, r={ratio:g}"
+
+
+def figures(found: LayerConfigs, settings: CalibrateSettings) -> Table:
+    """Return the measured error and speed-up, beside the fixed settings', as a terminal table."""
+    measured = found.measured
+    config = AgentConfig(**settings.agent)
+    fixed = "fixed, the paper's" if config == AgentConfig() else "fixed, as given"
+    rows = [
+        [name, f"{row['error']:.3g}", f"{row['speedup']:.3f}x"]
+        for name, row in ((f"{fixed} (r={config.ratio:g})", measured["base"]), ("calibrated", measured))
+    ]
+    clock = {"time": "time", "multiply_adds": "multiply-adds"}[settings.cost]
+    run = f"{settings.model}, {measured['calls']} U-Net calls"
+    return make_table(run, ["settings", "error of the guided output", f"speed-up ({clock})"], rows)
+
+
+def note(found: LayerConfigs) -> str:
+    """Return what was measured, and on which prompts."""
+    prompts = "\n".join(f"  {prompt}" for prompt in found.measured["prompts"])
+    return (
+        "The error is the change's mean square over the output's own, on calls of stock runs; the speed-up is "
+        f"of the U-Net. Calibrated on:\n{prompts}"
+    )
