@@ -98,6 +98,6 @@ def note(found: LayerConfigs) -> str:
     """Return what was measured, and on which prompts."""
     prompts = "\n".join(f"  {prompt}" for prompt in found.measured["prompts"])
     return (
-        "The error is the change's mean square over the output's own, on calls of stock runs; the speed-up is "
-        f"of the U-Net. Calibrated on:\n{prompts}"
+        "The error is the change's mean square over the output's own, on calls of stock runs; the speed-up "
+        f"is of the U-Net. Calibrated on:\n{prompts}"
     )

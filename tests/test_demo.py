@@ -25,7 +25,7 @@ from agentsd.demo.autoencoder import (
 )
 from agentsd.demo.config import AutoencoderConfig, DemoConfig, DiffusionConfig, LoopConfig, load_config
 from agentsd.demo.data import STYLES, caption_of, split_of, trained_concepts
-from agentsd.demo.diffusion import DiffusionLoss, build_scheduler
+from agentsd.demo.diffusion import DiffusionLoss, build_scheduler, shared_suffix, style_leak, tokenize
 from agentsd.demo.guidance import GuidanceLoss
 from agentsd.demo.loop import CHECKPOINT, compile_loss, lr_factor, train_loop
 
@@ -228,6 +228,38 @@ def test_guidance_is_softened_by_its_strength(tokenizer):
         )
         expected = ((said - unsaid) * (1 - 1 / 3)).square().mean()
         torch.testing.assert_close(GuidanceLoss(before, 3.0)(latents, noise, t, ids, empty), expected)
+
+
+def test_a_caption_shares_its_words_after_the_style(pipe):
+    """The oracle finds them by the text: what follows the style reads the same at both positions."""
+    seen = load_references()[:40]
+    styled = tokenize(pipe.tokenizer, [r.caption for r in seen])
+    styleless = tokenize(pipe.tokenizer, [caption_of(r.concept, None) for r in seen])
+    at = shared_suffix(styled, styleless)
+    assert torch.equal(styled.gather(1, at[0]), styleless.gather(1, at[1]))
+    for reference, row, starts in zip(seen, styled, at[:, :, 0].T, strict=True):
+        words = pipe.tokenizer.decode(row[starts[0] :], skip_special_tokens=True)
+        assert reference.caption.endswith(words)
+        assert words.endswith(reference.concept)
+        assert at[0, 0, -1] < len(row)
+
+
+def test_a_style_leaks_into_the_words_after_it_alone(pipe):
+    captions = [["a noto emoji of an owl", "a 3d emoji of key"], ["an emoji of an owl", "an emoji of key"]]
+    ids = [tokenize(pipe.tokenizer, texts) for texts in captions]
+    at = shared_suffix(*ids)
+
+    def blind(tokens):
+        """A text encoder of one token each: no word knows of another."""
+        return (torch.nn.functional.one_hot(tokens, len(pipe.tokenizer)).float(),)
+
+    def causal(tokens):
+        """Each word sums up what stands before it."""
+        return (blind(tokens)[0].cumsum(1),)
+
+    assert style_leak(blind, *ids, at) == 0
+    assert style_leak(causal, *ids, at) > 0
+    assert style_leak(causal, ids[1], ids[1], shared_suffix(ids[1], ids[1])) == 0
 
 
 def test_normalised_latents_decode_to_the_same_pictures():

@@ -62,7 +62,10 @@ def main(
     parts = tuple(part for part in AgentConfig.parts if part not in (without or ()))
     kind = {"early": "none", "late": "none"} if attention == "stock" else {"attention": attention}
     agent = AgentConfig(early_frac=1.0, levels=levels, parts=parts, **kind)  # type: ignore[arg-type]
-    budget = DiffusionConfig(steps=steps, batch=batch, lr=lr, warmup=50, flips=False, compile=False)
+    # The text encoder is frozen, so what a style does to its words is no matter of this training.
+    budget = DiffusionConfig(
+        steps=steps, batch=batch, lr=lr, warmup=50, flips=False, compile=False, leak_weight=0
+    )
     adapt(folder, agent, budget, device=device)
     print(f"saved to {folder}")
 

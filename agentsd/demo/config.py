@@ -59,8 +59,10 @@ class DiffusionConfig(LoopConfig):
     flips: bool = True
     """Mirror half of the pictures; without, a short training gets to asymmetric shapes sooner."""
     caption_dropout: float = Field(default=0.1, ge=0, lt=1)
-    style_dropout: float = Field(default=0.1, ge=0, lt=1)
+    style_dropout: float = Field(default=0.3, ge=0, lt=1)
     """Share of the captions whose style is left out, so that a concept is learnt apart from its style."""
+    leak_weight: float = Field(default=0.1, ge=0)
+    """Weight of the squared change that a style makes to the text encoder's hidden states of a concept."""
     snr_gamma: float = Field(default=5.0, gt=0)
     sheet_every: int = Field(default=2000, gt=0)
     """Steps between contact sheets."""

@@ -93,6 +93,24 @@ def tokenize(tokenizer: CLIPTokenizer, captions: Sequence[str]) -> Tensor:
     return tokenizer(list(captions), padding="max_length", truncation=True, return_tensors="pt").input_ids
 
 
+def shared_suffix(styled: Tensor, styleless: Tensor) -> Tensor:
+    """Return positions (2, N, L) of the tokens that captions (N, L) share with their styleless selves.
+
+    Both captions end in the same words, at positions that differ by the style's tokens; where the styleless
+    one has no counterpart left (its padding is longer), the last pair is repeated.
+    """
+    pairs = []
+    for one, other in zip(styled.tolist(), styleless.tolist(), strict=True):
+        ends = [ids.index(ids[-1]) for ids in (one, other)]  # padding repeats the end mark
+        shared = 0
+        while one[ends[0] - shared] == other[ends[1] - shared] and shared < min(ends):
+            shared += 1
+        first = [end - shared + 1 for end in ends]
+        room = len(one) - max(first)
+        pairs.append([[start + min(i, room - 1) for i in range(len(one))] for start in first])
+    return torch.tensor(pairs).transpose(0, 1)
+
+
 class DiffusionLoss(nn.Module):
     """Squared error of the velocity, weighted by min(SNR + 1, gamma) / (SNR + 1)."""
 
@@ -114,6 +132,17 @@ class DiffusionLoss(nn.Module):
         return (error.mean((1, 2, 3)) * self.weights[t]).mean()
 
 
+def style_leak(text_encoder: Any, styled: Tensor, styleless: Tensor, suffix: Tensor) -> Tensor:
+    """Return the mean squared change that a style makes to the hidden states of the words after it.
+
+    `suffix` (2, N, L) is what `shared_suffix` says of the captions' token ids (N, L). At 0 a style speaks by
+    its own tokens alone and a concept by its own, so that a pair never seen together is two inputs that were.
+    """
+    hidden = text_encoder(torch.cat([styled, styleless]))[0].float().unflatten(0, (2, -1))
+    with_style, without = hidden.gather(2, suffix[..., None].expand(-1, -1, -1, hidden.shape[-1]))
+    return (with_style - without).square().mean()
+
+
 def train_diffusion(
     loss: DiffusionLoss,
     latents: Tensor,
@@ -133,6 +162,7 @@ def train_diffusion(
     empty prompt; `draw` is called with the step for a contact sheet.
     """
     loss, latents = loss.to(device), latents.to(device)
+    suffix = shared_suffix(ids, styleless).to(device)
     ids, styleless, empty = ids.to(device), styleless.to(device), empty.to(device)
     if config.compile:
         compile_loss(loss.unet)
@@ -147,7 +177,9 @@ def train_diffusion(
         kept = torch.rand(config.batch, 1, generator=generator).to(device) - config.caption_dropout
         prompt = torch.where(kept < config.style_dropout, styleless[index], ids[index])
         prompt = torch.where(kept < 0, empty, prompt)
-        return loss(batch, noise.to(device), spread.long().to(device), prompt)
+        leak = style_leak(loss.text_encoder, ids[index], styleless[index], suffix[:, index])
+        error = loss(batch, noise.to(device), spread.long().to(device), prompt)
+        return error + config.leak_weight * leak
 
     every = (config.sheet_every, draw) if draw is not None else None
     train_loop(loss, loss_at, config, folder, seed=seed, device=device, every=every)
