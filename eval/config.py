@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from agentsd import AgentConfig
 
@@ -217,6 +217,12 @@ class CalibrateSettings(SamplingSettings):
     calls: int = Field(6, ge=1)
     """U-Net calls of each prompt's run that are measured, evenly spread."""
     out: Path = Path("outputs/calibrated.yaml")
+
+    @model_validator(mode="after")
+    def _one_goal(self) -> "CalibrateSettings":
+        if (self.speedup is None) == (self.max_error is None):
+            raise ValueError("give one goal: --speedup, for instance 1.15, or --max-error, for instance 0.001")
+        return self
 
 
 class SubjectSettings(SamplingSettings):

@@ -1,0 +1,63 @@
+"""`agentsd-eval calibrate`: the file it leaves is what the API finds, and a goal is asked for before any work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from agentsd_eval import models
+from agentsd_eval.cli import app
+from typer.testing import CliRunner
+
+from agentsd import LayerConfigs, apply_agentsd, calibrate
+
+RUN = ("--steps", 2, "--calls", 1, "--cost", "multiply_adds", "--scheduler", "model")
+
+
+def invoke(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["calibrate", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.split())
+
+
+def test_the_command_saves_what_the_call_finds(pipe, model_folder: str, tmp_path: Path) -> None:
+    path = tmp_path / "layers.yaml"
+    printed = invoke("--model", model_folder, "--prompt", "a cat", "--speedup", 1.02, *RUN, "--out", path)
+    found = LayerConfigs.load(path)
+    same = {"num_inference_steps": 2, "calls": 1, "cost": "multiply_adds", "height": 32, "width": 32}
+    assert found == calibrate(pipe, ["a cat"], speedup=1.02, **same)
+    assert found.measured["speedup"] >= 1.02
+    assert f"{found.measured['speedup']:.3f}x" in printed
+    assert "a cat" in printed
+    assert str(path) in printed
+    with apply_agentsd(pipe, config=path) as handle:
+        assert set(handle.layer_names) == set(found.layers)
+
+
+def test_prompts_are_the_embedded_models_if_none_are_given(model_folder: str, tmp_path: Path) -> None:
+    path = tmp_path / "layers.yaml"
+    invoke("--model", model_folder, "--images", 2, "--max-error", 1.0, *RUN, "--out", path)
+    assert len(LayerConfigs.load(path).measured["prompts"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give one goal"),
+        (("--speedup", 1.1, "--max-error", 0.1), "give one goal"),
+        (("--speedup", 0.9), "speedup"),
+        (("--speedup", 9, "--agent", "mode=fast"), "only 'exact' is calibrated"),
+    ],
+)
+def test_a_wrong_goal_is_one_message(
+    arguments: tuple[object, ...], message: str, model_folder: str, tmp_path: Path
+) -> None:
+    printed = invoke("--model", model_folder, *arguments, "--out", tmp_path / "layers.yaml", code=2)
+    assert message in printed
+    assert not (tmp_path / "layers.yaml").exists()
+
+
+@pytest.mark.parametrize("goal", [(), ("--speedup", 1.1, "--max-error", 0.1)])
+def test_the_goal_is_looked_at_before_the_model_is_loaded(goal, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(models, "load_pipeline", lambda settings: pytest.fail("loaded"))
+    assert "give one goal" in invoke(*goal, "--out", tmp_path / "layers.yaml", code=2)
