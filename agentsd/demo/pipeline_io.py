@@ -66,7 +66,7 @@ def export_pipeline(pipe: Any, folder: Path, training: dict[str, Any]) -> None:
     for name in ("unet", "vae", "text_encoder"):
         half = type(getattr(pipe, name)).from_pretrained(folder / name, dtype=torch.float16)
         half.save_pretrained(folder / name)
-        config = folder / name / "config.json"
+    for config in (folder / "model_index.json", *folder.glob("*/config.json")):
         settings = json.loads(config.read_text(encoding="utf-8"))
         settings.pop("_name_or_path", None)  # a folder of the machine that made it
         config.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
