@@ -221,7 +221,9 @@ class CalibrateSettings(SamplingSettings):
     @model_validator(mode="after")
     def _one_goal(self) -> "CalibrateSettings":
         if (self.speedup is None) == (self.max_error is None):
-            raise ValueError("give one goal: --speedup, for instance 1.15, or --max-error, for instance 0.001")
+            raise ValueError(
+                "give one goal: --speedup, for instance 1.15, or --max-error, for instance 0.001"
+            )
         return self
 
 

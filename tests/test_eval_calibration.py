@@ -1,4 +1,4 @@
-"""`agentsd-eval calibrate`: the file it leaves is what the API finds, and a goal is asked for before any work."""
+"""`agentsd-eval calibrate`: its file is what the API finds, and a goal is asked for before any work."""
 
 from __future__ import annotations
 

@@ -160,7 +160,9 @@ class Recipe:
         training = {
             "concepts": sorted({reference.concept for reference in self.references}),
             "last": json.loads(log[-1]) if log else None,
-            "recipe": self.config.model_dump(mode="json", exclude={"concepts", "run_dir", "export_dir", "init_from"}),
+            "recipe": self.config.model_dump(
+                mode="json", exclude={"concepts", "run_dir", "export_dir", "init_from"}
+            ),
         }
         export_pipeline(pipe, self.config.export_dir, training)
         print(f"exported to {self.config.export_dir}")
