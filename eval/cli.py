@@ -436,10 +436,11 @@ def subject(
 ) -> None:
     """Teach the model a subject with and without agent attention, and compare how it draws it (Fig. 8)."""
     settings = load_settings(SubjectSettings, config, given(locals()))
-    from . import subject as job
+    from .subject import run
+    from .subject_report import summary
 
-    rows, told = job.run(settings, console)
-    for part in (*job.summary(rows), *told):
+    rows, told = run(settings, console)
+    for part in (*summary(rows), *told):
         console.print(part)
     console.print(f"pictures and figures: {settings.out}", soft_wrap=True)
 

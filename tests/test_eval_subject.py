@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from agentsd_eval import subject
+from agentsd_eval import subject, subject_plan, subject_report
 from agentsd_eval.cli import app
 from agentsd_eval.config import SubjectSettings, load_settings
 from agentsd_eval.output import progress
+from agentsd_eval.sampling import Seconds
 from agentsd_eval.store import Store
 from PIL import Image
 from rich.console import Console
@@ -35,7 +36,8 @@ REFERENCES = [reference for reference in load_references() if reference.split ==
 def few_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six pictures to be nearest to, so that features take no time; no precision of another test."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    monkeypatch.setattr(subject, "load_references", lambda: REFERENCES)
+    for module in (subject, subject_plan):
+        monkeypatch.setattr(module, "load_references", lambda: REFERENCES)
 
 
 def test_similarity_is_the_mean_cosine() -> None:
@@ -51,17 +53,17 @@ def test_the_ordering_marks_what_is_inside_the_noise() -> None:
         "a": np.array([0.8, 0.9, 0.7]),  # b + 0.1 at every seed
         "b": np.array([0.7, 0.8, 0.6]),
     }
-    assert subject.ordering(values) == "a (0.800) > b (0.700) ≈ c (0.683)"
+    assert subject_report.ordering(values) == "a (0.800) > b (0.700) ≈ c (0.683)"
     same = {"a": np.ones(2), "b": np.ones(2)}
-    assert subject.ordering(same) == "a (1.000) ≈ b (1.000)"
+    assert subject_report.ordering(same) == "a (1.000) ≈ b (1.000)"
 
 
 def test_the_sentences_compare_within_a_prior() -> None:
-    variants = subject.variants_of(SubjectSettings())
+    variants = subject_plan.variants_of(SubjectSettings())
     figures = {
-        v: subject.Figures(np.array([i, i + 0.5]), np.array([1.0, 0.0])) for i, v in enumerate(variants)
+        v: subject_plan.Figures(np.array([i, i + 0.5]), np.array([1.0, 0.0])) for i, v in enumerate(variants)
     }
-    similar, right = subject.sentences(variants, figures)
+    similar, right = subject_report.sentences(variants, figures)
     without, with_prior = similar.split("; ")
     assert without.endswith(
         "without prior preservation: train+generate (4.250) > generate-only 100% (3.250) "
@@ -74,22 +76,22 @@ def test_the_sentences_compare_within_a_prior() -> None:
 
 def test_agents_generate_as_they_were_trained() -> None:
     settings = SubjectSettings(ratio=0.3, agent={"k": 0.05})
-    variants = subject.variants_of(settings)
+    variants = subject_plan.variants_of(settings)
     assert [v.training.key for v in variants] == [
         "before", "stock", "stock", "stock", "agents", "stock-prior", "stock-prior", "stock-prior",
         "agents-prior",
     ]  # fmt: skip
     applied = [AgentConfig(ratio=v.method.ratio, **dict(v.method.agent)) for v in variants if v.method.parts]
-    trained = subject.training_config(variants[4].training, settings)
+    trained = subject_plan.training_config(variants[4].training, settings)
     assert trained.agent == AgentConfig(ratio=0.3, k=0.05, early_frac=1.0, cells="random")
     early = AgentConfig(ratio=0.3, k=0.05, cells="random")
     assert applied == [early, trained.agent, trained.agent] * 2
-    assert [subject.training_config(t, settings).apply for t in subject.TRAININGS[:2]] == [
+    assert [subject_plan.training_config(t, settings).apply for t in subject_plan.TRAININGS[:2]] == [
         "none",
         "train+generate",
     ]
-    assert {subject.baseline(v, variants) for v in variants[5:]} == {variants[5]}
-    assert {subject.baseline(v, variants) for v in variants[:5]} == {variants[1]}
+    assert {subject_plan.baseline(v, variants) for v in variants[5:]} == {variants[5]}
+    assert {subject_plan.baseline(v, variants) for v in variants[:5]} == {variants[1]}
 
 
 def invoke(*arguments: Any, code: int = 0) -> str:
@@ -154,7 +156,7 @@ def test_a_killed_training_goes_on(
     model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = SubjectSettings(model=model_folder, train_steps=3, steps=2, out=tmp_path, subject=SUBJECT)
-    config = subject.training_config(subject.TRAININGS[1], settings)
+    config = subject_plan.training_config(subject_plan.TRAININGS[1], settings)
     monkeypatch.setattr(
         subject, "training_config", lambda *_: config.model_copy(update={"checkpointing_steps": 2})
     )
@@ -170,7 +172,7 @@ def test_a_killed_training_goes_on(
     for _ in range(2):
         with progress(Console(quiet=True)) as bars:
             try:
-                subject.train(subject.TRAININGS[1], settings, bars)
+                subject.train(subject_plan.TRAININGS[1], settings, bars)
             except KeyboardInterrupt:
                 assert not (tmp_path / "agents" / "trained.json").exists()
     assert steps == [0, 1, 2, 2]
@@ -179,27 +181,27 @@ def test_a_killed_training_goes_on(
 
 def test_pictures_are_judged_by_views_and_references(make_pipeline: Any, tmp_path: Path) -> None:
     settings = SubjectSettings(images=2, other_prompts=4, out=tmp_path)
-    own, others = subject.pictures_of(settings)
+    own, others = subject_plan.pictures_of(settings)
     assert [picture.index for picture in (*own, *others)] == list(range(6))
     assert len({picture.seed for picture in (*own, *others)}) == 6
-    views = subject.views_of(settings)
+    views = subject_plan.views_of(settings)
     shown = {r.concept: r for r in REFERENCES}
     wrong = next(r for r in REFERENCES if r.concept not in {others[0].concept, others[2].concept})
     asked = [shown[str(picture.concept)] for picture in others]
     pipe = make_pipeline()  # of 32x32 pixels, which the views are brought to
-    images = [subject._as_trained(path, 32) for path in views[:2]]
+    images = [subject_plan.as_trained(path, 32) for path in views[:2]]
     images += [asked[0].image, wrong.image, asked[2].image, wrong.image]
-    variant = subject.variants_of(settings)[0]
+    variant = subject_plan.variants_of(settings)[0]
     for picture, image in zip([*own, *others], images, strict=True):
         store = Store(tmp_path / "before")
-        store.save(variant.method, 0, [picture], [image], subject.Seconds(1.0, 1.0), "session")
+        store.save(variant.method, 0, [picture], [image], Seconds(1.0, 1.0), "session")
     figures, ceiling = subject.judge(pipe, [variant], views, settings)
     found = figures[variant]
     features = efficientnet_lite0()
     expected = accuracy(list(zip(asked, images[2:], strict=True)), REFERENCES, features)["seen"]
     assert found.right.mean() == expected
     assert found.right[[0, 2]].tolist() == [1, 1]
-    of_views = features([subject._as_trained(path, 32) for path in views])
+    of_views = features([subject_plan.as_trained(path, 32) for path in views])
     assert found.similarity == pytest.approx((of_views[:2] @ of_views.T).mean(1).numpy(), abs=1e-5)
     count = len(views)
     among = ((of_views @ of_views.T).sum() - count) / (count * (count - 1))

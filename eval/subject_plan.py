@@ -1,0 +1,152 @@
+"""What the study of a finetuned subject trains and draws: its trainings, rows, views and prompts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from agentsd import AgentConfig
+from agentsd.demo import SUBJECT, load_references
+from agentsd.dreambooth import DreamBoothConfig
+from agentsd.dreambooth.data import find_pictures, load_picture
+
+from .config import SubjectSettings
+from .errors import EvalError
+from .methods import Method, parse_method
+from .pictures import Picture, from_references
+from .store import Store
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the weights of a row came about."""
+
+    apply: str | None
+    """As `DreamBoothConfig.apply`; None is the model before finetuning."""
+    prior: bool = False
+
+    @property
+    def key(self) -> str:
+        """The name of its folder."""
+        kind = "before" if self.apply is None else "stock" if self.apply == "none" else "agents"
+        return f"{kind}-prior" if self.prior else kind
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row: weights, and how they generate."""
+
+    training: Training
+    method: Method
+    name: str
+    """Where agents run; the same without and with prior preservation."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What is measured for each picture of a row, in the order of the seeds.
+
+    Attributes:
+        similarity: (N,) mean cosine to the views, of the subject's pictures.
+        right: (M,) 1 where another prompt's picture shows what was asked for, else 0.
+    """
+
+    similarity: np.ndarray
+    right: np.ndarray
+
+
+TRAININGS = tuple(Training(apply, prior) for prior in (False, True) for apply in ("none", "train+generate"))
+
+
+def training_config(training: Training, settings: SubjectSettings) -> DreamBoothConfig:
+    """Return the settings of a finetuning: `settings`, and the paper's (appendix B.4) for the rest."""
+    return DreamBoothConfig.model_validate(
+        {
+            "pretrained_model_name_or_path": settings.model,
+            "instance_data_dir": views_folder(settings),
+            "instance_prompt": settings.instance_prompt,
+            "with_prior_preservation": training.prior,
+            "class_data_dir": settings.out / "classes",
+            "class_prompt": settings.class_prompt,
+            "num_class_images": settings.class_images,
+            "output_dir": settings.out / training.key / "model",
+            "max_train_steps": settings.train_steps,
+            "learning_rate": settings.learning_rate,
+            "lr_scheduler": settings.lr_scheduler,
+            "use_8bit_adam": False,  # the same optimizer on every device
+            "seed": settings.seed,
+            "checkpointing_steps": 100,
+            "checkpoints_total_limit": 1,
+            "resume_from_checkpoint": "latest",
+            "num_validation_images": 1,
+            "num_inference_steps": settings.steps,
+            "guidance_scale": settings.guidance_scale,
+            "report_to": None,
+            "ratio": settings.ratio,
+            "apply": training.apply,
+            **settings.agent,
+        }
+    )
+
+
+def variants_of(settings: SubjectSettings) -> list[Variant]:
+    """Return the rows: the model as it came, then those of Fig. 8, without and with prior preservation."""
+    every = training_config(TRAININGS[0], settings).agent
+    stock = parse_method("stock", None, settings)
+
+    def agents(share: float) -> Method:
+        agent = {"k": every.k, "scale": every.scale, "cells": every.cells, "early_frac": share}
+        return parse_method("agentsd", every.ratio, settings.model_copy(update={"agent": agent}))
+
+    rows = [Variant(Training(None), stock, "before finetuning")]
+    for training in TRAININGS:
+        if training.apply == "none":
+            rows.append(Variant(training, stock, "stock"))
+            for share in (AgentConfig.early_frac, every.early_frac):
+                rows.append(Variant(training, agents(share), f"generate-only {share:.0%}"))
+        else:
+            rows.append(Variant(training, agents(every.early_frac), "train+generate"))
+    return rows
+
+
+def baseline(variant: Variant, variants: Sequence[Variant]) -> Variant:
+    """Return the row to compare with: the row "stock" of the same prior."""
+    training = Training("none", variant.training.prior)
+    return next(v for v in variants if v.training == training and not v.method.parts)
+
+
+def views_folder(settings: SubjectSettings) -> Path:
+    """Return the folder of the subject's pictures."""
+    return settings.subject or SUBJECT
+
+
+def views_of(settings: SubjectSettings) -> list[Path]:
+    """Return the subject's pictures. Raises EvalError if one can't be read or there are fewer than 2."""
+    try:
+        paths = find_pictures(views_folder(settings))
+    except ValueError as error:
+        raise EvalError(f"subject: {error}") from error
+    if len(paths) < 2:
+        raise EvalError(f"subject: {views_folder(settings)} holds 1 picture; 2 views or more can be compared")
+    return paths
+
+
+def pictures_of(settings: SubjectSettings) -> tuple[list[Picture], list[Picture]]:
+    """Return the subject's pictures, and those of other prompts: captions that the model was trained on."""
+    own = [Picture(i, settings.instance_prompt, settings.seed + i) for i in range(settings.images)]
+    seen = [reference for reference in load_references() if reference.split == "seen"]
+    others = from_references(seen, settings.other_prompts, settings.seed + len(own))
+    return own, [replace(picture, index=len(own) + picture.index) for picture in others]
+
+
+def store_of(variant: Variant, settings: SubjectSettings) -> Store:
+    """Return where a row's pictures are; rows of the same weights share it."""
+    return Store(settings.out / variant.training.key)
+
+
+def as_trained(path: Path, side: int) -> Image.Image:
+    """Return a view as the training sees it: its centre square, on white."""
+    pixels = (load_picture(path, side) + 1) * 127.5
+    return Image.fromarray(pixels.round().byte().permute(1, 2, 0).numpy())

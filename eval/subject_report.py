@@ -1,0 +1,168 @@
+"""The figures of a finetuned subject as rows, sentences and one labelled picture."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from rich.table import Table
+
+from . import metrics, results
+from .config import SubjectSettings
+from .grid import draw_grid
+from .results import Column, Row, figure
+from .sampling import Seconds
+from .store import Entry
+from .subject_plan import Figures, Variant, as_trained, baseline, pictures_of, store_of
+from .table import change
+
+_COLUMNS, _TILE = 8, 96  # of the drawn grid
+
+
+def rows_of(
+    variants: Sequence[Variant],
+    figures: Mapping[Variant, Figures],
+    settings: SubjectSettings,
+    device: torch.device,
+) -> list[Row]:
+    """Return a row for each variant: means, standard errors, paired changes against `baseline`, seconds."""
+    entries = {variant: store_of(variant, settings).intact(variant.method) for variant in variants}
+    rows = []
+    for variant in variants:
+        stock = baseline(variant, variants)
+        row: Row = {
+            "variant": variant.name,
+            "prior": variant.training.prior,
+            "images": settings.images,
+            "other_images": settings.other_prompts,
+        }
+        for name in ("similarity", "right"):
+            values, theirs = getattr(figures[variant], name), getattr(figures[stock], name)
+            row |= {name: float(values.mean()), f"{name}_error": metrics.standard_error(values)}
+            if variant != stock:
+                row[f"{name}_change"] = float((values - theirs).mean())
+                row[f"{name}_change_error"] = metrics.standard_error(values - theirs)
+        rows.append(row | _cost(entries[variant], entries[stock], device))
+    return rows
+
+
+def _cost(ours: dict[int, Entry], stock: dict[int, Entry], device: torch.device) -> Row:
+    """Return median seconds a picture, and the speed-up over pictures made in one session with stock's."""
+    ratios = [
+        Seconds(stock[i].seconds, stock[i].cpu_seconds).charged(device)
+        / Seconds(ours[i].seconds, ours[i].cpu_seconds).charged(device)
+        for i in ours
+        if stock[i].session == ours[i].session
+    ]
+    return {
+        "seconds": statistics.median(entry.seconds for entry in ours.values()),
+        "cpu_seconds": statistics.median(entry.cpu_seconds for entry in ours.values()),
+        "speedup": statistics.median(ratios) if ratios else None,
+    }
+
+
+def ceiling_row(ceiling: float, views: int) -> Row:
+    """Return the last row: the mean similarity of two of so many views."""
+    return {"variant": "the views among themselves", "images": views, "similarity": ceiling}
+
+
+def _label(row: Row) -> str:
+    return row["variant"] + (", prior" if row.get("prior") else "")
+
+
+def tables_of() -> dict[str, list[Column]]:
+    """Return the columns of each table by its title."""
+    first = Column("variant", _label)
+    return {
+        "the subject": [
+            first,
+            Column("similarity ± s.e.", _with_error("similarity", ".3f")),
+            Column("change", change("similarity", ".3f")),
+        ],
+        "other prompts": [
+            first,
+            Column("right ± s.e.", _with_error("right", ".1%")),
+            Column("change", change("right", ".1%")),
+        ],
+        "cost": [
+            first,
+            Column("s/img", figure("seconds", ".2f")),
+            Column("CPU s/img", figure("cpu_seconds", ".2f")),
+            Column("speed-up", figure("speedup", ".2f")),
+        ],
+    }
+
+
+def _with_error(key: str, form: str) -> Callable[[Row], str]:
+    def text(row: Row) -> str:
+        value, error = row.get(key), row.get(f"{key}_error")
+        if value is None:
+            return "-"
+        return format(value, form) + (f" ± {format(error, form)}" if error is not None else "")
+
+    return text
+
+
+def summary(rows: Sequence[Row]) -> list[Table]:
+    """Return the figures as terminal tables."""
+    return [results.to_terminal(title, rows, columns) for title, columns in tables_of().items()]
+
+
+def note(views: int) -> str:
+    """Return what the figures are and how sure."""
+    return (
+        f"similarity: mean cosine of EfficientNet-Lite0 features to the subject's {views} views; right: the "
+        "nearest reference is of the prompted concept. generate-only: stock training, agents in so many of "
+        "the steps and token merging in the rest; train+generate: agents in every step of both; prior: with "
+        "prior preservation. change: against stock with the same prior preservation, same seeds, ± half of a "
+        "95% interval; ≈ marks a change inside the noise, which is that of the pictures' seeds alone: each "
+        "training ran once."
+    )
+
+
+def sentences(variants: Sequence[Variant], figures: Mapping[Variant, Figures]) -> list[str]:
+    """Return the ordering of the rows by similarity and by accuracy, without and with prior preservation."""
+    titles = {"similarity": "Subject similarity", "right": "Other prompts right"}
+    told = []
+    for name, title in titles.items():
+        groups = []
+        for prior in (False, True):
+            group = [v for v in variants if v.training.prior == prior or v.training.apply is None]
+            values = {v.name: getattr(figures[v], name) for v in group}
+            groups.append(f"{'with it' if prior else 'without prior preservation'}: {ordering(values)}")
+        told.append(f"{title}, greatest first (> beyond the noise, ≈ inside it), {'; '.join(groups)}.")
+    return told
+
+
+def ordering(values: Mapping[str, np.ndarray]) -> str:
+    """Return names with their means, greatest first, and between neighbours ">" or "≈".
+
+    `values` are figures (N,) for the same N seeds, at least 2; ">" stands where the paired difference of the
+    neighbours is beyond half of its 95% interval.
+    """
+    names = sorted(values, key=lambda name: -values[name].mean())
+    text = ""
+    for before, name in zip([None, *names], names, strict=False):
+        if before is not None:
+            difference = values[before] - values[name]
+            beyond = difference.mean() > metrics.Z95 * metrics.standard_error(difference)
+            text += " > " if beyond else " ≈ "
+        text += f"{name} ({values[name].mean():.3f})"
+    return text
+
+
+def draw(
+    variants: Sequence[Variant], views: Sequence[Path], rows: Sequence[Row], settings: SubjectSettings
+) -> Image.Image:
+    """Return the pictures as one labelled image: the views, then a row for each variant, a column a seed."""
+    own = pictures_of(settings)[0][:_COLUMNS]
+    side = store_of(variants[0], settings).image(variants[0].method, own[0].index).height
+    grid = [[as_trained(path, side) for path in views[: len(own)]]]
+    labels = [f"the subject's views\n{rows[-1]['similarity']:.3f} among themselves"]
+    for variant, row in zip(variants, rows, strict=False):
+        store = store_of(variant, settings)
+        grid.append([store.image(variant.method, picture.index) for picture in own])
+        labels.append(f"{_label(row)}\n{row['similarity']:.3f}, {row['seconds']:.2f} s/image")
+    return draw_grid(grid, labels, [f"seed {picture.seed}" for picture in own], _TILE)
