@@ -39,10 +39,18 @@ def progress(console: Console, disable: bool = False) -> Progress:
 
 
 def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return a terminal table; the first column is text, the others are figures."""
+    """Return a terminal table; the first column is text, the others are figures.
+
+    Where the terminal is narrow, cells are wrapped between words, and no number is cut.
+    """
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
-        table.add_column(escape(column), justify="left" if number == 0 else "right", no_wrap=number == 0)
+        if number == 0:
+            longest = max((len(row[0]) for row in rows), default=0)
+            table.add_column(escape(column), overflow="fold", no_wrap=longest <= 14)
+        else:
+            word = max((len(word) for row in rows for word in row[number].split()), default=0)
+            table.add_column(escape(column), justify="right", min_width=word)
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
     return table

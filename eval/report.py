@@ -100,7 +100,7 @@ def _scatter(rows: Sequence[Row], features: str | None) -> Markup | None:
     points = [row for row in rows if row.get("frechet") is not None and row.get("seconds") is not None]
     if not points:
         return None
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    figure = Figure(figsize=(8.5, 4.2), layout="constrained")
     axes = figure.add_subplot()
     for marker, (name, group) in zip(_MARKERS * 9, groupby(points, lambda row: row["method"]), strict=False):
         line = list(group)
@@ -109,7 +109,8 @@ def _scatter(rows: Sequence[Row], features: str | None) -> Markup | None:
         style = "none" if any(row.get("agent") for row in line) else "-"
         axes.plot(x, y, marker=marker, markersize=7, linestyle=style, label=name)
         for row in line:
-            text = row.get("agent") or (f"r={row['ratio']:g}" if row["ratio"] is not None else "")
+            ratio = f"r={row['ratio']:g}" if row["ratio"] is not None else ""
+            text = (row.get("agent") or ratio) if len(line) > 1 else ratio
             axes.annotate(
                 text, (row["seconds"], row["frechet"]), (6, 5), textcoords="offset points", fontsize=8
             )
@@ -117,7 +118,7 @@ def _scatter(rows: Sequence[Row], features: str | None) -> Markup | None:
     axes.set_xlabel("seconds per image")
     axes.set_ylabel(distance_name(features))
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside right upper")
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None})
     return Markup(text.getvalue()[text.getvalue().index("<svg") :])

@@ -84,7 +84,7 @@ def run(settings: RunSettings, methods: list[Method], name: str, console: Consol
         task = bars.add_task("features", total=len(pictures) * len(methods))
         rows, singles = judge.judge(store, methods, lambda n: bars.advance(task, n))
     costs = _costs(pipe, store, methods, pictures, settings)
-    rows = [_identity(m) | row | cost for m, row, cost in zip(methods, rows, costs, strict=True)]
+    rows = [_identity(m, settings) | row | cost for m, row, cost in zip(methods, rows, costs, strict=True)]
     if floor := judge.floor():
         rows.append(floor)
     run_facts = results.describe_run(settings, pipe.unet.device)
@@ -94,13 +94,16 @@ def run(settings: RunSettings, methods: list[Method], name: str, console: Consol
     return rows
 
 
-def _identity(method: Method) -> Row:
+def _identity(method: Method, settings: RunSettings) -> Row:
+    agent = ", ".join(f"{key}={value}" for key, value in method.agent)
+    named = bool(set(method.parts) & set(settings.named))  # whose settings stand under that name
     return {
         "method": method.name,
         "ratio": method.ratio,
         "backend": method.backend,
         "key": method.key,
-        "agent": ", ".join(f"{key}={value}" for key, value in method.agent) or None,
+        "agent": agent or None,
+        "label": f"{method.label}, {agent}" if agent and not named else method.label,
     }
 
 
@@ -139,8 +142,8 @@ def _charged(entry: Entry, device: torch.device) -> float:
 
 
 def row_label(row: Row) -> str:
-    """Return what a row is called: its method, ratio and settings."""
-    return results.method_text(row) + (f", {row['agent']}" if row.get("agent") else "")
+    """Return what a row is called: a name of the user's own, or its method, ratio and settings."""
+    return row.get("label") or results.method_text(row)
 
 
 def change(key: str, form: str, factor: float = 1.0) -> Any:
