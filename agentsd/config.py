@@ -46,7 +46,7 @@ class AgentConfig:
         agent_counts: how many agents, at most; empty takes one for each cell of `early_stride`. With
             schedule="distance" one number for each stage, 0 for a stage that runs what `late` says.
         schedule: which steps run agents: "early" (the first `early_frac` of them) or "distance" (by how
-            far the latent moves, see `agentsd.mediators`).
+            far the latent moves, see `agentsd.mediators`; for samplers that add noise, such as DDPM).
         thresholds: for schedule="distance", the shares of the first distance at which the next stage
             begins, falling, one less than `agent_counts`.
         schedule_per: one stage for the whole "batch", or for each "sample" (needs agents="pool").

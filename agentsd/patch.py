@@ -248,7 +248,7 @@ class AgentHandle:
         step = self._steps.read(timestep, getattr(pipe, "scheduler", None))
         agents: tuple[int, ...] | None = None
         if self._distance is not None:
-            counts = self._distance.read(latent, step.opens)
+            counts = self._distance.read(latent, step.opens, step.repeats)
             most = max(self._distance.counts)  # of a stage for each sample, "none" is not one
             agents = tuple(n or most for n in counts) if any(counts) else None
         elif step.early:

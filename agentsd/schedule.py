@@ -36,12 +36,14 @@ class Step:
         timestep: the noise level, in training timesteps.
         early: whether the step is one of the first `early_frac`.
         opens: the call is a run's first.
+        repeats: it has the timestep of the call before, in the same run (PLMS, Heun).
         opens_without_early: and the run's scheduler has no early step left.
     """
 
     timestep: float
     early: bool
     opens: bool
+    repeats: bool
     opens_without_early: bool
 
 
@@ -67,10 +69,11 @@ class StepReader:
         renewed = self._look_up(scheduler)
         t = self._value(timestep)
         opens = renewed or t > self._previous
+        repeats = not opens and t == self._previous
         self._previous = t
         early = t > self._threshold
         late_run = opens and not early and self.early_frac > 0 and scheduler is not None
-        return Step(t, early, opens, late_run)
+        return Step(t, early, opens, repeats, late_run)
 
     def _look_up(self, scheduler: Any) -> bool:
         """Read the scheduler's list again if it may have changed; returns whether it has."""

@@ -13,7 +13,7 @@ from agentsd import AgentConfig
 from .errors import EvalError
 
 Backend = Literal["sdpa", "unfused"]
-Scheduler = Literal["model", "plms", "ddim", "euler", "dpm++"]
+Scheduler = Literal["model", "plms", "ddim", "ddpm", "euler", "dpm++"]
 FeatureName = Literal["efficientnet-lite0", "inception"]
 Ratio = Annotated[float, Field(ge=0, le=0.75)]
 DType = Literal["float32", "float16", "bfloat16"]

@@ -7,6 +7,7 @@ import torch
 from diffusers import (
     AutoPipelineForText2Image,
     DDIMScheduler,
+    DDPMScheduler,
     DPMSolverMultistepScheduler,
     EulerDiscreteScheduler,
     PNDMScheduler,
@@ -18,6 +19,7 @@ from .errors import EvalError
 _SCHEDULERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "plms": (PNDMScheduler, {"skip_prk_steps": True}),
     "ddim": (DDIMScheduler, {}),
+    "ddpm": (DDPMScheduler, {"clip_sample": False}),
     "euler": (EulerDiscreteScheduler, {}),
     "dpm++": (DPMSolverMultistepScheduler, {"algorithm_type": "dpmsolver++"}),
 }

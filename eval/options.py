@@ -20,7 +20,7 @@ Methods = Annotated[
 Steps = Annotated[int | None, typer.Option(help="Denoising steps.")]
 Guidance = Annotated[float | None, typer.Option("--guidance", help="Guidance scale; 1 or less turns it off.")]
 SchedulerName = Annotated[
-    str | None, typer.Option("--scheduler", help="plms, ddim, euler, dpm++ or model (its own).")
+    str | None, typer.Option("--scheduler", help="plms, ddim, ddpm, euler, dpm++ or model (its own).")
 ]
 Seed = Annotated[int | None, typer.Option(help="Picture i has seed + i.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...; default: CUDA if there is one.")]

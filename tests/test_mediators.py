@@ -37,6 +37,14 @@ def test_a_new_run_starts_over():
     assert distance.read(torch.zeros(2, 1, 2, 2), opens=False) == (4, 4)  # another batch
 
 
+def test_a_repeated_timestep_stays_in_its_stage():
+    distance = LatentDistance((4, 16), (0.5,), per_sample=False)
+    a, b, c, d, e = latents(10, 1, 2, 9)
+    calls = [(a, False), (b, False), (c, True), (d, False), (e, False)]  # PLMS takes its second step twice
+    counts = [distance.read(x, opens=x is a, repeats=repeats) for x, repeats in calls]
+    assert counts == [(4,), (4,), (4,), (16,), (4,)]
+
+
 def test_each_sample_or_the_batch():
     still, moving = latents(10, 1), latents(10, 9)
     both = [torch.cat(pair) for pair in zip(still, moving, strict=True)]
