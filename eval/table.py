@@ -84,7 +84,7 @@ def run(settings: RunSettings, methods: list[Method], name: str, console: Consol
         task = bars.add_task("features", total=len(pictures) * len(methods))
         rows, singles = judge.judge(store, methods, lambda n: bars.advance(task, n))
     costs = _costs(pipe, store, methods, pictures, settings)
-    rows = [_identity(m, settings) | row | cost for m, row, cost in zip(methods, rows, costs, strict=True)]
+    rows = [identity(m, settings) | row | cost for m, row, cost in zip(methods, rows, costs, strict=True)]
     if floor := judge.floor():
         rows.append(floor)
     run_facts = results.describe_run(settings, pipe.unet.device)
@@ -94,7 +94,8 @@ def run(settings: RunSettings, methods: list[Method], name: str, console: Consol
     return rows
 
 
-def _identity(method: Method, settings: RunSettings) -> Row:
+def identity(method: Method, settings: RunSettings) -> Row:
+    """Return which method a row is of."""
     agent = ", ".join(f"{key}={value}" for key, value in method.agent)
     named = bool(set(method.parts) & set(settings.named))  # whose settings stand under that name
     return {

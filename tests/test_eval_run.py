@@ -148,7 +148,7 @@ def test_a_pictures_noise_is_its_own(pipe: Any) -> None:
     assert not torch.equal(together[0], together[1])
 
 
-@pytest.mark.parametrize("scheduler", ["model", "ddim", "euler", "dpm++"])
+@pytest.mark.parametrize("scheduler", ["model", "ddim", "ddpm", "euler", "dpm++"])
 def test_a_picture_hardly_depends_on_its_batch(pipe: Any, scheduler: str) -> None:
     from agentsd_eval.models import set_scheduler
 
@@ -169,6 +169,13 @@ def test_ablations_vary_one_setting_as_the_paper() -> None:
     assert [dict(m.agent) for m in table.ablation_methods(given, "scale")[1:]] == [{"scale": -0.3}]
     with pytest.raises(EvalError, match="can't ablate 'ratio'; choose k"):
         table.ablation_methods(settings, "ratio")
+
+
+def test_a_row_goes_by_the_users_own_name_or_by_its_settings() -> None:
+    settings = RunSettings(ratios=(0.5,), agent={"k": 0.1}, named={"few": {"agents": "pool", "ratio": 0.0}})
+    methods = table.table_methods(settings.model_copy(update={"methods": ["tomesd", "agentsd", "few"]}))
+    labels = [table.row_label(table.identity(method, settings)) for method in methods]
+    assert labels == ["stock", "tomesd r=0.5", "agentsd r=0.5, k=0.1", "few"]
 
 
 def test_prompts(tmp_path: Path) -> None:
