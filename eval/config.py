@@ -135,6 +135,8 @@ class RunSettings(SamplingSettings):
 class MediatorSettings(RunSettings):
     """The search over the latent-distance schedule of pooled agents."""
 
+    scheduler: Scheduler = "ddpm"
+    """As the paper's, it adds noise; under a deterministic one latents don't move less and less."""
     mediator_counts: tuple[Annotated[int, Field(ge=1)], ...] = Field((16, 64, 256), min_length=1)
     """Agents in each stage, few first."""
     mediator_step: float = Field(0.25, gt=0, le=1)
