@@ -1,6 +1,6 @@
 """The search over when the number of agents grows (section 5.3 of the attention mediators paper)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -41,7 +41,7 @@ def methods_of(settings: MediatorSettings) -> list[Method]:
     return methods
 
 
-def envelope(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def envelope(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the points that no other beats in both numbers, by the first."""
     best: list[tuple[float, float]] = []
     for point in sorted(points):
@@ -54,11 +54,18 @@ def draw(rows: Sequence[Row], features: str | None) -> Figure:
     """Return distance against multiply-adds: a point for each choice, and the envelope (Fig. 2a)."""
     have = [row for row in rows if row.get("multiply_adds") and row.get("frechet") is not None]
     stock = [row for row in have if row["method"] == "stock"]
-    others = [(row["multiply_adds"] / 1e9, row["frechet"]) for row in have if row["method"] != "stock"]
+    others = {
+        (row["multiply_adds"] / 1e9, row["frechet"]): row["agent"].partition("thresholds=")[2]
+        for row in have
+        if row["method"] != "stock"
+    }
+    best = envelope(others)
     picture = Figure(figsize=(7, 4.5), layout="constrained")
     axes = picture.subplots()
     axes.scatter([x for x, _ in others], [y for _, y in others], s=18, color="tab:gray", label="thresholds")
-    axes.plot(*np.transpose(envelope(others)), color="tab:blue", marker="o", ms=4, label="envelope")
+    axes.plot(*np.transpose(best), color="tab:blue", marker="o", ms=4, label="envelope")
+    for point in best:
+        axes.annotate(others[point], point, (6, -10), textcoords="offset points", fontsize=8)
     for row in stock:
         axes.scatter(
             row["multiply_adds"] / 1e9, row["frechet"], marker="*", s=140, color="tab:red", label="stock"
