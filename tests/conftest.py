@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Callable
@@ -32,10 +33,11 @@ def make_pipeline(tokenizer: CLIPTokenizer) -> Callable[..., Any]:
     def build(
         unet: UNet2DConditionModel | None = None, scheduler: Any = None, cls: Any = None, **parts: Any
     ) -> Any:
+        own = copy.deepcopy(tokenizer)  # textual inversion adds words to it
         common = {
             "vae": make_vae(),
-            "text_encoder": make_text_encoder(tokenizer),
-            "tokenizer": tokenizer,
+            "text_encoder": make_text_encoder(own),
+            "tokenizer": own,
             "unet": unet or make_unet(),
             "scheduler": scheduler or make_scheduler(),
         }
