@@ -58,7 +58,7 @@ class Settings(BaseModel):
             if isinstance(settings, dict):
                 _agent_settings(settings)
             elif not settings.exists():
-                raise ValueError(f"{name}: {settings} isn't there")
+                raise ValueError(f"{name}: {settings} isn't there; make it first")
         return named
 
 
@@ -323,6 +323,9 @@ def _explain(kind: type[BaseModel], path: Path | None, error: ValidationError) -
         if problem["type"] == "extra_forbidden":
             lines.append(f"unknown key {key!r}; known keys: {', '.join(kind.model_fields)}")
         else:
-            lines.append(f"{key} = {problem['input']!r}: {problem['msg']}")
+            # Of a mapping the message names the part that is wrong.
+            value = "" if isinstance(problem["input"], dict) else f" = {problem['input']!r}"
+            place = f"{key}{value}: " if key else ""
+            lines.append(place + problem["msg"].removeprefix("Value error, "))
     where = f" in {path} and the command line" if path else ""
     return f"wrong settings{where}:\n  " + "\n  ".join(lines)
