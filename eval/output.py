@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -76,9 +77,10 @@ def check_writable(path: Path) -> None:
     """Make the folder of `path`; raise EvalError now if a file can't be written there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        probe = path.with_name(f".{path.name}.part")
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(
+            dir=path.parent
+        ):  # of its own name, as several processes may look at once
+            pass
     except OSError as error:
         raise explain_os_error(error, path) from error
 

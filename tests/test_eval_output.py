@@ -1,12 +1,14 @@
-"""Tables on a terminal."""
+"""Tables on a terminal, and places to write to."""
 
 from __future__ import annotations
 
 import io
 import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
-from agentsd_eval.output import make_table
+from agentsd_eval.output import check_writable, make_table
 from rich.console import Console
 
 
@@ -22,3 +24,9 @@ def test_a_narrow_terminal_cuts_no_figure(width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
     assert re.findall(r"[12]1\.25", text) == ["11.25"] * 5 + ["21.25"] * 5
     assert len(re.findall(r"\b0\.5\b", text)) == 10
+
+
+def test_several_may_look_whether_a_place_is_writable(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(check_writable, [tmp_path / "run" / "table.jsonl"] * 500))
+    assert not list((tmp_path / "run").iterdir())
