@@ -77,9 +77,8 @@ def check_writable(path: Path) -> None:
     """Make the folder of `path`; raise EvalError now if a file can't be written there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(
-            dir=path.parent
-        ):  # of its own name, as several processes may look at once
+        # A name of its own, as several processes may look at once.
+        with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
         raise explain_os_error(error, path) from error
