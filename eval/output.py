@@ -42,7 +42,7 @@ def progress(console: Console, disable: bool = False) -> Progress:
 def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """Return a terminal table; the first column is text, the others are figures.
 
-    Where the terminal is narrow, cells are wrapped between words; what still does not fit is cut on the right.
+    Where the terminal is narrow, cells are wrapped between words; what still does not fit is cut off.
     """
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
