@@ -448,7 +448,9 @@ def subject(
 @app.command()
 @clear_errors
 def fid(
-    first: Annotated[Path, typer.Argument(help="A folder of pictures.", metavar="DIR_A")],
+    first: Annotated[
+        Path, typer.Argument(help="A folder of pictures, or a .npz in a run's features/.", metavar="DIR_A")
+    ],
     second: Annotated[Path, typer.Argument(help="Another.", metavar="DIR_B")],
     features: Annotated[
         str, typer.Option(help="efficientnet-lite0, or inception for real FID.")
@@ -459,14 +461,14 @@ def fid(
     ),
     device: o.Device = None,
 ) -> None:
-    """Measure the Fréchet and kernel distance between two folders of pictures."""
+    """Measure the Fréchet and kernel distance between two folders of pictures, or a table's features."""
     settings = load_settings(FidSettings, None, given(locals()))
     from . import fid as job
 
-    pictures = job.pictures_of(first, second)
+    sets = job.sets_of((first, second), settings)
     with output.progress(console) as bars:
-        task = bars.add_task("features", total=sum(map(len, pictures)))
-        row = job.distances(pictures, settings, lambda count: bars.advance(task, count))
+        task = bars.add_task("features", total=sum(map(len, sets)))
+        row = job.distances(sets, settings, lambda count: bars.advance(task, count))
     console.print(results.to_terminal(f"{first} and {second}", [row], job.columns(settings)))
 
 

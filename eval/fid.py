@@ -1,4 +1,4 @@
-"""Distances between two folders of pictures."""
+"""Distances between two sets of pictures: folders, or features that a table kept."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,26 +7,52 @@ import numpy as np
 
 from . import metrics
 from .config import FidSettings
+from .errors import EvalError
+from .feature_file import SUFFIX, load_features
 from .features import features_of, load_network, picture_files
 from .models import find_device
 from .output import check_writable
 from .results import Column, Row, distance_name, figure
 
 
-def pictures_of(first: Path, second: Path) -> list[list[Path]]:
-    """Return the pictures in two folders. Raises EvalError if one has fewer than 2."""
-    return [picture_files(folder) for folder in (first, second)]
+def sets_of(places: Sequence[Path], settings: FidSettings) -> list[list[Path] | np.ndarray]:
+    """Return for each place the pictures of a folder, or the features (N, D) of a table's file.
+
+    Raises EvalError if there are fewer than 2, or the file is of another network.
+    """
+    sets: list[list[Path] | np.ndarray] = []
+    for place in places:
+        if place.suffix != SUFFIX:
+            sets.append(picture_files(place))
+            continue
+        features = load_features(place, settings.features)
+        if len(features) < 2:
+            raise EvalError(f"{place} holds features of {len(features)} pictures; a distance needs 2 or more")
+        sets.append(features)
+    return sets
 
 
-def distances(pictures: Sequence[Sequence[Path]], settings: FidSettings, tick: Callable[[int], None]) -> Row:
-    """Return the Frechet and kernel distance of two sets of pictures.
+def distances(
+    sets: Sequence[list[Path] | np.ndarray], settings: FidSettings, tick: Callable[[int], None]
+) -> Row:
+    """Return the Frechet and kernel distance of two sets.
 
     Pictures are taken as they are (Inception resizes them itself). The kernel distance takes as many of
     each as the smaller set has. `tick` is called with the number of pictures done.
     """
     check_writable(settings.cache / "features")
-    network = load_network(settings.features, find_device(settings.device), settings.inception_weights)
-    a, b = (features_of(network, part, settings.cache, tick=tick) for part in pictures)
+    network = None
+    if any(isinstance(part, list) for part in sets):
+        network = load_network(settings.features, find_device(settings.device), settings.inception_weights)
+    features = []
+    for part in sets:
+        if isinstance(part, list):
+            assert network is not None
+            features.append(features_of(network, part, settings.cache, tick=tick))
+        else:
+            features.append(part)
+            tick(len(part))
+    a, b = features
     count = min(len(a), len(b))
     row: Row = {"images": f"{len(a)} / {len(b)}"}
     row["frechet"] = metrics.frechet_distance(metrics.fit(a), metrics.fit(b))

@@ -12,6 +12,7 @@ from PIL import Image
 from . import fidelity, metrics
 from .clip import ClipScore
 from .config import RunSettings
+from .feature_file import SUFFIX, save_features
 from .features import Network, features_of, load_network, picture_files
 from .methods import Method
 from .pictures import Picture
@@ -107,9 +108,18 @@ class Judge:
     def judge(
         self, store: Store, methods: Sequence[Method], tick: Callable[[int], Any]
     ) -> tuple[list[Row], list[Row]]:
-        """Return a row for each method (the first is stock) and a row for each method and picture."""
+        """Return a row for each method (the first is stock) and a row for each method and picture.
+
+        Each method's features are written to `features/<method>.npz` in the run's folder, those of the real
+        pictures to `features/real.npz`: what is small enough to be kept with a table.
+        """
         paths = {m: [store.path(m, picture.index) for picture in self.pictures] for m in methods}
         features = {m: features_of(self.network, paths[m], self._cache, tick=tick) for m in methods}
+        kept = {m.key: features[m] for m in methods}
+        if self.real is not None:
+            kept["real"] = self.real_features
+        for name, vectors in kept.items():
+            save_features(self._cache / f"{name}{SUFFIX}", self.network.name, vectors)
         single = {m: self._each(m, store, methods[0], features) for m in methods}
         rows = [
             self._distribution(m, methods[0], features)

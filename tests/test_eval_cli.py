@@ -202,6 +202,25 @@ def test_fid_of_two_folders(photographs: Path, run: Path, tmp_path: Path) -> Non
     assert re.search(r"\b0\.00", same)
 
 
+def test_a_tables_features_stand_for_its_pictures(photographs: Path, run: Path, tmp_path: Path) -> None:
+    kept, real = run / "features" / "stock-sdpa.npz", run / "features" / "real.npz"
+    with np.load(kept) as file:
+        assert (file["features"].shape, file["features"].dtype) == ((5, 1280), np.float16)
+    of = ("--features", "efficientnet-lite0", "--cache", tmp_path)
+    row = json.loads((run / "table.jsonl").read_text().splitlines()[0])
+    assert row["method"] == "stock"
+    printed = re.search(r"9 / 5 \D*([\d.]+)", invoke("fid", real, kept, *of))
+    assert printed
+    assert float(printed[1]) == pytest.approx(row["frechet"], rel=1e-3)
+    mixed = re.search(r"9 / 5 \D*([\d.]+)", invoke("fid", real, run / "pictures" / "stock-sdpa", *of))
+    assert mixed
+    assert float(mixed[1]) == pytest.approx(row["frechet"], rel=1e-3)
+    assert "features of efficientnet-lite0, not of inception" in invoke("fid", kept, kept, code=2)
+    (tmp_path / "other.npz").write_bytes(b"nothing")
+    assert "other.npz holds no features" in invoke("fid", tmp_path / "other.npz", kept, *of, code=2)
+    assert "can't read" in invoke("fid", tmp_path / "none.npz", kept, *of, code=2)
+
+
 def test_features_are_kept_under_the_pictures_content(photographs: Path, tmp_path: Path) -> None:
     calls = 0
     network = load_network("efficientnet-lite0", torch.device("cpu"))
