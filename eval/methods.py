@@ -14,13 +14,14 @@ import torch
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 
 from agentsd import apply_agentsd, remove_agentsd
-from agentsd.config import MODES
+from agentsd.config import MODES, AgentConfig
 from agentsd.hosts import EVERY_LEVEL, find_sites
 
 from .config import Backend, Settings
 from .errors import EvalError
 
 Reseed = Callable[[int], None]
+_DEFAULTS = AgentConfig()
 _MODES = {"agentsd": None, **{f"agentsd-{mode}": mode for mode in MODES if mode != "exact"}}
 
 
@@ -43,11 +44,12 @@ class Method:
 
     @property
     def key(self) -> str:
-        """A folder name that differs wherever the pictures may differ."""
+        """A folder name that differs wherever the pictures may differ; a setting's default goes unsaid."""
         words = [self.name]
         if self.ratio is not None:
             words.append(f"r{self.ratio:g}")
-        words += [re.sub(r"[^\w.-]+", "_", f"{key}{value}") for key, value in self.agent]
+        told = [f"{key}{value}" for key, value in self.agent if value != getattr(_DEFAULTS, key)]
+        words += [re.sub(r"[^\w.-]+", "_", text) for text in told]
         if self.config is not None:
             words.append(_content(self.config))
         if "deepcache" in self.parts:

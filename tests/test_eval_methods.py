@@ -127,6 +127,8 @@ def test_rows_of_a_table() -> None:
     other = CompareSettings(agent={"k": 0.1})
     assert parse_method("agentsd", 0.2, other).key != methods[1].key
     assert parse_method("tomesd", 0.2, other).key == parse_method("tomesd", 0.2, SETTINGS).key
+    spelled_out = CompareSettings(agent={"k": 0.075, "levels": 2})
+    assert parse_method("agentsd", 0.2, spelled_out).key == "agentsd-r0.2-levels2-sdpa"
 
 
 def test_deepcache_is_refused_where_it_would_mistake_its_step() -> None:
