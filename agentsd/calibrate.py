@@ -91,7 +91,8 @@ def calibrate(
         speedup: the goal: the mean cost of a U-Net call over what it is to be; more than 1.
         max_error: or the goal: the largest `Figures.error`.
         cost: what counts as cost: "time" (CPU seconds; on a GPU seconds) or "multiply_adds" (exact).
-        base: the settings that are not searched (k, scale, early_frac, strides ...); in exact mode.
+        base: the settings that are not searched (k, scale, early_frac, strides ...). Whatever its mode,
+            calibrated layers run in exact mode, as each has a choice and so a ranking of its own.
         num_inference_steps, guidance_scale, call_kwargs: of the pipeline's call.
         calls: how many U-Net calls of each prompt's run are recorded, evenly spread.
         seed: the first prompt's; the i-th has seed + i.
@@ -178,7 +179,7 @@ def _check_arguments(prompts: Sequence[str], calls: int, cost: str, base: AgentC
         raise ValueError(f"calls={calls}: pass 1 or more, for instance 6")
     if cost not in ("time", "multiply_adds"):
         raise ValueError(f"cost={cost!r}: choose 'time' or 'multiply_adds'")
-    for name, searched in (("mode", "exact"), ("attention", "agent"), ("schedule", "early")):
+    for name, searched in (("attention", "agent"), ("schedule", "early")):
         if getattr(base, name) != searched:
             raise ValueError(f"base has {name}={getattr(base, name)!r}: only {searched!r} is calibrated")
 
@@ -352,7 +353,7 @@ def _try_each(meter: _Meter, base: AgentConfig, on_step: Callable[[int, int], No
 
 def _config(base: AgentConfig, early: Choice, late: Choice) -> AgentConfig:
     """A layer's settings."""
-    config = replace(base, early=early.does, late=late.does, levels=None)
+    config = replace(base, mode="exact", early=early.does, late=late.does, levels=None)
     if early != STOCK:
         config = replace(config, ratio=early.ratio)
     return config if late == STOCK else replace(config, late_ratio=late.ratio)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -157,6 +158,7 @@ class AgentHandle:
             self._layers.append((site.attn, LayerState(site.name, group)))
         self._groups = list(groups.values())
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._call = ExitStack()  # what is set for the U-Net call under way
         shared = config if isinstance(config, AgentConfig) else config.first
         self._steps = StepReader(shared.early_frac)
         self._distance: LatentDistance | None = None
@@ -262,10 +264,17 @@ class AgentHandle:
             group.begin(latent, step.timestep, agents)
         for attn, layer in self._layers:
             layer.held = self._claim(attn, layer)
+        self._call.close()  # the last call may have died before its end
+        if any(group.site.block._compiled_call_impl is not None for group in self._groups):
+            # Blocks that are compiled one by one run the same code, and each kind of block is a recompilation
+            # of it: of a group the one that ranks and the others, in either phase.
+            limit = torch._dynamo.config.recompile_limit + 4 * len(self._groups)
+            self._call.enter_context(torch._dynamo.config.patch(recompile_limit=limit))
 
     @torch.compiler.disable
     def _end(self, unet: Module, args: tuple[Any, ...], output: Any) -> None:
         """Let go of everything that belongs to the call that ends."""
+        self._call.close()
         for _, layer in self._layers:
             if layer.block_input is not None and output is not None:
                 self._say_once(

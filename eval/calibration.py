@@ -84,7 +84,7 @@ def figures(found: LayerConfigs, settings: CalibrateSettings) -> Table:
     """Return the measured error and speed-up, beside the fixed settings', as a terminal table."""
     measured = found.measured
     config = AgentConfig(**settings.agent)
-    fixed = "fixed, the paper's" if config == AgentConfig() else "fixed, as given"
+    fixed = "fixed, the default" if config == AgentConfig() else "fixed, as given"
     rows = [
         [name, f"{row['error']:.3g}", f"{row['speedup']:.3f}x"]
         for name, row in ((f"{fixed} (r={config.ratio:g})", measured["base"]), ("calibrated", measured))

@@ -86,7 +86,7 @@ class SamplingSettings(Settings):
 class CompareSettings(SamplingSettings):
     """Same-seed pictures of a few methods side by side (Fig. 6)."""
 
-    methods: tuple[str, ...] = ("stock", "tomesd", "agentsd")
+    methods: tuple[str, ...] = ("stock", "tomesd", "agentsd", "agentsd-fast")
     ratio: Ratio = 0.4
     prompts: tuple[str, ...] = ()
     """Empty takes `images` captions of the embedded model's reference pictures."""
@@ -148,7 +148,7 @@ class CostSettings(Settings):
 
     arch: Literal["sd15", "sdxl"] | None = None
     """A bare architecture with random weights in place of `model`."""
-    methods: tuple[str, ...] = ("stock", "tomesd", "agentsd")
+    methods: tuple[str, ...] = ("stock", "tomesd", "agentsd", "agentsd-fast")
     ratio: Ratio = 0.4
     sizes: tuple[int, ...] = ()
     """Pixels on a side, multiples of 8; empty takes the model's own."""

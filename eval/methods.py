@@ -21,7 +21,6 @@ from .config import Backend, Settings
 from .errors import EvalError
 
 Reseed = Callable[[int], None]
-_DEFAULTS = AgentConfig()
 _MODES = {"agentsd": None, **{f"agentsd-{mode}": mode for mode in MODES if mode != "exact"}}
 
 
@@ -48,7 +47,8 @@ class Method:
         words = [self.name]
         if self.ratio is not None:
             words.append(f"r{self.ratio:g}")
-        told = [f"{key}{value}" for key, value in self.agent if value != getattr(_DEFAULTS, key)]
+        default = AgentConfig(mode="exact") if set(self.parts) & set(_MODES) else AgentConfig()
+        told = [f"{key}{value}" for key, value in self.agent if value != getattr(default, key)]
         words += [re.sub(r"[^\w.-]+", "_", text) for text in told]
         if self.config is not None:
             words.append(_content(self.config))
@@ -175,7 +175,7 @@ def _tomesd(method: Method, pipe: Any) -> Iterator[Reseed]:
 @contextmanager
 def _agentsd(method: Method, pipe: Any, mode: str | None) -> Iterator[Reseed]:
     assert method.ratio is not None
-    agent = dict(method.agent) | ({"mode": mode} if mode else {})
+    agent = {"mode": "exact"} | dict(method.agent) | ({"mode": mode} if mode else {})
     try:
         apply_agentsd(pipe, ratio=method.ratio, **agent)
     except (TypeError, ValueError) as error:

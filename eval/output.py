@@ -48,7 +48,7 @@ def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
     for number, column in enumerate(columns):
         if number == 0:
             longest = max((len(row[0]) for row in rows), default=0)
-            table.add_column(escape(column), overflow="fold", no_wrap=longest <= 14)
+            table.add_column(escape(column), overflow="fold", no_wrap=longest <= 18)
         else:
             word = max((len(word) for row in rows for word in row[number].split()), default=0)
             table.add_column(escape(column), justify="right", min_width=word)

@@ -122,7 +122,10 @@ def test_near_the_best_of_all_combinations(small):
         part = [call for i, call in enumerate(calls) if (i == 0) == early]
         combos = [
             LayerConfigs(
-                {n: AgentConfig(**d, early_frac=float(early)) for n, d in zip(names, c, strict=True)}
+                {
+                    n: AgentConfig(**d, mode="exact", early_frac=float(early))
+                    for n, d in zip(names, c, strict=True)
+                }
             )
             for c in itertools.product(does, repeat=3)
         ]
@@ -206,7 +209,6 @@ def test_a_goal_out_of_reach_says_what_can_be_had(small):
         ({"prompts": "a cat"}, ValueError, "prompts='a cat': pass a list"),
         ({"calls": 0}, ValueError, "calls=0: pass 1 or more"),
         ({"cost": "flops"}, ValueError, "cost='flops': choose 'time' or 'multiply_adds'"),
-        ({"base": AgentConfig(mode="fast")}, ValueError, "base has mode='fast': only 'exact' is calibrated"),
         ({"base": AgentConfig(attention="focused")}, ValueError, "attention='focused': only 'agent'"),
         ({"output_type": "pil"}, TypeError, "output_type"),
     ],
@@ -285,7 +287,7 @@ def test_settings_that_are_not_searched_are_the_bases(small):
     found = calibrate(small, PROMPTS[:1], speedup=1.06, base=base, **COUNTED)
     for config in found.layers.values():
         assert (config.k, config.early_frac, config.agents, config.seed) == (0.0, 0.8, "pool", 3)
-        assert (config.agent_counts, config.levels) == ((9,), None)
+        assert (config.agent_counts, config.levels, config.mode) == ((9,), None, "exact")
     calls = stock_calls(small, PROMPTS[:1], 3, num_inference_steps=3)
     with pytest.warns(UserWarning, match="no early step"):
         assert found.measured["error"] == pytest.approx(figures_of(small, calls, found)[0], rel=1e-3)

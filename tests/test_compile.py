@@ -18,14 +18,14 @@ def fresh_dynamo():
     torch.compiler.reset()
 
 
-def expected(mode="exact"):
+def expected(mode="fast"):
     unet = make_unet()
     apply_agentsd(unet, mode=mode)
     return [call(unet, t) for t in STEPS]
 
 
 @pytest.mark.parametrize("order", ["apply, compile", "compile, apply", "in place"])
-@pytest.mark.parametrize("mode", ["exact", "turbo"])
+@pytest.mark.parametrize("mode", ["exact", "fast", "turbo"])
 def test_fullgraph_with_two_graphs_in_a_run(order, mode):
     """No break, one graph a phase, and none for a second run."""
     unet, counter = make_unet(), CompileCounter()
@@ -58,12 +58,17 @@ def test_apply_and_remove_on_a_model_that_has_already_run_compiled():
     assert torch.equal(call(compiled), stock)
 
 
-def test_compile_repeated_blocks():
+@pytest.mark.parametrize("mode", ["exact", "fast", "turbo"])
+def test_compile_repeated_blocks(mode):
+    """Each kind of block is a graph of its own: more of them than dynamo takes of one function by default."""
     unet, counter = make_unet(), CompileCounter()
-    apply_agentsd(unet)
+    limit = torch._dynamo.config.recompile_limit
+    apply_agentsd(unet, mode=mode)
     unet.compile_repeated_blocks(fullgraph=True, backend=counter)
-    for out, reference in zip([call(unet, t) for t in STEPS], expected(), strict=True):
+    for out, reference in zip([call(unet, t) for t in STEPS], expected(mode), strict=True):
         torch.testing.assert_close(out, reference, rtol=0, atol=1e-6)
+    assert mode == "exact" or counter.frame_count > limit
+    assert torch._dynamo.config.recompile_limit == limit
 
 
 @pytest.mark.slow

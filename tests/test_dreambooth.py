@@ -91,7 +91,7 @@ def test_a_run_trains_saves_and_says_how_to_apply(settings, model):
     assert Image.open(folder / "sheet.png").size == (64, 32)
     assert (folder / "validation-2.png").exists()
     pipe = StableDiffusionPipeline.from_pretrained(folder)
-    expected = AgentConfig(ratio=0.4, k=0.075, scale=-0.15, early_frac=1.0, cells="random")
+    expected = AgentConfig(ratio=0.4, k=0.075, scale=-0.15, early_frac=1.0, mode="exact", cells="random")
     assert apply_agentsd(pipe, config=folder).config == expected
 
 
@@ -216,7 +216,7 @@ def test_other_ways_to_train(settings, model, changes):
 def test_trainable_attention_is_trained_and_comes_back(settings, model, attention):
     folder = Run(settings(attention=attention)).train()
     pipe = StableDiffusionPipeline.from_pretrained(folder)
-    start = apply_agentsd(StableDiffusionPipeline.from_pretrained(model), attention=attention)
+    start = apply_agentsd(StableDiffusionPipeline.from_pretrained(model), mode="exact", attention=attention)
     untrained = [p.clone() for p in start.parameters()]
     handle = apply_agentsd(pipe, config=folder)
     assert handle.config.attention == attention

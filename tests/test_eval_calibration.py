@@ -46,7 +46,7 @@ def test_prompts_are_the_embedded_models_if_none_are_given(model_folder: str, tm
         ((), "give one goal"),
         (("--speedup", 1.1, "--max-error", 0.1), "give one goal"),
         (("--speedup", 0.9), "speedup"),
-        (("--speedup", 9, "--agent", "mode=fast"), "only 'exact' is calibrated"),
+        (("--speedup", 9, "--agent", "attention=focused"), "only 'agent' is calibrated"),
     ],
 )
 def test_a_wrong_goal_is_one_message(

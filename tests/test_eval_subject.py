@@ -81,10 +81,14 @@ def test_agents_generate_as_they_were_trained() -> None:
         "before", "stock", "stock", "stock", "agents", "stock-prior", "stock-prior", "stock-prior",
         "agents-prior",
     ]  # fmt: skip
-    applied = [AgentConfig(ratio=v.method.ratio, **dict(v.method.agent)) for v in variants if v.method.parts]
+    applied = [
+        AgentConfig(mode="exact", ratio=v.method.ratio, **dict(v.method.agent))
+        for v in variants
+        if v.method.parts
+    ]
     trained = subject_plan.training_config(variants[4].training, settings)
-    assert trained.agent == AgentConfig(ratio=0.3, k=0.05, early_frac=1.0, cells="random")
-    early = AgentConfig(ratio=0.3, k=0.05, cells="random")
+    assert trained.agent == AgentConfig(mode="exact", ratio=0.3, k=0.05, early_frac=1.0, cells="random")
+    early = AgentConfig(mode="exact", ratio=0.3, k=0.05, cells="random")
     assert applied == [early, trained.agent, trained.agent] * 2
     assert [subject_plan.training_config(t, settings).apply for t in subject_plan.TRAININGS[:2]] == [
         "none",

@@ -90,7 +90,7 @@ def test_token_merging_alone_is_the_tomesd_packages(pipe, sample, ratio):
     tomesd.apply_patch(pipe, ratio=ratio, use_rand=False)
     their_call, theirs = call(pipe.unet), sample(pipe)
     tomesd.remove_patch(pipe)
-    with apply_agentsd(pipe, ratio=ratio, early_frac=0, cells="first"):
+    with apply_agentsd(pipe, ratio=ratio, early_frac=0, mode="exact", cells="first"):
         ours_call, ours = call(pipe.unet), sample(pipe)
     torch.testing.assert_close(ours_call, their_call, rtol=0, atol=2e-6)
     # over a run of 6 calls rounding grows with the latents
@@ -135,7 +135,7 @@ def test_one_layer_is_equation_9_on_the_blocks_own_tensors(ratio):
 
 def test_the_finest_attention_level_is_counted_from_the_model():
     sdxl = make_sdxl_unet()
-    names = apply_agentsd(sdxl).layer_names
+    names = apply_agentsd(sdxl, levels=1).layer_names
     assert len(names) == 2 + 2 * 2
     assert {name.split(".")[0] + name.split(".")[1] for name in names} == {"down_blocks1", "up_blocks1"}
     stock = make_sdxl_unet()
@@ -176,7 +176,7 @@ def test_upcast_attention_takes_the_softmax_inputs_to_float32(monkeypatch):
     monkeypatch.setattr(processor, "agent_attention", spy)
     for upcast in (False, True):
         unet = make_unet(upcast_attention=upcast).to(torch.bfloat16)
-        apply_agentsd(unet)
+        apply_agentsd(unet, levels=1)
         call(unet, dtype=torch.bfloat16)
     assert set(seen[:3]) == {torch.bfloat16}
     assert set(seen[3:]) == {torch.float32}
@@ -386,7 +386,7 @@ def test_fast_mode_ranks_once_for_each_level_and_call(monkeypatch):
 
     monkeypatch.setattr(plan, "rank_tokens", spy)
     unet = make_unet()
-    exact = apply_agentsd(unet, levels=2)
+    exact = apply_agentsd(unet, mode="exact", levels=2)
     call(unet)
     assert sorted(ranked) == [64] * 3 + [256] * 3
     ranked.clear()

@@ -79,6 +79,7 @@ class DreamBoothConfig(BaseModel):
     def agent(self) -> AgentConfig:
         """Agent attention in all steps; cells are random at batch 1 (training) as at batch 2 (guidance)."""
         return AgentConfig(
+            mode="exact",  # as the paper trains
             ratio=self.ratio,
             k=self.k,
             scale=self.scale,
