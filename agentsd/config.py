@@ -35,7 +35,8 @@ class AgentConfig:
         early_frac: share of the denoising steps, from the noisiest on, that run agent attention; in [0, 1].
         mode: "exact" is the paper to the letter. "fast" ranks the tokens once for all layers of a level,
             takes the second finest level too, and bounds the agents (see `agentsd.plan.MAX_AGENTS`).
-            "turbo" is "fast" and also runs the feed-forward layers of these blocks on merged tokens in early steps.
+            "turbo" is "fast", and also runs the feed-forward layers of these blocks on merged tokens in early
+            steps.
         attention: "agent" needs no training. The others are modules to be trained (`agentsd.modules`), on all
             tokens of the steps that run agents: "module" (Agent Attention, Eq. 6, which starts as "agent"
             with agents="pool" and ratio=0), "focused" (FLatten) and "attnzero".
