@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from statistics import median
-from typing import Any, Literal, NamedTuple
-from unittest.mock import patch
-
-import torch
-from torch import Tensor
+from typing import Any, NamedTuple
 
 from .config import AgentConfig
-from .cost import multiply_adds
-from .hosts import EVERY_LEVEL, Site, find_model, find_sites, latent_and_timestep
+from .hosts import EVERY_LEVEL, Site, find_model, find_sites
 from .layers import LayerConfigs
 from .patch import apply_agentsd
-from .schedule import StepReader
-
-Cost = Literal["time", "multiply_adds"]
+from .replay import Cost, Figures, Meter, is_guided, record_calls
 
 
 class Choice(NamedTuple):
@@ -43,19 +32,6 @@ CHOICES = (
 
 GRAIN = 5e-4
 """Share of a U-Net call's cost to which the search rounds what a choice saves."""
-
-
-class Figures(NamedTuple):
-    """What settings lose and cost, or what a layer adds to that in a phase.
-
-    Attributes:
-        error: mean square of the change of the guided output, over the mean square of that output.
-        cost: of a U-Net call, a mean over the run: seconds or multiply-adds.
-    """
-
-    error: float
-    cost: float
-
 
 Key = tuple[str, bool]
 """A layer's name, and whether it is the early phase."""
@@ -112,8 +88,8 @@ def calibrate(
     _check_arguments(prompts, calls, cost, base)
     unet = _free_unet(pipe)
     settings = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale, **call_kwargs}
-    recorded = _record(pipe, unet, base.early_frac, prompts, calls, seed, settings)
-    meter = _Meter(unet, cost, recorded, guidance_scale if _is_guided(pipe, guidance_scale) else 1.0)
+    recorded = record_calls(pipe, unet, base.early_frac, prompts, calls, seed, settings)
+    meter = Meter(unet, cost, recorded, guidance_scale if is_guided(pipe, guidance_scale) else 1.0)
     stock = meter.whole(None).cost
     table = _try_each(meter, base, on_step)
     wholes = [_layers(base, picked) for picked in _best_by_saving(table, GRAIN * stock)]
@@ -198,144 +174,7 @@ def _free_unet(pipe: Any) -> Any:
     return unet
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A U-Net call of an unpatched run: its arguments, its output, and whether its step is early."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Tensor
-    early: bool
-
-
-def _record(
-    pipe: Any,
-    unet: Any,
-    early_frac: float,
-    prompts: Sequence[str],
-    calls: int,
-    seed: int,
-    settings: dict[str, Any],
-) -> list[_Call]:
-    """Run the pipeline on each prompt and keep `calls` of its U-Net calls, evenly spread."""
-    seen: list[_Call] = []
-    steps = StepReader(early_frac)
-
-    def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        _, timestep = latent_and_timestep(unet, args, kwargs)
-        early = steps.read(timestep, pipe.scheduler).early
-        # Copies, as pipelines may change theirs in place.
-        seen.append(_Call(*deepcopy((args, kwargs, _first(output))), early))
-
-    recorded = []
-    hook = unet.register_forward_hook(keep, with_kwargs=True)
-    try:
-        for i, prompt in enumerate(prompts):
-            seen.clear()
-            pipe(prompt, generator=torch.Generator().manual_seed(seed + i), output_type="latent", **settings)
-            places = {int((j + 0.5) * len(seen) / calls) for j in range(calls)}
-            recorded += [seen[place] for place in sorted(places)]
-    finally:
-        hook.remove()
-    return recorded
-
-
-def _first(output: Any) -> Tensor:
-    """A U-Net's output (B, C, H, W), out of what it is wrapped in."""
-    return output[0] if isinstance(output, tuple) else output.sample
-
-
-def _is_guided(pipe: Any, guidance_scale: float) -> bool:
-    """Whether a batch has two halves, without and with the prompt; known after a run."""
-    return getattr(pipe, "do_classifier_free_guidance", guidance_scale > 1)
-
-
-class _Meter:
-    """Runs recorded calls under settings, and says how far the output went and what it cost."""
-
-    def __init__(self, unet: Any, cost: Cost, calls: list[_Call], guidance_scale: float) -> None:
-        self.unet = unet
-        self.calls = calls
-        self.phases = sorted({call.early for call in calls}, reverse=True)
-        self._cost = cost
-        self._scale = guidance_scale
-        self._power = sum(self._mean_square(call.output) for call in calls)
-
-    def whole(self, config: AgentConfig | LayerConfigs | None) -> Figures:
-        """Measure a U-Net call under settings, or unpatched."""
-        errors, costs = zip(*(self.phase(config, early) for early in self.phases), strict=True)
-        return Figures(sum(errors), sum(costs))
-
-    def phase(
-        self, config: AgentConfig | LayerConfigs | None, early: bool, layer: Any | None = None
-    ) -> Figures:
-        """Measure what the calls of a phase add to the whole; of the cost, what `layer` adds, if given."""
-        calls = [call for call in self.calls if call.early == early]
-        moved = 0.0
-        costs: list[float] = []
-        with self._patched(config, early):
-            for number, call in enumerate(calls):
-                measures = self._cost == "time" or number == 0  # multiply-adds are the same in all
-                output = self._replay(call, layer, costs if measures else None)
-                moved += self._mean_square(output - call.output)
-        return Figures(moved / self._power, median(costs) * len(calls) / len(self.calls))
-
-    def _patched(
-        self, config: AgentConfig | LayerConfigs | None, early: bool
-    ) -> AbstractContextManager[object]:
-        """Settings in force in a U-Net whose every call is early, or late."""
-        if config is None:
-            return nullcontext()
-        if isinstance(config, AgentConfig):
-            config = replace(config, early_frac=float(early))
-        else:
-            layers = {name: replace(own, early_frac=float(early)) for name, own in config.layers.items()}
-            config = LayerConfigs(layers)
-        return apply_agentsd(self.unet, config=config)
-
-    @torch.no_grad()
-    def _replay(self, call: _Call, layer: Any | None, costs: list[float] | None) -> Tensor:
-        """Run a call again; returns its output, and adds what it cost, or `layer` in it, to `costs`."""
-
-        def metered(forward: Callable[..., Any], costs: list[float]) -> Callable[..., Any]:
-            def run(*args: Any, **kwargs: Any) -> Any:
-                outputs: list[Any] = []
-                costs.append(self._cost_of(lambda: outputs.append(forward(*args, **kwargs))))
-                return outputs[0]
-
-            return run
-
-        if costs is None:
-            return _first(self.unet(*call.args, **call.kwargs))
-        if layer is None:
-            return _first(metered(self.unet, costs)(*call.args, **call.kwargs))
-        with patch.object(layer, "forward", metered(layer.forward, costs)):
-            return _first(self.unet(*call.args, **call.kwargs))
-
-    def _mean_square(self, output: Tensor) -> float:
-        """Of what the sampler gets: the two halves of a batch combined, where there is guidance."""
-        output = output.float()
-        if self._scale > 1 and output.shape[0] % 2 == 0:
-            without, with_prompt = output.chunk(2)
-            output = without + self._scale * (with_prompt - without)
-        return float(output.square().mean())
-
-    def _cost_of(self, run: Callable[[], Any]) -> float:
-        if self._cost == "multiply_adds":
-            return multiply_adds(run)
-        start = self._now()
-        run()
-        return self._now() - start
-
-    def _now(self) -> float:
-        """CPU seconds; on a GPU seconds, after it has finished what came before."""
-        if self.unet.device.type != "cuda":
-            return time.process_time()
-        torch.cuda.synchronize(self.unet.device)
-        return time.perf_counter()
-
-
-def _try_each(meter: _Meter, base: AgentConfig, on_step: Callable[[int, int], None] | None) -> Table:
+def _try_each(meter: Meter, base: AgentConfig, on_step: Callable[[int, int], None] | None) -> Table:
     """What each choice loses and costs in each layer and phase; the first is stock attention."""
     sites: list[Site] = find_sites(meter.unet, EVERY_LEVEL, at_most=True)
     trials = [
