@@ -64,8 +64,8 @@ def measure(
     """Yield a row of figures for each case and method.
 
     The methods take turns within a case (A B C A B C), after a warm-up round in which multiply-adds are
-    counted; a speed-up is the median over the rounds of stock's time over the method's. `tick` is
-    called after each round.
+    counted; a speed-up is the median over the rounds of stock's time over the method's. A method that
+    needs more memory than the GPU has gets a row without figures. `tick` is called after each round.
     """
     for method in methods:
         check_scheduler(method, pipe.scheduler, settings.steps)
@@ -81,22 +81,23 @@ def _measure_case(
     pipe: Any, case: Case, methods: list[Method], settings: LatencySettings, tick: Callable[[], None]
 ) -> Iterator[dict[str, Any]]:
     device = pipe.unet.device
-    operations = {method: _operations(method, pipe, case, settings) for method in methods}
-    memory = {method: _memory(method, pipe, case, settings) for method in methods}
-    seconds: dict[Method, list[Seconds]] = {method: [] for method in methods}
-    with _turns(pipe, methods, case, settings) as turn_of:
+    untimed = {method: _untimed(method, pipe, case, settings) for method in methods}
+    fitting = [method for method in methods if untimed[method]]
+    seconds: dict[Method, list[Seconds]] = {method: [] for method in fitting}
+    with _turns(pipe, fitting, case, settings) as turn_of:
         if settings.compile:
-            for method in methods:
+            for method in fitting:
                 with turn_of(method) as run:
                     run()
         tick()
         for _ in range(settings.repeats):
-            for method in methods:
+            for method in fitting:
                 with turn_of(method) as run, Stopwatch(device) as watch:
                     run()
                 seconds[method].append(watch.seconds)
             tick()
     for method in methods:
+        rounds = seconds.get(method)
         row: dict[str, Any] = {
             "scope": case.scope,
             "size": case.size,
@@ -104,12 +105,10 @@ def _measure_case(
             "method": method.name,
             "ratio": method.ratio,
             "backend": method.backend,
-            "seconds": statistics.median(s.wall for s in seconds[method]),
-            "cpu_seconds": statistics.median(s.cpu for s in seconds[method]),
-            "multiply_adds": operations[method],
-            "memory_per_image": memory[method],
-            "saved_for_backward": _saved_for_backward(method, pipe, case),
+            "seconds": statistics.median(s.wall for s in rounds) if rounds else None,
+            "cpu_seconds": statistics.median(s.cpu for s in rounds) if rounds else None,
             "rounds": settings.repeats,
+            **untimed[method],
         }
         for name, backend in (("speedup", method.backend), ("speedup_over_sdpa", "sdpa")):
             row |= _speedup(name, seconds, _stock(methods, backend), method, device)
@@ -162,8 +161,21 @@ def _target(pipe: Any, case: Case) -> Any:
     return pipe if case.scope == "pipeline" else pipe.unet
 
 
+def _untimed(method: Method, pipe: Any, case: Case, settings: LatencySettings) -> dict[str, Any]:
+    """Return what a call takes beside time, uncompiled; nothing where the GPU's memory doesn't do."""
+    try:
+        return {
+            "multiply_adds": _operations(method, pipe, case, settings),
+            "memory_per_image": _memory(method, pipe, case, settings),
+            "saved_for_backward": _saved_for_backward(method, pipe, case),
+        }
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return {}
+
+
 def _operations(method: Method, pipe: Any, case: Case, settings: LatencySettings) -> int:
-    """Return the multiply-adds of one call, counted uncompiled."""
+    """Return the multiply-adds of one call."""
     run = _workload(pipe, case, settings)
     with method.applied(_target(pipe, case)) as reseed:
         reseed(0)
@@ -171,7 +183,7 @@ def _operations(method: Method, pipe: Any, case: Case, settings: LatencySettings
 
 
 def _memory(method: Method, pipe: Any, case: Case, settings: LatencySettings) -> float | None:
-    """Return GB for each image, uncompiled; None without a GPU."""
+    """Return GB for each image; None without a GPU."""
 
     def call(batch: int) -> None:
         run = _workload(pipe, replace(case, batch=batch), settings)
@@ -194,7 +206,7 @@ def _speedup(
     device: torch.device,
 ) -> dict[str, float | None]:
     """Return the median, least and greatest paired ratio of stock's time to the method's."""
-    if stock is None:
+    if stock is None or not {stock, method} <= seconds.keys():
         return {name: None, f"{name}_low": None, f"{name}_high": None}
     rounds = zip(seconds[stock], seconds[method], strict=True)
     ratios = [theirs.charged(device) / ours.charged(device) for theirs, ours in rounds]
@@ -321,17 +333,21 @@ def columns_of(rows: Sequence[Row], clock: str) -> list[Column]:
             Column("batch", figure("batch", "d")),
         ]
     columns += [
-        Column("s", figure("seconds", ".3f")),
+        Column("s", figure("seconds", ".3f", "out of memory")),
         Column("CPU s", figure("cpu_seconds", ".3f")),
         Column(f"speed-up ({clock} time)", _speedup_text("speedup")),
     ]
     if backends != {"sdpa"}:
         columns.append(Column("over SDPA stock", _speedup_text("speedup_over_sdpa")))
-    columns.append(Column("GMACs", lambda row: f"{row['multiply_adds'] / 1e9:.1f}"))
+    columns.append(Column("GMACs", _giga))
     for title, key in (("GB/image", "memory_per_image"), ("GB saved for backward", "saved_for_backward")):
-        if any(row[key] is not None for row in rows):
+        if any(row.get(key) is not None for row in rows):
             columns.append(Column(title, figure(key, ".2f")))
     return columns
+
+
+def _giga(row: Row) -> str:
+    return f"{row['multiply_adds'] / 1e9:.1f}" if "multiply_adds" in row else "-"
 
 
 def _speedup_text(key: str) -> Callable[[Row], str]:

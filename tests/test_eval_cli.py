@@ -15,6 +15,7 @@ import torch
 from agentsd_eval.cli import app
 from agentsd_eval.clip import ClipScore
 from agentsd_eval.features import features_of, load_network
+from diffusers.models.attention_processor import AttnProcessor
 from PIL import Image
 from tiny import make_image_encoder, make_image_processor, make_text_encoder
 from transformers import CLIPConfig, CLIPModel, CLIPProcessor
@@ -165,6 +166,23 @@ def test_latency(model_folder: str, tmp_path: Path) -> None:
     assert found["forward early", "stock", "unfused"]["multiply_adds"] == stock["multiply_adds"]
     assert stock["speedup"] == 1.0
     assert found["pipeline", "stock", "unfused"]["speedup_over_sdpa"] != 1.0
+
+
+def test_a_method_that_memory_does_not_do_for_costs_no_others_figures(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_much(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("unfused attention's score matrix")
+
+    monkeypatch.setattr(AttnProcessor, "__call__", too_much)
+    invoke(
+        "latency", "--model", model_folder, "--method", "agentsd", "--backend", "sdpa", "--backend",
+        "unfused", "--scope", "forward", "--size", 64, "--repeats", 1, "--out", tmp_path,
+    )  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "latency.jsonl").read_text().splitlines()]
+    assert [row["seconds"] is None for row in rows] == [False, False, True, True] * 2
+    assert rows[3]["speedup_over_sdpa"] is None
+    assert (tmp_path / "latency.md").read_text().count("out of memory") == 4
 
 
 def test_latency_of_training(model_folder: str, tmp_path: Path) -> None:
