@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from agentsd_eval import table
+from agentsd_eval import latency, table
 from agentsd_eval.config import CompareSettings, LatencySettings, RunSettings, load_settings
 from agentsd_eval.errors import EvalError
 from agentsd_eval.pictures import pictures_of
@@ -61,7 +61,7 @@ def test_latency_sizes_and_batches_are_whole(key: str, value: tuple[int, ...]) -
         load_settings(LatencySettings, None, {key: value})
 
 
-@pytest.mark.parametrize("name", ["demo", "full", "table10", "table11", "table12", "table13"])
+@pytest.mark.parametrize("name", ["demo", "full", "agents", "table10", "table11", "table12", "table13"])
 def test_presets_are_valid(name: str) -> None:
     settings = load_settings(RunSettings, CONFIGS / f"{name}.yaml", {})
     pictures = pictures_of(settings) if settings.classes else []
@@ -75,3 +75,11 @@ def test_presets_are_valid(name: str) -> None:
             values = table.PAPER_VALUES[what]
             assert settings.ablate_values == values
             assert len(table.ablation_methods(settings, what)) == 1 + len(values)
+
+
+@pytest.mark.parametrize("name", ["latency_sd15_gpu", "latency_sdxl_gpu", "latency_sd15_runs"])
+def test_presets_of_cost_are_valid(name: str) -> None:
+    settings = load_settings(LatencySettings, CONFIGS / f"{name}.yaml", {})
+    labels = [method.label for method in latency.methods_of(settings)]
+    assert labels[0] == "stock"
+    assert "agentsd-fast+deepcache r=0.4" in labels
