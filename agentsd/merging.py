@@ -15,7 +15,8 @@ class Cut(NamedTuple):
     """Which tokens form each merged token, when the first `r` sources of a ranking are merged.
 
     Merged tokens stand in the order: sources that stay (N-n-r), then destinations (n). Rows count through
-    the batch (row = image * tokens + token), so that every move is one flat index operation.
+    the batch (row = image * tokens + token), so that every move is one flat index operation. All are int32:
+    a cut may live as long as the model call.
 
     Attributes:
         home: (B * N,) row of the merged token that each token is in.
@@ -47,7 +48,7 @@ def cut_ranking(ranking: Ranking, r: int) -> Cut:
     rows, members = home.sort(stable=True)
     starts = torch.searchsorted(rows, slots.flatten())
     size = starts.diff(append=starts.new_tensor([rows.numel()]))
-    return Cut(home, members, starts, size[rows])
+    return Cut(*(index.int() for index in (home, members, starts, size[rows])))
 
 
 def merge(x: Tensor, cut: Cut) -> Tensor:

@@ -102,6 +102,8 @@ class AgentAttnProcessor:
             out = _attend(attn, tokens, pool_tokens(hidden_states, group.pool), group.config, group.pool.mask)
         else:
             out = self.wrapped(attn, tokens, None, None, *args, **kwargs)
+        if group.config.mode == "exact" and group.partition is not None:
+            group.cuts = None  # this layer's alone, and large where tokens are many
         return unmerge(out, cuts.tokens) if cuts.tokens else out
 
 

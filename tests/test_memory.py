@@ -1,0 +1,84 @@
+"""Peak memory of SD 1.5's U-Net, counted from the storages alive: nothing is computed (fake tensors)."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from agentsd import apply_agentsd, matching, plan
+from agentsd.matching import Partition
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes of tensors, beside the weights, that are alive at once."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.now = self.bytes = 0
+        self._alive = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._alive:
+                    self._alive.add(storage._cdata)
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+        self.bytes = max(self.bytes, self.now)
+        return out
+
+    def _free(self, key: int, size: int) -> None:
+        self._alive.discard(key)
+        self.now -= size
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Fake tensors, but for the cells: how many sources there are is read from them."""
+    mode = FakeTensorMode()
+    draw, split = plan.draw_cells, plan.split_grid
+
+    def real_draw(*args):
+        with unset_fake_temporarily():
+            return draw(*args)
+
+    def real_split(*args):
+        with unset_fake_temporarily():
+            src, dst = split(*args)
+        return Partition(mode.from_tensor(src), mode.from_tensor(dst))
+
+    monkeypatch.setattr(plan, "draw_cells", real_draw)
+    monkeypatch.setattr(plan, "split_grid", real_split)
+    with mode, torch.no_grad():
+        yield
+
+
+def peak(unet, side: int, t: int) -> int:
+    latents, embeds = torch.randn(2, 4, side, side), torch.randn(2, 77, 768)
+    with Peak(unet) as mode:
+        unet(latents, t, encoder_hidden_states=embeds)
+    return mode.bytes
+
+
+@pytest.mark.usefixtures("fake")
+def test_the_patch_takes_no_more_memory_than_stock(monkeypatch):
+    """But for the indices of what is merged, about a thousandth; at 512, 1024 and 2048 px."""
+    unet = UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8).eval()
+    for side in (64, 128, 256):
+        stock = peak(unet, side, 999)
+        for mode in ("exact", "fast", "turbo"):
+            with apply_agentsd(unet, mode=mode):
+                assert peak(unet, side, 999) < (0.8 if mode == "turbo" else 1.0015) * stock
+                assert peak(unet, side, 1) < 1.0015 * stock
+    # The score matrix as a whole would be larger than everything else.
+    monkeypatch.setattr(matching, "SCORE_BUDGET", 2**60)
+    with apply_agentsd(unet, mode="exact"):
+        assert peak(unet, side, 1) > 1.5 * stock
