@@ -16,7 +16,7 @@ from .grid import draw_grid
 from .methods import Method, check_scheduler, expand
 from .output import make_table
 from .pictures import Picture, from_prompts, from_references
-from .sampling import Seconds, sample
+from .sampling import Seconds, sample, warm_up
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def compare(
     for method in methods:
         check_scheduler(method, pipe.scheduler, settings.steps)
     for method in methods:
-        sample(pipe, method, pictures[:1], settings, steps=min(settings.steps, 2))
+        warm_up(pipe, method, pictures[:1], settings)
         tick()
     images: dict[Method, list[Image.Image]] = {method: [] for method in methods}
     seconds: dict[Method, list[Seconds]] = {method: [] for method in methods}

@@ -9,7 +9,7 @@ from typing import Any
 from .config import RunSettings
 from .methods import Method, check_scheduler
 from .pictures import Picture
-from .sampling import sample, size_of
+from .sampling import sample, size_of, warm_up
 from .store import Store, weights_digest
 
 
@@ -76,7 +76,7 @@ def generate(
         for method in methods:
             if not all(picture.index in done[method] for picture in batch):
                 if method not in warm:
-                    sample(pipe, method, batch, settings, steps=min(settings.steps, 2))
+                    warm_up(pipe, method, batch, settings)
                     warm.add(method)
                 images, seconds = sample(pipe, method, batch, settings)
                 store.save(method, number, batch, images, seconds, session)

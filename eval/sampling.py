@@ -1,6 +1,7 @@
 """One batch of pictures, from noise that belongs to each picture alone."""
 
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,12 +63,17 @@ def initial_latents(pipe: Any, seeds: Sequence[int], height: int, width: int) ->
     return torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
 
 
+def warm_up(pipe: Any, method: Method, pictures: Sequence[Picture], settings: SamplingSettings) -> None:
+    """Make a batch in two steps at most, whose time would hold what is done only once."""
+    few = settings.model_copy(update={"steps": min(settings.steps, 2)})
+    with warnings.catch_warnings():
+        # With early_frac=0.2 neither of two steps is early, and that means nothing.
+        warnings.filterwarnings("ignore", "agentsd: this run has no early step")
+        sample(pipe, method, pictures, few)
+
+
 def sample(
-    pipe: Any,
-    method: Method,
-    pictures: Sequence[Picture],
-    settings: SamplingSettings,
-    steps: int | None = None,
+    pipe: Any, method: Method, pictures: Sequence[Picture], settings: SamplingSettings
 ) -> tuple[list[Image.Image], Seconds]:
     """Return one picture for each of `pictures`, made as one batch under `method`, and the time it took.
 
@@ -87,7 +93,7 @@ def sample(
                 prompt=[picture.prompt for picture in pictures],
                 height=height,
                 width=width,
-                num_inference_steps=steps or settings.steps,
+                num_inference_steps=settings.steps,
                 guidance_scale=settings.guidance_scale,
                 latents=latents,
                 generator=generators,

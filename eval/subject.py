@@ -22,7 +22,7 @@ from .models import load_pipeline
 from .output import check_writable, progress, save_image, write_bytes
 from .pictures import Picture
 from .results import Row
-from .sampling import sample, size_of
+from .sampling import sample, size_of, warm_up
 from .store import Store, weights_digest
 from .subject_plan import (
     TRAININGS,
@@ -121,7 +121,7 @@ def generate(
                 if picture.index not in done[variant]:
                     pipe.unet = unets[variant.training]
                     if variant not in warm:
-                        sample(pipe, variant.method, [picture], guided, steps=min(settings.steps, 2))
+                        warm_up(pipe, variant.method, [picture], guided)
                         warm.add(variant)
                     images, seconds = sample(pipe, variant.method, [picture], guided)
                     store = store_of(variant, settings)

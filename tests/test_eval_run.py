@@ -22,7 +22,7 @@ from agentsd_eval.config import RunSettings
 from agentsd_eval.errors import EvalError
 from agentsd_eval.generate import Share, fingerprint, generate
 from agentsd_eval.pictures import from_classes, from_prompts, from_references, pictures_of
-from agentsd_eval.sampling import initial_latents, sample
+from agentsd_eval.sampling import initial_latents, sample, warm_up
 from agentsd_eval.store import Store
 
 PICTURES = from_prompts(["a cat", "a dog"], 7, 10)
@@ -82,6 +82,15 @@ def test_a_finished_run_makes_nothing_again(pipe: Any, tmp_path: Path, monkeypat
     fill(pipe, tmp_path)
     monkeypatch.setattr("agentsd_eval.generate.sample", lambda *args, **kwargs: pytest.fail("made again"))
     fill(pipe, tmp_path)
+
+
+def test_that_no_step_of_a_warm_up_is_early_goes_unsaid(pipe: Any, recwarn: pytest.WarningsRecorder) -> None:
+    settings = SETTINGS.model_copy(update={"steps": 2, "agent": {"early_frac": 0.2}})
+    method = table.table_methods(settings)[-1]
+    warm_up(pipe, method, PICTURES[:1], settings)
+    assert not [w for w in recwarn if "no early step" in str(w.message)]
+    with pytest.warns(UserWarning, match="no early step"):
+        sample(pipe, method, PICTURES[:1], settings)
 
 
 def test_damage_is_found_and_made_again(pipe: Any, tmp_path: Path, whole: dict[str, bytes]) -> None:
