@@ -1,0 +1,93 @@
+"""What fast and turbo mode do otherwise than exact mode."""
+
+import pytest
+import torch
+from test_patch import call
+from tiny import make_unet
+
+from agentsd import AgentConfig, apply_agentsd
+from agentsd.matching import draw_cells, rank_tokens, split_grid
+from agentsd.merging import cut_ranking, merge, unmerge
+
+
+def test_fast_mode_ranks_once_for_each_level_and_call(monkeypatch):
+    import agentsd.plan as plan
+
+    ranked = []
+
+    def spy(metric, partition):
+        ranked.append(metric.shape[1])
+        return rank_tokens(metric, partition)
+
+    monkeypatch.setattr(plan, "rank_tokens", spy)
+    unet = make_unet()
+    exact = apply_agentsd(unet, mode="exact", levels=2)
+    call(unet)
+    assert sorted(ranked) == [64] * 3 + [256] * 3
+    ranked.clear()
+    fast = apply_agentsd(unet, mode="fast")
+    assert fast.layer_names == exact.layer_names
+    call(unet)
+    call(unet, 1)
+    assert sorted(ranked) == [64, 64, 256, 256]
+
+
+def test_fast_modes_first_layer_is_the_exact_ones():
+    seen = {}
+    for mode in ("exact", "fast"):
+        unet = make_unet()
+        apply_agentsd(unet, mode=mode, levels=1)
+        attn = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
+        attn.register_forward_hook(lambda m, args, out, mode=mode: seen.__setitem__(mode, out))
+        call(unet)
+    assert torch.equal(seen["exact"], seen["fast"])
+
+
+def test_fast_mode_takes_the_levels_there_are():
+    one_level = make_unet(
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D", "CrossAttnUpBlock2D"),
+        mid_block_type=None,
+    )
+    assert len(apply_agentsd(one_level, mode="fast").layer_names) == 3
+    with pytest.raises(ValueError, match="levels=2"):
+        apply_agentsd(one_level, mode="fast", levels=2)
+
+
+def test_turbo_runs_feed_forward_on_merged_tokens_in_early_steps():
+    unet = make_unet()
+    handle = apply_agentsd(unet, mode="turbo", levels=1)
+    block = unet.down_blocks[0].attentions[0].transformer_blocks[0]
+    seen = {}
+    hooks = [
+        block.norm3.register_forward_pre_hook(lambda m, args: seen.update(x=args[0])),
+        block.register_forward_hook(lambda m, args, out: seen.update(out=out)),
+        block.ff.register_forward_pre_hook(lambda m, args: seen.update(tokens=args[0].shape[1])),
+    ]
+    for t, tokens in ((999, 256 - int(256 * 0.4)), (1, 256)):
+        call(unet, t)
+        assert seen["tokens"] == tokens
+    cells = draw_cells(16, 16, 4, (0, 0, 999.0))
+    block.norm1.register_forward_pre_hook(lambda m, args: seen.update(block_input=args[0]))
+    call(unet, 999)
+    cut = cut_ranking(rank_tokens(seen["block_input"], split_grid(16, 16, 4, cells)), int(256 * 0.4))
+    for hook in hooks:
+        hook.remove()
+    handle.remove()
+    with torch.no_grad():
+        expected = unmerge(block.ff(merge(block.norm3(seen["x"]), cut)), cut) + seen["x"]
+    torch.testing.assert_close(seen["out"], expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("side", "agents"), [(16, 4 * 4), (64, 16 * 16), (65, 16 * 16), (96, 19 * 19), (256, 19 * 19)]
+)
+def test_fast_mode_bounds_the_agents(side, agents):
+    from agentsd.hosts import Site
+    from agentsd.plan import Group
+
+    group = Group(Site("", make_unet(), 1), 0, AgentConfig(mode="fast"))
+    group.begin(torch.empty(2, 4, side, side), 999.0, (0, 0))
+    assert group.partition.dst.numel() == agents
+    cuts = group.cut(torch.randn(1, side * side, 2, generator=torch.Generator().manual_seed(0)))
+    assert cuts.agents.starts.numel() == agents
