@@ -18,9 +18,9 @@ from agentsd.hosts import EVERY_LEVEL, find_sites
 
 from .config import ProfileSettings
 from .errors import EvalError
-from .latency import Case, forward_call
 from .methods import Method, expand
 from .results import Column, Row, figure, to_terminal
+from .workload import Case, forward_call
 
 TOTAL = "whole call"
 REST = "everything else"

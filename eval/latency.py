@@ -5,7 +5,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -14,31 +14,20 @@ from rich.table import Table
 
 from agentsd.cost import multiply_adds
 
-from .architectures import build, random_embeds
+from .architectures import build
 from .config import Backend, CostSettings, LatencySettings
 from .memory import memory_per_image
 from .methods import Method, Reseed, check_scheduler, parse_method
 from .models import find_device, load_pipeline, set_scheduler
 from .results import Column, Row, figure, method_text, to_terminal
 from .sampling import Seconds, Stopwatch
-
-_PHASES = {"forward early": 999, "forward late": 1}
-Run = Callable[[], Any]
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is measured ("pipeline", "forward early", "forward late", "training"), at what size and batch."""
-
-    scope: str
-    size: int
-    batch: int
+from .workload import PHASES, Case, Run, forward_call, workload
 
 
 def cases_of(settings: LatencySettings, pipe: Any) -> list[Case]:
     """Return every scope at every size and batch."""
     sizes = settings.sizes or (pipe.unet.config.sample_size * pipe.vae_scale_factor,)
-    scopes = [s for scope in settings.scopes for s in (_PHASES if scope == "forward" else (scope,))]
+    scopes = [s for scope in settings.scopes for s in (PHASES if scope == "forward" else (scope,))]
     return [Case(scope, size, batch) for size in sizes for batch in settings.batches for scope in scopes]
 
 
@@ -133,7 +122,7 @@ def _turns(pipe: Any, methods: list[Method], case: Case, settings: LatencySettin
                 own = _with_unet_of_its_own(pipe)
                 reseed = stack.enter_context(method.applied(_target(own, case)))
                 own.unet.compile()
-                kept[method] = reseed, _workload(own, case, settings)
+                kept[method] = reseed, workload(own, case, settings)
 
         @contextmanager
         def turn(method: Method) -> Iterator[Run]:
@@ -144,7 +133,7 @@ def _turns(pipe: Any, methods: list[Method], case: Case, settings: LatencySettin
                 return
             with method.applied(_target(pipe, case)) as reseed:
                 reseed(0)
-                yield _workload(pipe, case, settings)
+                yield workload(pipe, case, settings)
 
         yield turn
 
@@ -176,7 +165,7 @@ def _untimed(method: Method, pipe: Any, case: Case, settings: LatencySettings) -
 
 def _operations(method: Method, pipe: Any, case: Case, settings: LatencySettings) -> int:
     """Return the multiply-adds of one call."""
-    run = _workload(pipe, case, settings)
+    run = workload(pipe, case, settings)
     with method.applied(_target(pipe, case)) as reseed:
         reseed(0)
         return multiply_adds(run)
@@ -186,7 +175,7 @@ def _memory(method: Method, pipe: Any, case: Case, settings: LatencySettings) ->
     """Return GB for each image; None without a GPU."""
 
     def call(batch: int) -> None:
-        run = _workload(pipe, replace(case, batch=batch), settings)
+        run = workload(pipe, replace(case, batch=batch), settings)
         with method.applied(_target(pipe, case)) as reseed:
             reseed(0)
             run()
@@ -213,45 +202,6 @@ def _speedup(
     return {name: statistics.median(ratios), f"{name}_low": min(ratios), f"{name}_high": max(ratios)}
 
 
-def _workload(pipe: Any, case: Case, settings: LatencySettings) -> Run:
-    """Return the call to measure, on random inputs that don't depend on the method."""
-    if case.scope == "pipeline":
-        return _pipeline_call(pipe, case, settings)
-    if case.scope == "training":
-        return _training_call(pipe, case)
-    return forward_call(pipe, case, settings.guidance_scale)
-
-
-def forward_call(pipe: Any, case: Case, guidance_scale: float) -> Run:
-    """Return one guided call of the U-Net in the case's phase, on random inputs."""
-    unet = pipe.unet
-    guided = 2 if guidance_scale > 1 else 1
-    side = case.size // pipe.vae_scale_factor
-    torch.manual_seed(0)
-    like = {"device": unet.device, "dtype": unet.dtype}
-    rows = guided * case.batch
-    latents = torch.randn(rows, unet.config.in_channels, side, side, **like)
-    embeds = random_embeds(unet, rows)
-    extra: dict[str, Any] = {}
-    if "pooled_prompt_embeds" in embeds:
-        time_ids = torch.tensor([[case.size, case.size, 0, 0, case.size, case.size]] * rows, **like)
-        extra["added_cond_kwargs"] = {"text_embeds": embeds["pooled_prompt_embeds"], "time_ids": time_ids}
-    timestep = torch.tensor(_PHASES[case.scope], device=unet.device)
-    return lambda: unet(latents, timestep, encoder_hidden_states=embeds["prompt_embeds"], **extra)
-
-
-def _training_call(pipe: Any, case: Case) -> Run:
-    """Return one forward and backward pass of the U-Net at a middle timestep, as finetuning has them."""
-    call = forward_call(pipe, replace(case, scope="forward early"), guidance_scale=1)
-
-    def run() -> None:
-        with torch.enable_grad():
-            call().sample.square().mean().backward()
-        pipe.unet.zero_grad(set_to_none=True)
-
-    return run
-
-
 def _saved_for_backward(method: Method, pipe: Any, case: Case) -> float | None:
     """Return GB of activations that a training step holds for its backward pass; None for other scopes.
 
@@ -274,27 +224,6 @@ def _saved_for_backward(method: Method, pipe: Any, case: Case) -> float | None:
             output = call()  # alive until its storages are counted, so that none is used twice
         del output
     return sum(held.values()) / 1e9
-
-
-def _pipeline_call(pipe: Any, case: Case, settings: LatencySettings) -> Run:
-    if getattr(pipe, "tokenizer", None) is not None:
-        prompt: dict[str, Any] = {"prompt": ["a photograph"] * case.batch}
-    else:
-        torch.manual_seed(0)
-        prompt = random_embeds(pipe.unet, case.batch)
-        prompt |= {f"negative_{name}": torch.zeros_like(embeds) for name, embeds in prompt.items()}
-
-    def run() -> Any:
-        return pipe(
-            **prompt,
-            height=case.size,
-            width=case.size,
-            num_inference_steps=settings.steps,
-            guidance_scale=settings.guidance_scale,
-            generator=[torch.Generator().manual_seed(i) for i in range(case.batch)],
-        )
-
-    return run
 
 
 def load(settings: CostSettings) -> Any:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from agentsd_eval.architectures import build, random_embeds
 from agentsd_eval.config import LatencySettings
-from agentsd_eval.latency import Case, _workload
 from agentsd_eval.methods import finest_attention_downsample
+from agentsd_eval.workload import Case, workload
 
 
 # Parameters of the published U-Nets and of their shared autoencoder.
@@ -21,6 +21,6 @@ def test_parameters_and_shapes(arch: str, parameters: int, size: int, finest: in
     assert sum(p.numel() for p in pipe.vae.parameters()) == 83_653_863
     assert {p.dtype for p in pipe.unet.parameters()} == {torch.float16}
     assert finest_attention_downsample(pipe.unet) == finest
-    run = _workload(pipe, Case("forward early", size, 1), LatencySettings())
+    run = workload(pipe, Case("forward early", size, 1), LatencySettings())
     assert run().sample.shape == (2, 4, size // 8, size // 8)  # guided: two rows
     assert ("pooled_prompt_embeds" in random_embeds(pipe.unet, 1)) == (arch == "sdxl")
