@@ -226,7 +226,7 @@ def test_trainable_attention_is_trained_and_comes_back(settings, model, attentio
 
 def loss_and_gradients(checkpointing, prior=None, pixels=None):
     unet = make_unet().train()
-    apply_agentsd(unet, early_frac=1.0, cells="random")
+    apply_agentsd(unet, mode="exact", early_frac=1.0, cells="random")  # as DreamBooth does
     if checkpointing:
         unet.enable_gradient_checkpointing()
     vae = make_vae().requires_grad_(False)

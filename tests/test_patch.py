@@ -352,11 +352,12 @@ def test_an_exception_in_the_middle_leaves_the_next_run_clean(pipe, sample):
     assert torch.equal(sample(pipe), picture)
 
 
-def test_gradient_checkpointing_recomputes_the_same_cells():
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_gradient_checkpointing_recomputes_the_same_cells(mode):
     grads = {}
     for checkpointing in (False, True):
         unet = make_unet().train()
-        apply_agentsd(unet, early_frac=1.0, cells="random")
+        apply_agentsd(unet, mode=mode, early_frac=1.0, cells="random")
         if checkpointing:
             unet.enable_gradient_checkpointing()
         rng = torch.Generator().manual_seed(0)
