@@ -1,9 +1,8 @@
-"""The patch in every kind of pipeline and among every feature that a Stable Diffusion user would try."""
+"""The patch in every kind of pipeline with a U-Net that a Stable Diffusion user would try."""
 
 import diffusers
 import pytest
 import torch
-from packaging import version
 from PIL import Image
 from tiny import (
     BETAS,
@@ -15,6 +14,7 @@ from tiny import (
     make_text_encoder,
     make_unet,
     make_vae,
+    watch_phases,
 )
 
 from agentsd import apply_agentsd, remove_agentsd
@@ -135,16 +135,6 @@ def build(make_pipeline, tokenizer):
     return make
 
 
-def watch_phases(handle):
-    """Which phases each patched layer goes through."""
-    seen = {name: [] for name in handle.layer_names}
-    for attn, layer in handle._layers:
-        attn.register_forward_pre_hook(
-            lambda m, args, layer=layer: seen[layer.name].append(layer.group.phase)
-        )
-    return seen
-
-
 @pytest.mark.parametrize("name", HOSTS)
 def test_host(build, name):
     """Both phases run in every patched layer, the picture changes, and all of it can be undone."""
@@ -184,120 +174,6 @@ def test_the_controlnets_own_attention_is_patched_only_when_asked(build):
     assert torch.equal(run(), stock)
 
 
-def deepcache(pipe):
-    from DeepCache import DeepCacheSDHelper
-
-    helper = DeepCacheSDHelper(pipe=pipe)
-    helper.set_params(cache_interval=3, cache_branch_id=0)
-    helper.enable()
-    return helper.disable
-
-
-@pytest.mark.parametrize("mode", ["exact", "fast"])
-@pytest.mark.parametrize("patch_first", [True, False])
-def test_deepcache_in_either_order(build, patch_first, mode):
-    pipe, run = build("SD 1.x")
-    pipe.scheduler = diffusers.DDIMScheduler(**BETAS)  # DeepCache looks timesteps up: they must not repeat
-    stock = run()
-    disable = deepcache(pipe)
-    cached = run()
-    apply_agentsd(pipe, mode=mode)
-    both = run()
-    assert not torch.equal(both, cached)
-    disable()
-    remove_agentsd(pipe)
-    assert torch.equal(run(), stock)
-
-    steps = [lambda: apply_agentsd(pipe, mode=mode).remove, lambda: deepcache(pipe)]
-    undo = [step() for step in (steps if patch_first else reversed(steps))]
-    assert torch.equal(run(), both)
-    for back in undo:
-        back()
-    assert torch.equal(run(), stock)
-
-
-def test_tgate_goes_round_processors_and_that_is_said(build):
-    pytest.importorskip("tgate", reason="the tgate package is not installed")
-    from tgate import TgateSDLoader
-
-    pipe, _ = build("SD 1.x")
-    pipe.scheduler = diffusers.DDIMScheduler(**BETAS)
-    gated = TgateSDLoader(pipe, gate_step=4, sp_interval=1, fi_interval=1, warm_up=2, num_inference_steps=6)
-
-    def run():
-        settings = {"gate_step": 4, "num_inference_steps": 6, "output_type": "latent"}
-        return gated.tgate("a cat", generator=torch.Generator().manual_seed(0), **settings).images
-
-    stock = run()
-    apply_agentsd(pipe)
-    with pytest.warns(UserWarning, match="without its attention processor"):
-        assert torch.equal(run(), stock)
-    remove_agentsd(pipe)
-    assert torch.equal(run(), stock)
-
-
-def test_saving_a_patched_pipeline_saves_a_stock_one(build, tmp_path):
-    pipe, run = build("SD 1.x")
-    stock = run()
-    apply_agentsd(pipe)
-    patched = run()
-    pipe.save_pretrained(tmp_path)
-    assert "agentsd" not in "".join(p.read_text() for p in tmp_path.rglob("*.json"))
-    loaded = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path)
-    settings = {"prompt": "a cat", "num_inference_steps": 6, "output_type": "latent"}
-    assert torch.equal(loaded(generator=torch.Generator().manual_seed(0), **settings).images, stock)
-    apply_agentsd(loaded)
-    assert torch.equal(loaded(generator=torch.Generator().manual_seed(0), **settings).images, patched)
-
-
-def test_pipelines_that_share_a_unet_share_the_patch(build):
-    pipe, run = build("SD 1.x")
-    stock = run()
-    other = diffusers.AutoPipelineForImage2Image.from_pipe(pipe)
-    assert other.unet is pipe.unet
-    apply_agentsd(pipe)
-    assert not torch.equal(run(), stock)
-    remove_agentsd(other)
-    assert torch.equal(run(), stock)
-
-
-@pytest.mark.parametrize("patch_first", [True, False])
-@pytest.mark.parametrize("offload", ["group", "casting"])
-def test_group_offloading_and_layerwise_casting(build, offload, patch_first):
-    pipe, run = build("SD 1.x")
-    stock = run()
-    if patch_first:
-        apply_agentsd(pipe)
-    if offload == "group":
-        if version.parse(diffusers.__version__) < version.parse("0.42") and not torch.cuda.is_available():
-            pytest.skip("group offloading before diffusers 0.42 needs an accelerator")
-        cpu = torch.device("cpu")
-        pipe.unet.enable_group_offload(onload_device=cpu, offload_device=cpu, offload_type="leaf_level")
-    else:
-        pipe.unet.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
-    if not patch_first:
-        apply_agentsd(pipe)
-    patched = run()
-    remove_agentsd(pipe)
-    plain = run()
-    assert not torch.equal(patched, plain)
-    if offload == "group":
-        assert torch.equal(plain, stock)
-        apply_agentsd(pipe)
-        assert torch.equal(run(), patched)
-
-
-def test_attention_backends_and_moves_after_the_patch(build):
-    pipe, run = build("SD 1.x")
-    apply_agentsd(pipe)
-    patched = run()
-    pipe.unet.set_attention_backend("native")
-    assert torch.equal(run(), patched)
-    assert run().dtype == torch.float32
-    pipe.to(torch.bfloat16)
-    assert run().dtype == torch.bfloat16
-
-
 def test_textual_inversion_after_the_patch(build):
     pipe, run = build("SD 1.x")
     apply_agentsd(pipe)
@@ -322,76 +198,6 @@ def test_upcast_attention_does_not_overflow_in_half_precision():
     with torch.no_grad():
         out = unet(latent, torch.tensor(999), torch.zeros(2, 7, WIDTH).half()).sample
     assert out.isfinite().all()
-
-
-def dit():
-    torch.manual_seed(0)
-    return diffusers.DiTTransformer2DModel(
-        num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=2,
-        sample_size=16, patch_size=2, num_embeds_ada_norm=1000,
-    ).eval()  # fmt: skip
-
-
-def pixart():
-    torch.manual_seed(0)
-    return diffusers.PixArtTransformer2DModel(
-        num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=2,
-        sample_size=16, patch_size=2, cross_attention_dim=16, caption_channels=WIDTH,
-        use_additional_conditions=False,
-    ).eval()  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("make", "inputs"),
-    [
-        (dit, {"class_labels": torch.tensor([1, 2])}),
-        (pixart, {"encoder_hidden_states": torch.ones(2, 7, WIDTH)}),
-    ],
-)
-def test_transformers_with_plain_self_attention(make, inputs):
-    """Their tokens are patches of 2x2 latent pixels: an 8x8 grid, of which 4 tokens are agents."""
-    model = make()
-    latent = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(0))
-
-    def run(t):
-        with torch.no_grad():
-            return model(latent, timestep=torch.tensor([t, t]), **inputs).sample
-
-    stock = run(999), run(1)
-    handle = apply_agentsd(model, ratio=0.2)
-    seen = watch_phases(handle)
-    for t, before in zip((999, 1), stock, strict=True):
-        assert not torch.equal(run(t), before)
-    assert list(seen.values()) == [["agent", "tome"]] * 2
-    handle.remove()
-    assert torch.equal(run(999), stock[0])
-
-
-def test_dit_pipeline():
-    pipe = diffusers.DiTPipeline(
-        transformer=dit(), vae=make_vae(), scheduler=diffusers.DDIMScheduler(**BETAS), id2label={"1": "cat"}
-    )
-    pipe.set_progress_bar_config(disable=True)
-
-    def run():
-        return pipe(
-            [1], num_inference_steps=5, output_type="np", generator=torch.Generator().manual_seed(0)
-        ).images
-
-    stock = run()
-    with apply_agentsd(pipe, ratio=0.2):
-        assert abs(run() - stock).max() > 0
-    assert (run() == stock).all()
-
-
-def test_a_transformer_of_another_kind_is_refused():
-    model = diffusers.SD3Transformer2DModel(
-        sample_size=16, patch_size=2, in_channels=4, num_layers=1, attention_head_dim=8,
-        num_attention_heads=2, joint_attention_dim=8, caption_projection_dim=16,
-        pooled_projection_dim=8, out_channels=4,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="SD3Transformer2DModel has no self-attention"):
-        apply_agentsd(model)
 
 
 def test_modular_sdxl_calls_the_unet_once_for_each_guidance_branch(tokenizer):
@@ -427,30 +233,6 @@ def test_modular_sdxl_calls_the_unet_once_for_each_guidance_branch(tokenizer):
     assert torch.equal(run(), patched)
     remove_agentsd(pipe)
     assert torch.equal(run(), stock)
-
-
-@pytest.mark.parametrize("patch_first", [True, False])
-@pytest.mark.parametrize("kind", ["model", "sequential"])
-def test_accelerates_offloading_hooks(build, kind, patch_first):
-    """What enable_model_cpu_offload and enable_sequential_cpu_offload put on a U-Net, run on the CPU."""
-    import accelerate
-
-    pipe, run = build("SD 1.x")
-    stock = run()
-    if patch_first:
-        apply_agentsd(pipe)
-    if kind == "model":
-        pipe.unet, _ = accelerate.cpu_offload_with_hook(pipe.unet, execution_device="cpu")
-    else:
-        accelerate.cpu_offload(pipe.unet, execution_device=torch.device("cpu"))
-    if not patch_first:
-        apply_agentsd(pipe)
-    patched = run()
-    assert not torch.equal(patched, stock)
-    remove_agentsd(pipe)
-    assert torch.equal(run(), stock)
-    with apply_agentsd(pipe):
-        assert torch.equal(run(), patched)
 
 
 def test_masks_and_cross_attention_are_untouched():

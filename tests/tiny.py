@@ -153,3 +153,13 @@ def make_motion_adapter() -> MotionAdapter:
 def make_scheduler() -> PNDMScheduler:
     """SD 1.5's scheduler."""
     return PNDMScheduler(**BETAS, skip_prk_steps=True, steps_offset=1)
+
+
+def watch_phases(handle: Any) -> dict[str, list[str]]:
+    """Which phases each patched layer goes through, filled as the model runs."""
+    seen: dict[str, list[str]] = {name: [] for name in handle.layer_names}
+    for attn, layer in handle._layers:
+        attn.register_forward_pre_hook(
+            lambda m, args, layer=layer: seen[layer.name].append(layer.group.phase)
+        )
+    return seen

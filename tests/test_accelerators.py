@@ -1,0 +1,58 @@
+"""The patch beside other packages that make pipelines faster."""
+
+import diffusers
+import pytest
+import torch
+from tiny import BETAS
+
+from agentsd import apply_agentsd, remove_agentsd
+
+
+def deepcache(pipe):
+    from DeepCache import DeepCacheSDHelper
+
+    helper = DeepCacheSDHelper(pipe=pipe)
+    helper.set_params(cache_interval=3, cache_branch_id=0)
+    helper.enable()
+    return helper.disable
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_deepcache_in_either_order(pipe, sample, patch_first, mode):
+    pipe.scheduler = diffusers.DDIMScheduler(**BETAS)  # DeepCache looks timesteps up: they must not repeat
+    stock = sample(pipe)
+    disable = deepcache(pipe)
+    cached = sample(pipe)
+    apply_agentsd(pipe, mode=mode)
+    both = sample(pipe)
+    assert not torch.equal(both, cached)
+    disable()
+    remove_agentsd(pipe)
+    assert torch.equal(sample(pipe), stock)
+
+    steps = [lambda: apply_agentsd(pipe, mode=mode).remove, lambda: deepcache(pipe)]
+    undo = [step() for step in (steps if patch_first else reversed(steps))]
+    assert torch.equal(sample(pipe), both)
+    for back in undo:
+        back()
+    assert torch.equal(sample(pipe), stock)
+
+
+def test_tgate_goes_round_processors_and_that_is_said(pipe):
+    pytest.importorskip("tgate", reason="the tgate package is not installed")
+    from tgate import TgateSDLoader
+
+    pipe.scheduler = diffusers.DDIMScheduler(**BETAS)
+    gated = TgateSDLoader(pipe, gate_step=4, sp_interval=1, fi_interval=1, warm_up=2, num_inference_steps=6)
+
+    def run():
+        settings = {"gate_step": 4, "num_inference_steps": 6, "output_type": "latent"}
+        return gated.tgate("a cat", generator=torch.Generator().manual_seed(0), **settings).images
+
+    stock = run()
+    apply_agentsd(pipe)
+    with pytest.warns(UserWarning, match="without its attention processor"):
+        assert torch.equal(run(), stock)
+    remove_agentsd(pipe)
+    assert torch.equal(run(), stock)
