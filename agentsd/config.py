@@ -15,8 +15,8 @@ CHOICES = {
     "agents": ("merge", "pool"),
     "schedule": ("early", "distance"),
     "schedule_per": ("batch", "sample"),
-    "early": ("agent", "tome", "none"),
-    "late": ("tome", "none", "agent"),
+    "early": ("agent", "tome", "downsample", "none"),
+    "late": ("tome", "downsample", "none", "agent"),
     "cells": ("auto", "random", "first"),
 }
 MODES = CHOICES["mode"]
@@ -51,9 +51,10 @@ class AgentConfig:
         thresholds: for schedule="distance", the shares of the first distance at which the next stage
             begins, falling, one less than `agent_counts`.
         schedule_per: one stage for the whole "batch", or for each "sample" (needs agents="pool").
-        early: what steps with agents run: "agent", or "tome" or "none" for comparison.
-        late: what the later steps run: "tome" (token merging, as the paper), "none" (stock attention), or
-            "agent" as well.
+        early: what steps with agents run: "agent", or for comparison what `late` may say.
+        late: what the later steps run: "tome" (token merging, as the paper), "downsample" (all queries, but
+            keys and values of the first token in each cell of `late_stride` alone, as ToDo, "Token Downsampling
+            for Efficient Generation of High-Resolution Images", 2024), "none" (stock attention), or "agent" as well.
         late_ratio: `ratio` of the later steps; None takes the same.
         levels: how many attention levels are patched, counted from the model's finest one; None takes 1 in
             exact mode and 2, where there are as many, in the others.

@@ -18,7 +18,7 @@ from .pooling import Pool, make_pool
 # Most cells, and so agents, beyond exact mode: the stride grows with the grid, so time grows with the tokens.
 MAX_AGENTS = 400
 
-STOCK, TOME, AGENT = "stock", "tome", "agent"
+STOCK, TOME, DOWNSAMPLE, AGENT = "stock", "tome", "downsample", "agent"
 
 
 class Cuts(NamedTuple):
@@ -36,12 +36,13 @@ class Group:
         site: the group's first layer.
         index: number of the group; part of the key of its random cells.
         config: the settings.
-        phase: STOCK, TOME or AGENT.
+        phase: STOCK, TOME, DOWNSAMPLE or AGENT.
         ratio: share of the tokens merged away in this call.
         grid: height and width in tokens that its layers are expected to get.
         partition: the split of that grid in this call, where tokens are ranked.
         cuts: made by the first of its layers that runs.
         pool: how agents are pooled, where they are.
+        kept: (n,) positions of the tokens that give keys and values, in DOWNSAMPLE.
     """
 
     site: Site
@@ -53,6 +54,7 @@ class Group:
     partition: Partition | None = None
     cuts: Cuts | None = None
     pool: Pool | None = None
+    kept: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -80,7 +82,9 @@ class Group:
             self.phase = AGENT
         elif does == "tome" and self.ratio > 0:
             self.phase = TOME
-        stride = config.late_stride if self.phase == TOME else self._stride(max(agents))
+        elif does == "downsample":
+            self.phase = DOWNSAMPLE
+        stride = self._stride(max(agents)) if self.phase == AGENT else config.late_stride
         if self.phase == STOCK or min(self.grid) < stride:  # no whole cell
             self.phase = STOCK
             return
@@ -92,6 +96,10 @@ class Group:
             if self.ratio == 0:
                 self.cuts = Cuts(None, None)
                 return
+        if self.phase == DOWNSAMPLE:  # the same in every step: tokens drawn anew would give pictures a grain
+            self.kept = split_grid(*self.grid, stride, draw_cells(*self.grid, stride, None)).dst.to(latent.device)
+            self.cuts = Cuts(None, None)
+            return
         random = config.cells == "random" or (config.cells == "auto" and latent.shape[0] % 2 == 0)
         key = (config.seed, self.index, timestep) if random else None
         split = split_grid(*self.grid, stride, draw_cells(*self.grid, stride, key))
@@ -135,4 +143,4 @@ class Group:
 
     def end(self) -> None:
         """Let go of all that belongs to a call."""
-        self.phase, self.partition, self.cuts, self.pool = STOCK, None, None, None
+        self.phase, self.partition, self.cuts, self.pool, self.kept = STOCK, None, None, None, None
