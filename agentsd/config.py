@@ -53,8 +53,9 @@ class AgentConfig:
         schedule_per: one stage for the whole "batch", or for each "sample" (needs agents="pool").
         early: what steps with agents run: "agent", or for comparison what `late` may say.
         late: what the later steps run: "tome" (token merging, as the paper), "downsample" (all queries, but
-            keys and values of the first token in each cell of `late_stride` alone, as ToDo, "Token Downsampling
-            for Efficient Generation of High-Resolution Images", 2024), "none" (stock attention), or "agent" as well.
+            keys and values of the first token in each cell of `late_stride` alone: "ToDo: Token
+            Downsampling for Efficient Generation of High-Resolution Images", 2024), "none" (stock
+            attention), or "agent" as well.
         late_ratio: `ratio` of the later steps; None takes the same.
         levels: how many attention levels are patched, counted from the model's finest one; None takes 1 in
             exact mode and 2, where there are as many, in the others.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -96,14 +96,12 @@ class Group:
             if self.ratio == 0:
                 self.cuts = Cuts(None, None)
                 return
-        if self.phase == DOWNSAMPLE:  # the same in every step: tokens drawn anew would give pictures a grain
-            self.kept = split_grid(*self.grid, stride, draw_cells(*self.grid, stride, None)).dst.to(latent.device)
-            self.cuts = Cuts(None, None)
+        if self.phase == DOWNSAMPLE:  # the same in every step: drawn anew, they would give pictures a grain
+            self.kept, self.cuts = self._split(stride, None, latent.device).dst, Cuts(None, None)
             return
         random = config.cells == "random" or (config.cells == "auto" and latent.shape[0] % 2 == 0)
         key = (config.seed, self.index, timestep) if random else None
-        split = split_grid(*self.grid, stride, draw_cells(*self.grid, stride, key))
-        self.partition = Partition(*(index.to(latent.device) for index in split))
+        self.partition = self._split(stride, key, latent.device)
 
     def _stride(self, agents: int) -> int:
         """The side of cells that hold a destination token each: as many as the agents, or the setting's."""
@@ -114,6 +112,10 @@ class Group:
         if config.mode != "exact":
             stride = max(stride, math.ceil(math.sqrt(self.tokens / MAX_AGENTS)))
         return stride
+
+    def _split(self, stride: int, key: tuple[int, int, float] | None, device: Any) -> Partition:
+        split = split_grid(*self.grid, stride, draw_cells(*self.grid, stride, key))
+        return Partition(*(index.to(device) for index in split))
 
     def _plan_pool(self, latent: Tensor, agents: Sequence[int], stride: int) -> None:
         """Plan the pooling, unless agents would be no fewer than half the tokens (see `cut`)."""

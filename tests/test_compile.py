@@ -18,28 +18,30 @@ def fresh_dynamo():
     torch.compiler.reset()
 
 
-def expected(mode="fast"):
+def expected(**settings):
     unet = make_unet()
-    apply_agentsd(unet, mode=mode)
+    apply_agentsd(unet, **settings)
     return [call(unet, t) for t in STEPS]
 
 
 @pytest.mark.parametrize("order", ["apply, compile", "compile, apply", "in place"])
-@pytest.mark.parametrize("mode", ["exact", "fast", "turbo"])
-def test_fullgraph_with_two_graphs_in_a_run(order, mode):
+@pytest.mark.parametrize(
+    "settings", [{"mode": "exact"}, {"mode": "fast"}, {"mode": "turbo"}, {"late": "downsample"}]
+)
+def test_fullgraph_with_two_graphs_in_a_run(order, settings):
     """No break, one graph a phase, and none for a second run."""
     unet, counter = make_unet(), CompileCounter()
     if order == "compile, apply":
         compiled = torch.compile(unet, fullgraph=True, backend=counter)
-        apply_agentsd(compiled, mode=mode)
+        apply_agentsd(compiled, **settings)
     elif order == "apply, compile":
-        apply_agentsd(unet, mode=mode)
+        apply_agentsd(unet, **settings)
         compiled = torch.compile(unet, fullgraph=True, backend=counter)
     else:
-        apply_agentsd(unet, mode=mode)
+        apply_agentsd(unet, **settings)
         unet.compile(fullgraph=True, backend=counter)
         compiled = unet
-    for out, reference in zip([call(compiled, t) for t in STEPS], expected(mode), strict=True):
+    for out, reference in zip([call(compiled, t) for t in STEPS], expected(**settings), strict=True):
         torch.testing.assert_close(out, reference, rtol=0, atol=1e-6)
     assert counter.frame_count == 2
     for t in STEPS:
@@ -65,7 +67,7 @@ def test_compile_repeated_blocks(mode):
     limit = torch._dynamo.config.recompile_limit
     apply_agentsd(unet, mode=mode)
     unet.compile_repeated_blocks(fullgraph=True, backend=counter)
-    for out, reference in zip([call(unet, t) for t in STEPS], expected(mode), strict=True):
+    for out, reference in zip([call(unet, t) for t in STEPS], expected(mode=mode), strict=True):
         torch.testing.assert_close(out, reference, rtol=0, atol=1e-6)
     assert mode == "exact" or counter.frame_count > limit
     assert torch._dynamo.config.recompile_limit == limit

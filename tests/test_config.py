@@ -31,7 +31,7 @@ def test_defaults_are_the_papers():
         ("early_stride", 1, ValueError, "2 or more"),
         ("late_stride", 0, ValueError, "2 or more"),
         ("mode", "quick", ValueError, "'exact' or 'fast' or 'turbo'"),
-        ("late", "agents", ValueError, "'tome' or 'none'"),
+        ("late", "agents", ValueError, "'tome' or 'downsample' or 'none'"),
         ("cells", "last", ValueError, "'first'"),
         ("seed", -1, ValueError, "2\\*\\*63"),
     ],

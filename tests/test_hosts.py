@@ -185,10 +185,11 @@ def test_textual_inversion_after_the_patch(build):
     assert not torch.equal(picture.images, patched)
 
 
-def test_upcast_attention_does_not_overflow_in_half_precision():
+@pytest.mark.parametrize("timestep", [999, 1])
+def test_upcast_attention_does_not_overflow_in_half_precision(timestep):
     """Queries and keys whose products pass 65,504, as SD 2.1's do."""
     unet = make_unet(upcast_attention=True)
-    handle = apply_agentsd(unet)
+    handle = apply_agentsd(unet, late="downsample")
     with torch.no_grad():
         for attn, _ in handle._layers:
             attn.to_q.weight.mul_(600)
@@ -196,7 +197,7 @@ def test_upcast_attention_does_not_overflow_in_half_precision():
     unet.to(torch.float16)
     latent = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(0)).half()
     with torch.no_grad():
-        out = unet(latent, torch.tensor(999), torch.zeros(2, 7, WIDTH).half()).sample
+        out = unet(latent, torch.tensor(timestep), torch.zeros(2, 7, WIDTH).half()).sample
     assert out.isfinite().all()
 
 

@@ -1,0 +1,72 @@
+"""Later steps in which all tokens attend to a quarter of them (ToDo)."""
+
+import pytest
+import torch
+from diffusers.models.attention_processor import AttnProcessor2_0
+from test_patch import call
+from tiny import make_unet
+
+from agentsd import apply_agentsd
+
+
+@pytest.mark.parametrize("size", [(16, 16), (17, 9)])
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_a_layer_is_diffusers_own_attention_to_the_first_token_of_each_cell(size, mode):
+    """Diffusers' processor gets those tokens as if they were another sequence."""
+    unet = make_unet()
+    attn = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
+    handle = apply_agentsd(unet, mode=mode, late="downsample")
+    seen = {}
+    attn.register_forward_hook(lambda m, args, out: seen.update(x=args[0], out=out))
+    call(unet, t=1, size=size)
+    handle.remove()
+    height, width = (side // 2 * 2 for side in size)
+    kept = seen["x"].unflatten(1, size)[:, :height:2, :width:2].flatten(1, 2)
+    with torch.no_grad():
+        expected = AttnProcessor2_0()(attn, seen["x"], kept)
+    torch.testing.assert_close(seen["out"], expected, rtol=0, atol=1e-6)
+
+
+def test_nothing_in_it_is_random():
+    unet = make_unet()
+    outputs = []
+    for seed in (0, 1):
+        with apply_agentsd(unet, late="downsample", cells="random", seed=seed):
+            outputs.append(call(unet, t=1))
+    assert torch.equal(*outputs)
+    assert not torch.equal(outputs[0], call(unet, t=1))
+
+
+def test_a_grid_without_a_whole_cell_is_left_alone():
+    unet = make_unet()
+    stock = call(unet, t=1, size=(3, 3))
+    with apply_agentsd(unet, late="downsample", late_stride=4):
+        assert torch.equal(call(unet, t=1, size=(3, 3)), stock)
+
+
+def test_it_costs_less_than_merging():
+    from agentsd.cost import multiply_adds
+
+    unet = make_unet()
+    work = {}
+    for late in ("none", "tome", "downsample"):
+        with apply_agentsd(unet, late=late):
+            work[late] = multiply_adds(lambda: call(unet, t=1, size=(64, 64)))
+    assert work["downsample"] < work["tome"] < work["none"]
+
+
+def test_gradients_reach_queries_and_keys_with_checkpointing():
+    grads = {}
+    for checkpointing in (False, True):
+        unet = make_unet().train()
+        apply_agentsd(unet, late="downsample")
+        if checkpointing:
+            unet.enable_gradient_checkpointing()
+        rng = torch.Generator().manual_seed(0)
+        latent, text = torch.randn(2, 4, 16, 16, generator=rng), torch.randn(2, 7, 16, generator=rng)
+        unet(latent, torch.tensor([1, 1]), text).sample.square().mean().backward()
+        attn = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
+        grads[checkpointing] = attn.to_q.weight.grad, attn.to_k.weight.grad
+    for plain, again in zip(grads[False], grads[True], strict=True):
+        assert plain.abs().sum() > 0
+        assert torch.equal(plain, again)
