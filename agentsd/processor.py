@@ -8,7 +8,6 @@ from typing import Any
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.functional import scaled_dot_product_attention
 
 from .adapter import CORE
 from .attention import agent_attention
@@ -16,6 +15,8 @@ from .config import AgentConfig
 from .merging import Cut, merge, unmerge
 from .plan import AGENT, STOCK, Group
 from .pooling import pool_tokens
+
+_SEPARATE = AttnProcessor2_0()  # for layers whose own processor has its projections fused
 
 
 @dataclass
@@ -99,7 +100,8 @@ class AgentAttnProcessor:
         if cuts.agents:
             out = _attend(attn, tokens, merge(hidden_states, cuts.agents), group.config)
         elif group.kept is not None:
-            out = _attend_to(attn, tokens, tokens.index_select(1, group.kept))
+            attend = _SEPARATE if attn.fused_projections else self.wrapped
+            out = attend(attn, tokens, tokens.index_select(1, group.kept))
         elif group.pool:
             # Averages of tokens, projected, are averages of queries.
             out = _attend(attn, tokens, pool_tokens(hidden_states, group.pool), group.config, group.pool.mask)
@@ -125,26 +127,14 @@ def _attend(
     return _project_out(attn, out.to(dtype))
 
 
-def _attend_to(attn: Attention, tokens: Tensor, kept: Tensor) -> Tensor:
-    """The layer's own attention from tokens to those that are kept: (B, N, C), (B, n, C) -> (B, N, C)."""
-    query, key, value = _project(attn, tokens, kept)
-    dtype = value.dtype
-    if attn.upcast_attention or attn.upcast_softmax:
-        query, key, value = (x.float() for x in (query, key, value))
-    out = scaled_dot_product_attention(query, key, value, scale=attn.scale)
-    return _project_out(attn, out.to(dtype))
-
-
 def _attend_with(core: Any, attn: Attention, tokens: Tensor, height: int, width: int) -> Tensor:
     """The layer's own projections and norms around a trainable module: (B, N, C) -> (B, N, C)."""
     return _project_out(attn, core(*_project(attn, tokens), height, width))
 
 
-def _project(attn: Attention, tokens: Tensor, others: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value (B, heads, M, d) of tokens (B, M, C), or key and value of others."""
-    others = tokens if others is None else others
-    query = _heads(attn, attn.to_q(tokens))
-    key, value = _heads(attn, attn.to_k(others)), _heads(attn, attn.to_v(others))
+def _project(attn: Attention, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value (B, heads, M, d) of tokens (B, M, C)."""
+    query, key, value = (_heads(attn, to(tokens)) for to in (attn.to_q, attn.to_k, attn.to_v))
     if attn.norm_q is not None:
         query = attn.norm_q(query)
     if attn.norm_k is not None:

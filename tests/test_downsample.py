@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from diffusers.models.attention_processor import AttnProcessor2_0
+from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
 from test_patch import call
 from tiny import make_unet
 
@@ -24,7 +24,28 @@ def test_a_layer_is_diffusers_own_attention_to_the_first_token_of_each_cell(size
     kept = seen["x"].unflatten(1, size)[:, :height:2, :width:2].flatten(1, 2)
     with torch.no_grad():
         expected = AttnProcessor2_0()(attn, seen["x"], kept)
-    torch.testing.assert_close(seen["out"], expected, rtol=0, atol=1e-6)
+    assert torch.equal(seen["out"], expected)
+
+
+def test_the_processor_that_was_there_attends():
+    unet = make_unet()
+    with apply_agentsd(unet, late="downsample", levels=1):
+        expected = call(unet, t=1)
+    unet.set_attn_processor(AttnProcessor())
+    seen = []
+    with apply_agentsd(unet, late="downsample", levels=1), pytest.MonkeyPatch.context() as patch:
+        get_scores = Attention.get_attention_scores
+        patch.setattr(Attention, "get_attention_scores", lambda *a: seen.append(get_scores(*a)) or seen[-1])
+        torch.testing.assert_close(call(unet, t=1), expected, rtol=0, atol=1e-5)
+    assert (4, 256, 64) in {tuple(scores.shape) for scores in seen}  # images x heads, queries, keys
+
+
+def test_fused_projections():
+    unet = make_unet()
+    with apply_agentsd(unet, late="downsample"):
+        expected = call(unet, t=1)
+        unet.fuse_qkv_projections()
+        torch.testing.assert_close(call(unet, t=1), expected, rtol=0, atol=1e-6)
 
 
 def test_nothing_in_it_is_random():
