@@ -101,7 +101,7 @@ class AgentAttnProcessor:
             out = _attend(attn, tokens, merge(hidden_states, cuts.agents), group.config)
         elif group.kept is not None:
             attend = _SEPARATE if attn.fused_projections else self.wrapped
-            out = attend(attn, tokens, tokens.index_select(1, group.kept))
+            out = attend(attn, tokens, tokens.index_select(1, group.kept), None, *args, **kwargs)
         elif group.pool:
             # Averages of tokens, projected, are averages of queries.
             out = _attend(attn, tokens, pool_tokens(hidden_states, group.pool), group.config, group.pool.mask)

@@ -170,7 +170,7 @@ def test_the_host_internals_that_the_patch_stands_on():
         attn = block.attn1
         for name in (
             "to_q", "to_k", "to_v", "to_out", "heads", "norm_q", "norm_k", "upcast_attention",
-            "upcast_softmax", "rescale_output_factor", "processor",
+            "upcast_softmax", "rescale_output_factor", "processor", "fused_projections",
         ):  # fmt: skip
             assert hasattr(attn, name), name
         # agent attention replaces these layers' whole forward: they must do nothing that it does not
