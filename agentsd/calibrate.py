@@ -17,7 +17,7 @@ from .replay import Cost, Figures, Meter, is_guided, record_calls
 
 
 class Choice(NamedTuple):
-    """What a layer runs in a phase: "none", "tome" or "agent", with a ratio."""
+    """What a layer runs in a phase: "none", "downsample", "tome" or "agent", these two with a ratio."""
 
     does: str
     ratio: float = 0.0
@@ -25,6 +25,7 @@ class Choice(NamedTuple):
 
 STOCK = Choice("none")
 CHOICES = (
+    Choice("downsample"),
     *(Choice("tome", ratio) for ratio in (0.25, 0.5, 0.7)),
     *(Choice("agent", ratio) for ratio in (0.0, 0.25, 0.5)),
 )
@@ -54,7 +55,7 @@ def calibrate(
     on_step: Callable[[int, int], None] | None = None,
     **call_kwargs: Any,
 ) -> LayerConfigs:
-    """Choose stock attention, token merging or agent attention for each layer and phase of a U-Net.
+    """Choose stock or agent attention, downsampling or merging for each layer and phase of a U-Net.
 
     Each choice is tried in each layer alone, on recorded calls of unpatched runs. As if errors and savings
     added up, the whole settings of least error are found for every saving; of these the one that meets the
@@ -193,9 +194,9 @@ def _try_each(meter: Meter, base: AgentConfig, on_step: Callable[[int, int], Non
 def _config(base: AgentConfig, early: Choice, late: Choice) -> AgentConfig:
     """A layer's settings."""
     config = replace(base, mode="exact", early=early.does, late=late.does, levels=None)
-    if early != STOCK:
+    if early.does in ("tome", "agent"):
         config = replace(config, ratio=early.ratio)
-    return config if late == STOCK else replace(config, late_ratio=late.ratio)
+    return replace(config, late_ratio=late.ratio) if late.does in ("tome", "agent") else config
 
 
 def _layers(base: AgentConfig, picked: Picked) -> LayerConfigs:

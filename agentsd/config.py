@@ -55,8 +55,8 @@ class AgentConfig:
         late: what the later steps run: "tome" (token merging, as the paper), "downsample" (all queries, but
             keys and values of the first token in each cell of `late_stride` alone: "ToDo: Token
             Downsampling for Efficient Generation of High-Resolution Images", 2024), "none" (stock
-            attention), or "agent" as well.
-        late_ratio: `ratio` of the later steps; None takes the same.
+            attention), or "agent" as well; None takes "tome" in exact mode and "downsample" in the others.
+        late_ratio: `ratio` of the later steps, where they merge; None takes the same.
         levels: how many attention levels are patched, counted from the model's finest one; None takes 1 in
             exact mode and 2, where there are as many, in the others.
         agent_ratio: share of the tokens merged away to make the agents, in (0, 1); at least the destination
@@ -84,7 +84,7 @@ class AgentConfig:
     thresholds: tuple[float, ...] = ()
     schedule_per: str = "batch"
     early: str = "agent"
-    late: str = "tome"
+    late: str | None = None
     late_ratio: float | None = None
     levels: int | None = None
     agent_ratio: float = 0.95
@@ -122,7 +122,10 @@ class AgentConfig:
         _check("seed", self.seed, 0 <= self.seed < 2**63, "pass an integer in [0, 2**63)")
         for name, choices in CHOICES.items():
             value = getattr(self, name)
-            _check(name, value, value in choices, "choose " + " or ".join(map(repr, choices)))
+            ok = value in choices or (name, value) == ("late", None)
+            _check(name, value, ok, "choose " + " or ".join(map(repr, choices)))
+        merges = late is None or self.does_late in ("tome", "agent")
+        _check("late_ratio", late, merges, "later steps merge under late='tome' or 'agent' alone: name one")
         known = {"bias", "convolution"}
         _check("parts", self.parts, set(self.parts) <= known, "leave out 'bias' or 'convolution', no more")
         self._check_stages()
@@ -148,6 +151,13 @@ class AgentConfig:
             not each or (by_distance and self.agents == "pool"),
             "a stage for each sample needs schedule='distance' and agents='pool'",
         )
+
+    @property
+    def does_late(self) -> str:
+        """What the later steps run: `late`, or what the mode takes where that is None."""
+        if self.late is not None:
+            return self.late
+        return "tome" if self.mode == "exact" else "downsample"
 
     def save(self, folder: str | Path) -> Path:
         """Write the settings to `agentsd.json` in a folder, say a finetuned model's; returns its path."""

@@ -40,7 +40,7 @@ def apply_agentsd(
     thresholds: Sequence[float] = AgentConfig.thresholds,
     schedule_per: str = AgentConfig.schedule_per,
     early: str = AgentConfig.early,
-    late: str = AgentConfig.late,
+    late: str | None = AgentConfig.late,
     late_ratio: float | None = AgentConfig.late_ratio,
     levels: int | None = AgentConfig.levels,
     agent_ratio: float = AgentConfig.agent_ratio,

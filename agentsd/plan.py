@@ -74,7 +74,7 @@ class Group:
         self.end()
         self.grid = self.site.grid(latent)
         late = agents is None
-        does = config.late if late else config.early
+        does = config.does_late if late else config.early
         own = 0 if config.schedule == "distance" else sum(config.agent_counts)  # one number, or none
         agents = [count or own for count in agents or (0,) * latent.shape[0]]
         self.ratio = config.late_ratio if late and config.late_ratio is not None else config.ratio

@@ -68,7 +68,7 @@ def choices(pipe: Any, found: LayerConfigs) -> Table:
     for site in find_sites(pipe.unet, EVERY_LEVEL, at_most=True):
         config = found.layers.get(site.name, AgentConfig(early="none", late="none"))
         late_ratio = config.ratio if config.late_ratio is None else config.late_ratio
-        does = _words(config.early, config.ratio), _words(config.late, late_ratio)
+        does = _words(config.early, config.ratio), _words(config.does_late, late_ratio)
         rows.append([short_name(site.name), str(site.span), *does])
     early = f"first {found.first.early_frac:.0%} of the steps"
     return make_table("what each layer runs", ["layer", "latent px / token", early, "later steps"], rows)
@@ -76,8 +76,9 @@ def choices(pipe: Any, found: LayerConfigs) -> Table:
 
 def _words(does: str, ratio: float) -> str:
     """Return "agents, r=0.25" for ("agent", 0.25)."""
-    name = {"none": "stock", "tome": "merging", "agent": "agents"}[does]
-    return name if does == "none" or (does == "agent" and ratio == 0) else f"{name}, r={ratio:g}"
+    name = {"none": "stock", "downsample": "downsampling", "tome": "merging", "agent": "agents"}[does]
+    plain = does in ("none", "downsample") or (does == "agent" and ratio == 0)
+    return name if plain else f"{name}, r={ratio:g}"
 
 
 def figures(found: LayerConfigs, settings: CalibrateSettings) -> Table:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,10 @@ class Store:
                 entries[entry.index] = entry
         return entries
 
+    def timings(self, method: Method) -> dict[tuple[int, str], Entry]:
+        """Return an entry for each (batch, session) in which a batch was made."""
+        return {(entry.batch, entry.session): entry for entry in self._entries(method)}
+
     def _entries(self, method: Method) -> Iterator[Entry]:
         for manifest in sorted(self.path(method, 0).parent.glob("manifest-*.jsonl")):
             for line in manifest.read_bytes().splitlines():
@@ -90,7 +94,7 @@ class Store:
         session: str,
     ) -> None:
         """Write a batch's pictures, then its lines. Raises EvalError if the disk is full."""
-        lines = []
+        entries = []
         for picture, image in zip(pictures, images, strict=True):
             path = self.path(method, picture.index)
             content = png_bytes(image)
@@ -110,10 +114,17 @@ class Store:
                 cpu_seconds=seconds.cpu,
                 session=session,
             )
-            lines.append(json.dumps(vars(entry), ensure_ascii=False))
-        self._append(self.path(method, 0).with_name(f"manifest-{self._rank}.jsonl"), lines)
+            entries.append(entry)
+        self._append(method, entries)
 
-    def _append(self, manifest: Path, lines: list[str]) -> None:
+    def save_time(self, method: Method, entries: Sequence[Entry], seconds: Seconds, session: str) -> None:
+        """Write another time for a batch whose pictures, of these entries, are kept as they are."""
+        again = {"seconds": seconds.wall, "cpu_seconds": seconds.cpu, "session": session}
+        self._append(method, [replace(entry, **again) for entry in entries])
+
+    def _append(self, method: Method, entries: Sequence[Entry]) -> None:
+        manifest = self.path(method, 0).with_name(f"manifest-{self._rank}.jsonl")
+        lines = [json.dumps(vars(entry), ensure_ascii=False) for entry in entries]
         try:
             with manifest.open("ab") as file:
                 # The line break first: a killed run may have left half a line.

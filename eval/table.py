@@ -113,12 +113,11 @@ def _costs(
 ) -> list[Row]:
     """Return seconds a picture, speed-up against stock where both ran in one session, and GB a picture."""
     device = pipe.unet.device
-    by_batch = {m: {e.batch: e for e in store.intact(m).values()} for m in methods}
+    stock = store.timings(methods[0])
     rows = []
     for method in methods:
-        ours, stock = by_batch[method], by_batch[methods[0]]
-        both = [b for b in ours if b in stock and ours[b].session == stock[b].session]
-        ratios = [_charged(stock[b], device) / _charged(ours[b], device) for b in both]
+        ours = store.timings(method)
+        both = [_charged(stock[key], device) / _charged(ours[key], device) for key in ours if key in stock]
 
         def call(batch: int, method: Method = method) -> None:
             wanted = [pictures[i % len(pictures)] for i in range(batch)]
@@ -129,8 +128,8 @@ def _costs(
             {
                 "seconds": statistics.median(e.seconds / e.batch_images for e in ours.values()),
                 "cpu_seconds": statistics.median(e.cpu_seconds / e.batch_images for e in ours.values()),
-                "speedup": statistics.median(ratios) if ratios else None,
-                "speedup_batches": len(ratios),
+                "speedup": statistics.median(both) if both else None,
+                "speedup_batches": len(both),
                 "memory_per_image": memory_per_image(call, settings.batch_size, device),
                 "multiply_adds": multiply_adds(partial(call, counted)) // counted,
             }
