@@ -282,6 +282,17 @@ def test_progress_counts_every_trial(small, monkeypatch):
     assert len(told) == told[0][1]
 
 
+@pytest.mark.filterwarnings("ignore:agentsd. this run has no early step")
+def test_downsampling_is_a_choice_of_either_phase(small, monkeypatch):
+    monkeypatch.setattr(MODULE, "CHOICES", (Choice("downsample"),))
+    found = calibrate(small, PROMPTS[:1], max_error=1.0, **COUNTED)
+    assert {(config.early, config.late) for config in found.layers.values()} == {("downsample", "downsample")}
+    calls = stock_calls(small, PROMPTS[:1], 3, num_inference_steps=3)
+    error, speedup = figures_of(small, calls, AgentConfig(early="downsample", levels=1))
+    assert found.measured["error"] == pytest.approx(error, rel=1e-3)
+    assert found.measured["speedup"] == pytest.approx(speedup, rel=1e-9)
+
+
 def test_settings_that_are_not_searched_are_the_bases(small):
     base = AgentConfig(k=0.0, early_frac=0.8, agents="pool", agent_counts=(9,), levels=1, seed=3, ratio=0.1)
     found = calibrate(small, PROMPTS[:1], speedup=1.06, base=base, **COUNTED)

@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounter
 from agentsd import apply_agentsd, remove_agentsd
 
 STEPS = (999, 800, 700, 400, 100, 1)
+SETTINGS = ({"mode": "exact"}, {"mode": "fast"}, {"mode": "turbo"}, {"mode": "fast", "late": "tome"})
 
 
 @pytest.fixture(autouse=True)
@@ -25,9 +26,7 @@ def expected(**settings):
 
 
 @pytest.mark.parametrize("order", ["apply, compile", "compile, apply", "in place"])
-@pytest.mark.parametrize(
-    "settings", [{"mode": "exact"}, {"mode": "fast"}, {"mode": "turbo"}, {"late": "downsample"}]
-)
+@pytest.mark.parametrize("settings", SETTINGS)
 def test_fullgraph_with_two_graphs_in_a_run(order, settings):
     """No break, one graph a phase, and none for a second run."""
     unet, counter = make_unet(), CompileCounter()
@@ -60,16 +59,16 @@ def test_apply_and_remove_on_a_model_that_has_already_run_compiled():
     assert torch.equal(call(compiled), stock)
 
 
-@pytest.mark.parametrize("mode", ["exact", "fast", "turbo"])
-def test_compile_repeated_blocks(mode):
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_compile_repeated_blocks(settings):
     """Each kind of block is a graph of its own: more of them than dynamo takes of one function by default."""
     unet, counter = make_unet(), CompileCounter()
     limit = torch._dynamo.config.recompile_limit
-    apply_agentsd(unet, mode=mode)
+    apply_agentsd(unet, **settings)
     unet.compile_repeated_blocks(fullgraph=True, backend=counter)
-    for out, reference in zip([call(unet, t) for t in STEPS], expected(mode=mode), strict=True):
+    for out, reference in zip([call(unet, t) for t in STEPS], expected(**settings), strict=True):
         torch.testing.assert_close(out, reference, rtol=0, atol=1e-6)
-    assert mode == "exact" or counter.frame_count > limit
+    assert "late" not in settings or counter.frame_count > limit
     assert torch._dynamo.config.recompile_limit == limit
 
 

@@ -32,6 +32,8 @@ def test_defaults_are_the_papers():
         ("late_stride", 0, ValueError, "2 or more"),
         ("mode", "quick", ValueError, "'exact' or 'fast' or 'turbo'"),
         ("late", "agents", ValueError, "'tome' or 'downsample' or 'none'"),
+        ("late", 1, TypeError, "pass a str"),
+        ("late_ratio", 0.3, ValueError, "late='tome' or 'agent'"),
         ("cells", "last", ValueError, "'first'"),
         ("seed", -1, ValueError, "2\\*\\*63"),
     ],
@@ -40,6 +42,13 @@ def test_bad_value_names_itself_and_the_way_out(name, value, error, way_out):
     with pytest.raises(error, match=rf"{name}=.*{way_out}") as caught:
         AgentConfig(**{name: value})
     assert repr(value) in str(caught.value)
+
+
+def test_what_later_steps_run_by_default_depends_on_the_mode():
+    for mode, does in (("exact", "tome"), ("fast", "downsample"), ("turbo", "downsample")):
+        assert AgentConfig(mode=mode).does_late == does
+    assert AgentConfig(mode="exact", late="downsample").does_late == "downsample"
+    assert AgentConfig(mode="exact", late_ratio=0.3).late_ratio == 0.3
 
 
 def test_numpy_numbers_and_integers_are_numbers():

@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,6 +83,20 @@ def test_a_finished_run_makes_nothing_again(pipe: Any, tmp_path: Path, monkeypat
     fill(pipe, tmp_path)
     monkeypatch.setattr("agentsd_eval.generate.sample", lambda *args, **kwargs: pytest.fail("made again"))
     fill(pipe, tmp_path)
+
+
+def test_a_row_that_joins_later_has_stock_timed_again(pipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("agentsd_eval.generate.RETIMED", 2)
+    whole = contents(fill(pipe, tmp_path).folder)
+    path = Store(tmp_path).path(METHODS[1], 0).parent
+    shutil.rmtree(path)
+    store = fill(pipe, tmp_path)
+    assert contents(tmp_path) == whole
+    stock, later, first = (set(store.timings(METHODS[i])) for i in (0, 1, 2))
+    (session,) = {session for _, session in later}
+    assert stock & later == {(0, session), (1, session)}  # of three batches
+    assert stock & first == first
+    assert len(store.intact(METHODS[0])) == 7
 
 
 def test_that_no_step_of_a_warm_up_is_early_goes_unsaid(pipe: Any, recwarn: pytest.WarningsRecorder) -> None:

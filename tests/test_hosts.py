@@ -141,15 +141,16 @@ def test_host(build, name):
     pipe, run = build(name)
     stock = run()
     processors = dict(pipe.unet.attn_processors)
-    handle = apply_agentsd(pipe)
-    seen = watch_phases(handle)
-    patched = run()
-    assert patched.isfinite().all()
-    assert not torch.equal(patched, stock)
-    for phases in seen.values():
-        assert set(phases) == {"agent", "tome"}
-    assert not any("motion_modules" in layer for layer in handle.layer_names)
-    assert torch.equal(run(), patched)
+    for mode, later in (("exact", "tome"), ("fast", "downsample")):
+        handle = apply_agentsd(pipe, mode=mode)
+        seen = watch_phases(handle)
+        patched = run()
+        assert patched.isfinite().all()
+        assert not torch.equal(patched, stock)
+        for phases in seen.values():
+            assert set(phases) == {"agent", later}
+        assert not any("motion_modules" in layer for layer in handle.layer_names)
+        assert torch.equal(run(), patched)
     remove_agentsd(pipe)
     assert torch.equal(run(), stock)
     assert {k: id(v) for k, v in pipe.unet.attn_processors.items()} == {
@@ -185,11 +186,12 @@ def test_textual_inversion_after_the_patch(build):
     assert not torch.equal(picture.images, patched)
 
 
+@pytest.mark.parametrize("mode", ["exact", "fast"])
 @pytest.mark.parametrize("timestep", [999, 1])
-def test_upcast_attention_does_not_overflow_in_half_precision(timestep):
+def test_upcast_attention_does_not_overflow_in_half_precision(mode, timestep):
     """Queries and keys whose products pass 65,504, as SD 2.1's do."""
     unet = make_unet(upcast_attention=True)
-    handle = apply_agentsd(unet, late="downsample")
+    handle = apply_agentsd(unet, mode=mode)
     with torch.no_grad():
         for attn, _ in handle._layers:
             attn.to_q.weight.mul_(600)
@@ -230,7 +232,7 @@ def test_modular_sdxl_calls_the_unet_once_for_each_guidance_branch(tokenizer):
     patched = run()
     assert not torch.equal(patched, stock)
     for phases in seen.values():  # five steps, two of them early, two branches
-        assert phases == ["agent"] * 4 + ["tome"] * 6
+        assert phases == ["agent"] * 4 + ["downsample"] * 6
     assert torch.equal(run(), patched)
     remove_agentsd(pipe)
     assert torch.equal(run(), stock)

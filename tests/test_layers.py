@@ -23,7 +23,8 @@ def test_a_file_holds_what_differs_and_reads_back_the_same(tmp_path):
     path = layers.save(tmp_path / "layers.yaml")
     content = yaml.safe_load(path.read_text())
     assert list(content["layers"]) == [UP, DOWN, MID]
-    assert content["layers"][UP] == {"ratio": 0.5, "early": "tome", "late_ratio": 0.3, "cells": "first"}
+    merges = {"ratio": 0.5, "early": "tome", "late": "tome", "late_ratio": 0.3, "cells": "first"}
+    assert content["layers"][UP] == merges
     assert content["layers"][DOWN] == {"agents": "pool", "agent_counts": [9], "parts": ["bias"]}
     assert content["layers"][MID] == {}
     assert LayerConfigs.load(path) == layers

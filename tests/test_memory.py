@@ -74,8 +74,8 @@ def test_the_patch_takes_no_more_memory_than_stock(monkeypatch):
     unet = UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8).eval()
     for side in (64, 128, 256):
         stock = peak(unet, side, 999)
-        for mode in ("exact", "fast", "turbo"):
-            with apply_agentsd(unet, mode=mode):
+        for mode, late in (("exact", None), ("fast", None), ("fast", "tome"), ("turbo", None)):
+            with apply_agentsd(unet, mode=mode, late=late):
                 assert peak(unet, side, 999) < (0.8 if mode == "turbo" else 1.0015) * stock
                 assert peak(unet, side, 1) < 1.0015 * stock
     # The score matrix as a whole would be larger than everything else.

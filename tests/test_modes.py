@@ -28,6 +28,10 @@ def test_fast_mode_ranks_once_for_each_level_and_call(monkeypatch):
     fast = apply_agentsd(unet, mode="fast")
     assert fast.layer_names == exact.layer_names
     call(unet)
+    assert sorted(ranked) == [64, 256]
+    call(unet, 1)
+    assert sorted(ranked) == [64, 256]  # nothing is ranked in later steps, which downsample
+    apply_agentsd(unet, mode="fast", late="tome")
     call(unet, 1)
     assert sorted(ranked) == [64, 64, 256, 256]
 

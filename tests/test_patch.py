@@ -76,7 +76,7 @@ def test_apply_twice_equals_once_and_takes_the_new_settings(pipe, sample):
 
 def test_nothing_to_do_is_bit_identical_to_stock(pipe, sample):
     stock = sample(pipe)
-    with apply_agentsd(pipe, ratio=0, early_frac=0):
+    with apply_agentsd(pipe, ratio=0, early_frac=0, late="tome"):
         assert torch.equal(sample(pipe), stock)
     with apply_agentsd(pipe, early_frac=0, late="none"):
         assert torch.equal(sample(pipe), stock)
@@ -236,7 +236,7 @@ def test_phases_in_a_run_of_each_scheduler(pipe, sample, scheduler, monkeypatch)
     sample(pipe, num_inference_steps=10)
     distinct = sorted(set(pipe.scheduler.timesteps.tolist()), reverse=True)
     early = set(distinct[: round(0.4 * len(distinct))])
-    assert calls == ["agent" if t in early else "tome" for t in steps]
+    assert calls == ["agent" if t in early else "downsample" for t in steps]
     assert 0 < calls.count("agent") < len(calls)
 
 
@@ -302,16 +302,17 @@ def test_tomesd_and_strange_processors_are_refused(pipe):
     assert isinstance(attn.processor, PAGIdentitySelfAttnProcessor2_0)
 
 
-def test_the_processor_that_was_there_does_the_later_steps(pipe, sample):
+@pytest.mark.parametrize("late", ["tome", "downsample"])
+def test_the_processor_that_was_there_does_the_later_steps(pipe, sample, late):
     stock = sample(pipe)
     pipe.unet.set_attn_processor(AttnProcessor())
-    apply_agentsd(pipe, early_frac=0, ratio=0.5, cells="first")
+    apply_agentsd(pipe, early_frac=0, ratio=0.5, late=late, cells="first")
     kinds = {type(p.wrapped) for p in pipe.unet.attn_processors.values() if isinstance(p, AgentAttnProcessor)}
     assert kinds == {AttnProcessor}
     with_unfused = sample(pipe)
     remove_agentsd(pipe)
     pipe.unet.set_attn_processor(AttnProcessor2_0())
-    apply_agentsd(pipe, early_frac=0, ratio=0.5, cells="first")
+    apply_agentsd(pipe, early_frac=0, ratio=0.5, late=late, cells="first")
     torch.testing.assert_close(sample(pipe), with_unfused, rtol=0, atol=1e-4)
     assert not torch.allclose(with_unfused, stock, atol=1e-3)
 
@@ -324,6 +325,7 @@ def test_no_tensor_is_kept_and_the_model_is_let_go():
         assert layer.block_input is None
         assert layer.group.partition is None
         assert layer.group.cuts is None
+        assert layer.group.kept is None
         assert attn._agentsd is layer
     gone = weakref.ref(unet)
     gc.disable()

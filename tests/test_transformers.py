@@ -46,7 +46,7 @@ def test_transformers_with_plain_self_attention(make, inputs):
     seen = watch_phases(handle)
     for t, before in zip((999, 1), stock, strict=True):
         assert not torch.equal(run(t), before)
-    assert list(seen.values()) == [["agent", "tome"]] * 2
+    assert list(seen.values()) == [["agent", "downsample"]] * 2
     handle.remove()
     assert torch.equal(run(999), stock[0])
 
