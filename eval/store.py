@@ -119,8 +119,9 @@ class Store:
 
     def save_time(self, method: Method, entries: Sequence[Entry], seconds: Seconds, session: str) -> None:
         """Write another time for a batch whose pictures, of these entries, are kept as they are."""
-        again = {"seconds": seconds.wall, "cpu_seconds": seconds.cpu, "session": session}
-        self._append(method, [replace(entry, **again) for entry in entries])
+        wall, cpu = seconds.wall, seconds.cpu
+        again = [replace(entry, seconds=wall, cpu_seconds=cpu, session=session) for entry in entries]
+        self._append(method, again)
 
     def _append(self, method: Method, entries: Sequence[Entry]) -> None:
         manifest = self.path(method, 0).with_name(f"manifest-{self._rank}.jsonl")
