@@ -59,7 +59,7 @@ class LayerState:
 
 
 class AgentAttnProcessor:
-    """Agent attention or token merging around the processor that was there before.
+    """Agent attention, token merging or downsampling around the processor that was there before.
 
     All state is the layer's (`LayerState`), so that a copy which a host makes by `type(processor)()`
     works as long as agentsd is applied, and is plain attention when it is not.
