@@ -193,7 +193,7 @@ def _try_each(meter: Meter, base: AgentConfig, on_step: Callable[[int, int], Non
 
 def _config(base: AgentConfig, early: Choice, late: Choice) -> AgentConfig:
     """A layer's settings."""
-    config = replace(base, mode="exact", early=early.does, late=late.does, levels=None)
+    config = replace(base, mode="exact", early=early.does, late=late.does, late_ratio=None, levels=None)
     if early.does in ("tome", "agent"):
         config = replace(config, ratio=early.ratio)
     return replace(config, late_ratio=late.ratio) if late.does in ("tome", "agent") else config

@@ -294,7 +294,8 @@ def test_downsampling_is_a_choice_of_either_phase(small, monkeypatch):
 
 
 def test_settings_that_are_not_searched_are_the_bases(small):
-    base = AgentConfig(k=0.0, early_frac=0.8, agents="pool", agent_counts=(9,), levels=1, seed=3, ratio=0.1)
+    steps = {"early_frac": 0.8, "late": "tome", "late_ratio": 0.2}
+    base = AgentConfig(k=0.0, agents="pool", agent_counts=(9,), levels=1, seed=3, ratio=0.1, **steps)
     found = calibrate(small, PROMPTS[:1], speedup=1.06, base=base, **COUNTED)
     for config in found.layers.values():
         assert (config.k, config.early_frac, config.agents, config.seed) == (0.0, 0.8, "pool", 3)
