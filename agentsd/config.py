@@ -34,7 +34,8 @@ class AgentConfig:
             attention scale is -0.5, the paper's is -0.15.
         early_frac: share of the denoising steps, from the noisiest on, that run agent attention; in [0, 1].
         mode: "exact" is the paper to the letter. "fast" ranks the tokens once for all layers of a level,
-            takes the second finest level too, and bounds the agents (see `agentsd.plan.MAX_AGENTS`).
+            takes the second finest level too, and bounds the agents and the downsampled keys on large grids
+            (`agentsd.plan.MAX_AGENTS`, `MAX_KEYS`).
             "turbo" is "fast", and also runs the feed-forward layers of these blocks on merged tokens in early
             steps.
         attention: "agent" needs no training. The others are modules to be trained (`agentsd.modules`), on all

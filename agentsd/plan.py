@@ -15,8 +15,10 @@ from .matching import Partition, draw_cells, rank_tokens, split_grid
 from .merging import Cut, cut_ranking
 from .pooling import Pool, make_pool
 
-# Most cells, and so agents, beyond exact mode: the stride grows with the grid, so time grows with the tokens.
+# Beyond exact mode the strides grow with the grid, so that time grows with the tokens and not their square: there
+# are at most so many cells, and so agents, and at most so many downsampled keys and values (48 x 48).
 MAX_AGENTS = 400
+MAX_KEYS = 2304
 
 STOCK, TOME, DOWNSAMPLE, AGENT = "stock", "tome", "downsample", "agent"
 
@@ -84,7 +86,7 @@ class Group:
             self.phase = TOME
         elif does == "downsample":
             self.phase = DOWNSAMPLE
-        stride = self._stride(max(agents)) if self.phase == AGENT else config.late_stride
+        stride = self._stride(max(agents))
         if self.phase == STOCK or min(self.grid) < stride:  # no whole cell
             self.phase = STOCK
             return
@@ -104,14 +106,22 @@ class Group:
         self.partition = self._split(stride, key, latent.device)
 
     def _stride(self, agents: int) -> int:
-        """The side of cells that hold a destination token each: as many as the agents, or the setting's."""
+        """The side of the cells in this phase: the setting's, or one that makes as many as the agents."""
         config = self.config
-        stride = config.early_stride
-        if agents and config.agents == "merge":
-            stride = max(2, math.ceil(math.sqrt(self.tokens / agents)))
-        if config.mode != "exact":
-            stride = max(stride, math.ceil(math.sqrt(self.tokens / MAX_AGENTS)))
+        if self.phase != AGENT:
+            stride = config.late_stride
+        elif agents and config.agents == "merge":
+            stride = self._stride_of(agents)
+        else:
+            stride = config.early_stride
+        bound = {AGENT: MAX_AGENTS, DOWNSAMPLE: MAX_KEYS}.get(self.phase)
+        if config.mode != "exact" and bound:
+            stride = max(stride, self._stride_of(bound))
         return stride
+
+    def _stride_of(self, cells: int) -> int:
+        """The least stride, 2 or more, that makes at most so many cells."""
+        return max(2, math.ceil(math.sqrt(self.tokens / cells)))
 
     def _split(self, stride: int, key: tuple[int, int, float] | None, device: Any) -> Partition:
         split = split_grid(*self.grid, stride, draw_cells(*self.grid, stride, key))
