@@ -180,7 +180,8 @@ def _seconds_and_share(key: str) -> Callable[[Row], str]:
 def title_of(row: Row, settings: ProfileSettings) -> str:
     """Return what a case's table is of."""
     phase = "an early step" if row["phase"] == "early" else "a later step"
-    return f"{settings.arch or settings.model}, one guided U-Net call in {phase}, {row['size']} px"
+    call = "guided U-Net call" if settings.guidance_scale > 1 else "U-Net call"
+    return f"{settings.arch or settings.model}, one {call} in {phase}, {row['size']} px"
 
 
 def summary(rows: list[Row], methods: list[Method], settings: ProfileSettings) -> Table:

@@ -70,6 +70,7 @@ def profile(
     phases: o.Phases = None,
     repeats: o.Repeats = None,
     out: Annotated[Path | None, typer.Option(help="Folder for profile.jsonl, .csv and .md.")] = None,
+    guidance_scale: o.Guidance = None,
     device: o.Device = None,
     dtype: o.Precision = None,
     backend: o.Backend = None,

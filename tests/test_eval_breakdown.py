@@ -68,3 +68,17 @@ def test_the_parts_of_each_method(pipe: Any) -> None:
 def test_a_method_across_calls_is_refused() -> None:
     with pytest.raises(EvalError, match="deepcache saves whole U-Net calls"):
         breakdown.methods_of(ProfileSettings(methods=("deepcache",)))
+
+
+@pytest.mark.parametrize(
+    ("scale", "batch", "call"), [(7.5, 2, "one guided U-Net call"), (1, 1, "one U-Net call")]
+)
+def test_guidance_is_as_asked(pipe: Any, scale: float, batch: int, call: str) -> None:
+    settings = ProfileSettings(methods=("stock",), phases=("early",), repeats=1, guidance_scale=scale)
+    seen = set()
+    hook = pipe.unet.register_forward_pre_hook(lambda module, args: seen.add(args[0].shape[0]))
+    cases = breakdown.cases_of(settings, pipe)
+    (rows,) = breakdown.measure(pipe, cases, breakdown.methods_of(settings), settings, lambda: None)
+    hook.remove()
+    assert seen == {batch}
+    assert call in breakdown.title_of(rows[0], settings)
