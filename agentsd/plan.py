@@ -15,8 +15,8 @@ from .matching import Partition, draw_cells, rank_tokens, split_grid
 from .merging import Cut, cut_ranking
 from .pooling import Pool, make_pool
 
-# Beyond exact mode the strides grow with the grid, so that time grows with the tokens and not their square: there
-# are at most so many cells, and so agents, and at most so many downsampled keys and values (48 x 48).
+# Beyond exact mode strides grow with the grid, so that time grows with the tokens and not their square:
+# at most so many cells, and so agents, and at most so many downsampled keys and values (48 x 48).
 MAX_AGENTS = 400
 MAX_KEYS = 2304
 
