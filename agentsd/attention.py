@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -30,4 +31,4 @@ def agent_attention(
     width = query.shape[-1]
     gathered = scaled_dot_product_attention(agent, key, value, scale=width**-0.5)
     broadcast = scaled_dot_product_attention(query, agent, gathered, attn_mask=mask, scale=width**scale)
-    return broadcast + k * value
+    return torch.add(broadcast, value, alpha=k)  # one pass; `broadcast + k * value` writes a product as well

@@ -133,5 +133,7 @@ class AgentAttention(nn.Module):
         gather_bias = None if self.gather_bias is None else self.gather_bias(height, width)
         broadcast_bias = None if self.broadcast_bias is None else self.broadcast_bias(height, width).mT
         out = biased_agent_attention(query, key, value, agent, gather_bias, broadcast_bias, self.scale)
-        local: Tensor = self.k * value if self.convolution is None else self.convolution(value, height, width)
+        if self.convolution is None:
+            return torch.add(out, value, alpha=self.k)
+        local: Tensor = self.convolution(value, height, width)
         return out + local
