@@ -150,11 +150,12 @@ class AgentHandle:
         self._pipe = None if pipe is None or isinstance(pipe, Module) else weakref.ref(pipe)
         self._unet: weakref.ref[Module] | None = None
         groups: dict[Any, Group] = {}
+        finest = min(site.span for site in sites)
         self._layers: list[tuple[Any, LayerState]] = []
         for i, site in enumerate(sites):
             own = config if isinstance(config, AgentConfig) else config.layers[site.name]
             key = i if own.mode == "exact" else (site.span, own)
-            group = groups.setdefault(key, Group(site, i, own))
+            group = groups.setdefault(key, Group(site, i, own, site.span // finest))
             self._layers.append((site.attn, LayerState(site.name, group)))
         self._groups = list(groups.values())
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []

@@ -16,7 +16,8 @@ from .merging import Cut, cut_ranking
 from .pooling import Pool, make_pool
 
 # Beyond exact mode strides grow with the grid, so that time grows with the tokens and not their square:
-# at most so many cells, and so agents, and at most so many downsampled keys and values (48 x 48).
+# at most so many cells, and so agents, and at most so many downsampled keys and values (48 x 48) at the
+# finest level; half as many at the second, where each is twice as wide.
 MAX_AGENTS = 400
 MAX_KEYS = 2304
 
@@ -38,6 +39,7 @@ class Group:
         site: the group's first layer.
         index: number of the group; part of the key of its random cells.
         config: the settings.
+        coarseness: side of its tokens, in tokens of the finest patched level.
         phase: STOCK, TOME, DOWNSAMPLE or AGENT.
         ratio: share of the tokens merged away in this call.
         grid: height and width in tokens that its layers are expected to get.
@@ -50,6 +52,7 @@ class Group:
     site: Site
     index: int
     config: AgentConfig
+    coarseness: int = 1
     phase: str = STOCK
     ratio: float = 0.0
     grid: tuple[int, int] = (0, 0)
@@ -114,7 +117,7 @@ class Group:
             stride = self._stride_of(agents)
         else:
             stride = config.early_stride
-        bound = {AGENT: MAX_AGENTS, DOWNSAMPLE: MAX_KEYS}.get(self.phase)
+        bound = {AGENT: MAX_AGENTS, DOWNSAMPLE: MAX_KEYS // self.coarseness}.get(self.phase)
         if config.mode != "exact" and bound:
             stride = max(stride, self._stride_of(bound))
         return stride

@@ -29,18 +29,25 @@ def test_a_layer_is_diffusers_own_attention_to_the_first_token_of_each_cell(size
 
 @pytest.mark.parametrize(
     ("mode", "size", "kept"),
-    [("fast", (12, 12), 36), ("fast", (16, 16), 25), ("turbo", (8, 32), 20), ("exact", (16, 16), 64)],
+    [
+        ("fast", (12, 12), [36, 9]),
+        ("fast", (16, 16), [25, 16]),
+        ("fast", (20, 20), [25, 9]),
+        ("turbo", (8, 32), [20, 16]),
+        ("exact", (16, 16), [64, 64]),
+    ],
 )
 def test_keys_are_bounded_beyond_exact_mode(mode, size, kept, monkeypatch):
-    """The cells grow to 3 x 3 where 2 x 2 would leave more keys."""
+    """Cells grow where 2 x 2 would leave more than 36 keys, or 18 at the second level."""
     monkeypatch.setattr("agentsd.plan.MAX_KEYS", 36)
     unet = make_unet()
     seen = []
-    attn = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
-    attn.to_k.register_forward_hook(lambda m, args, out: seen.append(out.shape[1]))
+    for block in unet.down_blocks[:2]:
+        attn = block.attentions[0].transformer_blocks[0].attn1
+        attn.to_k.register_forward_hook(lambda m, args, out: seen.append(out.shape[1]))
     with apply_agentsd(unet, mode=mode, late="downsample"):
         call(unet, t=1, size=size)
-    assert seen == [kept]
+    assert seen == kept
 
 
 def test_the_processor_that_was_there_attends():
