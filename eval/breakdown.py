@@ -115,8 +115,14 @@ def _timed(function: Callable[..., Any], part: str, clock: Clock) -> Callable[..
 
 
 def methods_of(settings: ProfileSettings) -> list[Method]:
-    """Return the methods, stock first. Raises EvalError on one that has no cost within a U-Net call."""
-    methods = expand(settings.methods, [settings.ratio], settings)
+    """Return the methods, stock first if it is measured.
+
+    Raises:
+        EvalError: one has no cost within a U-Net call, or none is left.
+    """
+    methods = expand(settings.methods, [settings.ratio], settings)[0 if settings.stock else 1 :]
+    if not methods:
+        raise EvalError("--no-stock leaves no method to measure: name one with --method, or leave it out")
     if wrong := [method.name for method in methods if "deepcache" in method.parts]:
         raise EvalError(f"{wrong[0]} saves whole U-Net calls, not parts of one; see `agentsd-eval latency`")
     return methods
@@ -153,9 +159,8 @@ def measure(
                 tick()
         names = {part for turns in rounds.values() for seconds in turns for part in seconds}
         rows = [_row(case, name, rounds) for name in names]
-        yield sorted(
-            rows, key=lambda row: (row["part"] in (REST, TOTAL), row["part"] == TOTAL, -row["stock"])
-        )
+        first = methods[0].label
+        yield sorted(rows, key=lambda row: (row["part"] in (REST, TOTAL), row["part"] == TOTAL, -row[first]))
 
 
 def _row(case: Case, part: str, rounds: dict[Method, list[dict[str, float]]]) -> Row:

@@ -69,6 +69,9 @@ def profile(
     sizes: o.Sizes = None,
     phases: o.Phases = None,
     repeats: o.Repeats = None,
+    stock: Annotated[
+        bool | None, typer.Option("--stock/--no-stock", help="Measure stock too (minutes a call at 2048 px).")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for profile.jsonl, .csv and .md.")] = None,
     guidance_scale: o.Guidance = None,
     device: o.Device = None,

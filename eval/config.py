@@ -189,6 +189,8 @@ class ProfileSettings(CostSettings):
     """Where the time of one U-Net call goes."""
 
     phases: tuple[Literal["early", "late"], ...] = ("early", "late")
+    stock: bool = True
+    """Measure stock too; at 2048 px that takes minutes a call."""
     out: Path = Path("outputs/profile")
 
 

@@ -65,6 +65,18 @@ def test_the_parts_of_each_method(pipe: Any) -> None:
     assert matching["stock"] == matching["limit"] == 0 < matching["agentsd r=0.5"]
 
 
+def test_stock_may_be_left_out(pipe: Any) -> None:
+    settings = ProfileSettings(methods=("agentsd",), phases=("early",), repeats=1, stock=False)
+    methods = breakdown.methods_of(settings)
+    (rows,) = breakdown.measure(pipe, breakdown.cases_of(settings, pipe), methods, settings, lambda: None)
+    label = methods[0].label
+    assert [column.title for column in breakdown.columns_of(methods)] == ["part", "step", "px", label]
+    assert rows[-1]["part"] == TOTAL
+    assert [row[label] for row in rows[:-2]] == sorted((row[label] for row in rows[:-2]), reverse=True)
+    with pytest.raises(EvalError, match="--no-stock leaves no method"):
+        breakdown.methods_of(ProfileSettings(methods=("stock",), stock=False))
+
+
 def test_a_method_across_calls_is_refused() -> None:
     with pytest.raises(EvalError, match="deepcache saves whole U-Net calls"):
         breakdown.methods_of(ProfileSettings(methods=("deepcache",)))
