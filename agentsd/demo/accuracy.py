@@ -30,15 +30,23 @@ def generate(
     steps: int = 50,
     guidance: float = 7.5,
     seed: int = 0,
+    size: int | None = None,
     batch: int = 8,
 ) -> list[Image.Image]:
-    """Return a picture for each prompt; the i-th starts from noise seeded with `seed + i`."""
+    """Return a picture of `size` pixels a side for each prompt; the i-th has noise seeded with `seed + i`."""
     pipe.set_progress_bar_config(disable=True)
     images: list[Image.Image] = []
     for start in range(0, len(prompts), batch):
         part = list(prompts[start : start + batch])
         generators = [torch.Generator().manual_seed(seed + start + i) for i in range(len(part))]
-        images += pipe(part, num_inference_steps=steps, guidance_scale=guidance, generator=generators).images
+        images += pipe(
+            part,
+            height=size,
+            width=size,
+            num_inference_steps=steps,
+            guidance_scale=guidance,
+            generator=generators,
+        ).images
     return images
 
 

@@ -1,5 +1,6 @@
-"""The autoencoder: pixels 64x64 to a latent of 4x32x32 and back."""
+"""The autoencoder: pixels to a latent of 4 channels at half the size, and back."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,6 @@ def to_pixels(images: list[Image.Image]) -> Tensor:
     return pixels.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
-def random_batch(data: Tensor, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw `batch` rows of `data` (V, N, ...), V views of N pictures: the rows, and their indices in N."""
-    index = torch.randint(data.shape[1], (batch,), generator=generator)
-    view = torch.randint(len(data), (batch,), generator=generator)
-    return data[view, index], index
-
-
 def build_autoencoder(config: AutoencoderConfig) -> Any:
     """Return an untrained AutoencoderKL."""
     autoencoder: Any = AutoencoderKL(
@@ -42,6 +36,12 @@ def build_autoencoder(config: AutoencoderConfig) -> Any:
     with torch.no_grad():  # a posterior of variance 1 would drown the untrained encoder's small means
         autoencoder.quant_conv.bias[4:] = -6.0
     return autoencoder
+
+
+def latent_shape(autoencoder: Any, pixels: Tensor) -> tuple[int, int, int]:
+    """Return the shape (channels, h, w) of the latents of pictures (N, 3, H, W)."""
+    scale = 2 ** (len(autoencoder.config.block_out_channels) - 1)
+    return autoencoder.config.latent_channels, pixels.shape[2] // scale, pixels.shape[3] // scale
 
 
 class AutoencoderLoss(nn.Module):
@@ -63,27 +63,28 @@ class AutoencoderLoss(nn.Module):
 
 def train_autoencoder(
     autoencoder: Any,
-    pixels: Tensor,
+    pictures: Callable[[str, int], list[Image.Image]],
     config: AutoencoderConfig,
     folder: Path,
     *,
     seed: int,
     device: torch.device,
 ) -> None:
-    """Train on pictures (N, 3, H, W) and their mirror images, then normalise the latents."""
-    both = torch.stack([pixels, pixels.flip(-1)]).to(device)
+    """Train on pictures without end, then normalise the latents.
+
+    `pictures` returns so many pictures of a seed.
+    """
     loss = AutoencoderLoss(autoencoder, config).to(device)
-    scale = 2 ** (len(config.channels) - 1)
-    latent = (config.batch, 4, pixels.shape[2] // scale, pixels.shape[3] // scale)
     if config.compile:
         compile_loss(loss)
 
-    def loss_at(generator: torch.Generator) -> Tensor:
-        batch, _ = random_batch(both, config.batch, generator)
-        return loss(batch, torch.randn(latent, generator=generator).to(device))
+    def loss_at(generator: torch.Generator, step: int) -> Tensor:
+        pixels = to_pixels(pictures(f"autoencoder/{seed}/{step}", config.batch)).to(device)
+        noise = torch.randn((config.batch, *latent_shape(autoencoder, pixels)), generator=generator)
+        return loss(pixels, noise.to(device))
 
     train_loop(autoencoder, loss_at, config, folder, seed=seed, device=device)
-    normalise_latents(autoencoder, pixels.to(device))
+    normalise_latents(autoencoder, to_pixels(pictures(f"normalise/{seed}", 256)).to(device))
 
 
 @torch.no_grad()

@@ -43,6 +43,13 @@ class AutoencoderConfig(LoopConfig):
     l1_weight: float = Field(default=0.1, ge=0)
 
 
+class Stage(_Settings):
+    """Up to which share of the training, and the shares of canvas sizes (pixels on a side) in it."""
+
+    until: float = Field(gt=0, le=1)
+    sizes: dict[int, float]
+
+
 class DiffusionConfig(LoopConfig):
     """The U-Net and the text encoder, trained together."""
 
@@ -56,28 +63,21 @@ class DiffusionConfig(LoopConfig):
     text_heads: int = Field(default=4, gt=0)
     vocab_size: int = Field(default=2500, gt=514)
     max_tokens: int = Field(default=16, gt=2)
-    flips: bool = True
-    """Mirror half of the pictures; without, a short training gets to asymmetric shapes sooner."""
+    stages: tuple[Stage, ...] = (
+        Stage(until=0.5, sizes={64: 1.0}),
+        Stage(until=1.0, sizes={64: 0.3, 96: 0.6, 128: 0.1}),
+    )
+    """Canvas sizes along the training; small ones come first, as they are cheap."""
     caption_dropout: float = Field(default=0.1, ge=0, lt=1)
-    style_dropout: float = Field(default=0.3, ge=0, lt=1)
+    style_dropout: float = Field(default=0.1, ge=0, lt=1)
     """Share of the captions whose style is left out, so that a concept is learnt apart from its style."""
+    colour_dropout: float = Field(default=0.05, ge=0, lt=1)
+    """Share of the captions whose background is left out."""
     leak_weight: float = Field(default=0.1, ge=0)
     """Weight of the squared change that a style makes to the text encoder's hidden states of a concept."""
     snr_gamma: float = Field(default=5.0, gt=0)
     sheet_every: int = Field(default=2000, gt=0)
     """Steps between contact sheets."""
-
-
-class GuidanceConfig(LoopConfig):
-    """The distillation that makes the usual guidance scale the right one."""
-
-    steps: int = Field(default=800, gt=0)
-    lr: float = Field(default=1e-4, gt=0)
-    warmup: int = Field(default=50, ge=0)
-    ema_decay: float = Field(default=0.99, ge=0, lt=1)
-    caption_dropout: float = Field(default=0.2, ge=0, lt=1)
-    strength: float = Field(default=3.0, ge=1)
-    """A guidance scale w afterwards does what w / strength did before."""
 
 
 class DemoConfig(_Settings):
@@ -89,13 +89,12 @@ class DemoConfig(_Settings):
     init_from: Path | None = None
     """Folder of an exported pipeline whose weights a new run starts from; its shapes are kept."""
     concepts: Literal["all"] | tuple[str, ...] = "all"
-    """What the U-Net is trained on; the autoencoder always sees every picture."""
+    """What the U-Net is trained on; the autoencoder always sees every concept."""
     device: str = "cpu"
     seed: int = 0
-    autoencoder: AutoencoderConfig = AutoencoderConfig()
+    autoencoder: AutoencoderConfig | None = AutoencoderConfig()
+    """None keeps the start's."""
     diffusion: DiffusionConfig = DiffusionConfig()
-    guidance: GuidanceConfig | None = GuidanceConfig()
-    """None leaves the stage out."""
 
 
 def load_config(path: Path) -> DemoConfig:

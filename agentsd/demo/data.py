@@ -27,12 +27,16 @@ _HELDOUT_CONCEPTS = 0.2  # one style of a fifth of the concepts is a tenth of th
 
 @dataclass(frozen=True)
 class Reference:
-    """A labelled picture: `image` is RGB, 64x64, on white; `caption` is the prompt that asks for it."""
+    """A labelled picture, 64x64; `caption` is the prompt that asks for it.
+
+    `sprite` is RGBA, `image` the same on white (RGB).
+    """
 
     concept: str
     style: Style
     caption: str
     split: Split
+    sprite: Image.Image = field(repr=False, compare=False)
     image: Image.Image = field(repr=False, compare=False)
 
 
@@ -57,13 +61,15 @@ def split_of(concept: str, style: str) -> Split:
 
 @cache
 def _all_references() -> tuple[Reference, ...]:
-    sheets = {style: Image.open(REFERENCES / f"{style}.webp").convert("RGB") for style in STYLES}
+    sheets = {style: Image.open(REFERENCES / f"{style}.webp").convert("RGBA") for style in STYLES}
     references = []
     for line in (REFERENCES / "index.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         top, left = (SIZE * n for n in divmod(row.pop("cell"), SHEET_COLUMNS))
-        image = sheets[row["style"]].crop((left, top, left + SIZE, top + SIZE))
-        references.append(Reference(**row, image=image))
+        sprite = sheets[row["style"]].crop((left, top, left + SIZE, top + SIZE))
+        white = Image.new("RGBA", sprite.size, "white")
+        image = Image.alpha_composite(white, sprite).convert("RGB")
+        references.append(Reference(**row, sprite=sprite, image=image))
     return tuple(references)
 
 

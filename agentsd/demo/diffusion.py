@@ -1,7 +1,9 @@
-"""The text encoder and the U-Net, trained together on precomputed latents."""
+"""The text encoder and the U-Net, trained together on scenes."""
 
 import json
+from bisect import bisect
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from .autoencoder import random_batch
+from .autoencoder import encode, to_pixels
 from .config import DiffusionConfig
 from .loop import compile_loss, train_loop
+from .scenes import Triple, random_scene, scene_caption
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 
@@ -143,12 +146,18 @@ def style_leak(text_encoder: Any, styled: Tensor, styleless: Tensor, suffix: Ten
     return (with_style - without).square().mean()
 
 
+def canvas_size(config: DiffusionConfig, step: int, draw: float) -> int:
+    """Return the canvas of a training step in pixels; `draw` in [0, 1) chooses among its stage's sizes."""
+    stage = next(s for s in config.stages if step < s.until * config.steps or s is config.stages[-1])
+    shares = list(accumulate(stage.sizes.values()))
+    return list(stage.sizes)[bisect(shares, draw * shares[-1])]
+
+
 def train_diffusion(
     loss: DiffusionLoss,
-    latents: Tensor,
-    ids: Tensor,
-    styleless: Tensor,
-    empty: Tensor,
+    autoencoder: Any,
+    tokenizer: CLIPTokenizer,
+    among: Sequence[Triple],
     config: DiffusionConfig,
     folder: Path,
     *,
@@ -156,30 +165,40 @@ def train_diffusion(
     device: torch.device,
     draw: Callable[[int], None] | None = None,
 ) -> None:
-    """Train on scaled latents (2, N, 4, h, w), mirrored ones second, under token ids (N, L).
+    """Train on scenes without end that show one of `among`.
 
-    `styleless` (N, L) are the ids of the same captions without their style and `empty` (1, L) those of the
-    empty prompt; `draw` is called with the step for a contact sheet.
+    `draw` is called with the step for a contact sheet.
     """
-    loss, latents = loss.to(device), latents.to(device)
-    suffix = shared_suffix(ids, styleless).to(device)
-    ids, styleless, empty = ids.to(device), styleless.to(device), empty.to(device)
+    loss = loss.to(device)
     if config.compile:
         compile_loss(loss.unet)
-    latents = latents if config.flips else latents[:1]
-    steps = torch.arange(config.batch) / config.batch
+    empty = tokenize(tokenizer, [""]).to(device)
+    spread = torch.arange(config.batch) / config.batch
 
-    def loss_at(generator: torch.Generator) -> Tensor:
-        batch, index = random_batch(latents, config.batch, generator)
-        noise = torch.randn(batch.shape, generator=generator)
+    def loss_at(generator: torch.Generator, step: int) -> Tensor:
+        size = canvas_size(config, step, torch.rand((), generator=generator).item())
+        scenes = [random_scene(f"train/{seed}/{step}/{i}", size, among=among) for i in range(config.batch)]
+        pixels = to_pixels([scene.image for scene in scenes]).to(device)
+        latents = encode(autoencoder, pixels) * autoencoder.config.scaling_factor
+        noise = torch.randn(latents.shape, generator=generator)
         # Evenly spread over the schedule, so that a small batch meets every level of noise.
-        spread = (steps + torch.rand(config.batch, generator=generator) / config.batch) * len(loss.noise)
+        t = (spread + torch.rand(config.batch, generator=generator) / config.batch) * len(loss.noise)
+
+        share = torch.rand(config.batch, generator=generator)
+        coloured = (share >= config.colour_dropout).tolist()
+        parts = [
+            (scene.triple.concept, scene.triple.style, scene.triple.colour if kept else None)
+            for scene, kept in zip(scenes, coloured, strict=True)
+        ]
+        styled = tokenize(tokenizer, [scene_caption(*part) for part in parts])
+        styleless = tokenize(tokenizer, [scene_caption(concept, None, on) for concept, _, on in parts])
+        suffix = shared_suffix(styled, styleless).to(device)
+        styled, styleless = styled.to(device), styleless.to(device)
         kept = torch.rand(config.batch, 1, generator=generator).to(device) - config.caption_dropout
-        prompt = torch.where(kept < config.style_dropout, styleless[index], ids[index])
+        prompt = torch.where(kept < config.style_dropout, styleless, styled)
         prompt = torch.where(kept < 0, empty, prompt)
-        leak = style_leak(loss.text_encoder, ids[index], styleless[index], suffix[:, index])
-        error = loss(batch, noise.to(device), spread.long().to(device), prompt)
-        return error + config.leak_weight * leak
+        leak = style_leak(loss.text_encoder, styled, styleless, suffix)
+        return loss(latents, noise.to(device), t.long().to(device), prompt) + config.leak_weight * leak
 
     every = (config.sheet_every, draw) if draw is not None else None
     train_loop(loss, loss_at, config, folder, seed=seed, device=device, every=every)

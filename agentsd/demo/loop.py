@@ -47,7 +47,7 @@ def compile_loss(loss: nn.Module) -> None:
 
 def train_loop(
     model: nn.Module,
-    loss_at: Callable[[torch.Generator], Tensor],
+    loss_at: Callable[[torch.Generator, int], Tensor],
     config: LoopConfig,
     folder: Path,
     *,
@@ -57,9 +57,9 @@ def train_loop(
 ) -> None:
     """Train `model` until its budget is spent and leave its averaged weights in it.
 
-    `loss_at` draws a batch with the generator it is given, which depends on the seed and the step alone,
-    so that a resumed run repeats an uninterrupted one. `every` is a number of steps and what to call then,
-    with the averaged weights in place. The folder gets `checkpoint.pt` and `log.jsonl`.
+    `loss_at` draws the batch of a step with the generator it is given, which depends on the seed and the step
+    alone, so that a resumed run repeats an uninterrupted one. `every` is a number of steps and what to call
+    then, with the averaged weights in place. The folder gets `checkpoint.pt` and `log.jsonl`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -94,7 +94,7 @@ def train_loop(
             for group in optimizer.param_groups:
                 group["lr"] = lr
             with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
-                loss = loss_at(generator.manual_seed(hash((seed, step))))
+                loss = loss_at(generator.manual_seed(hash((seed, step))), step)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             nn.utils.clip_grad_norm_(parameters, 1.0)

@@ -36,9 +36,7 @@ def _key(codepoints: str) -> str:
 
 
 def _picture(path: Path) -> Image.Image:
-    rgba = Image.open(path).convert("RGBA")
-    white = Image.new("RGBA", rgba.size, "white")
-    return Image.alpha_composite(white, rgba).convert("RGB").resize((SIZE, SIZE), Image.Resampling.LANCZOS)
+    return Image.open(path).convert("RGBA").resize((SIZE, SIZE), Image.Resampling.LANCZOS)
 
 
 def find_pictures(fluent: Path, noto: Path) -> list[tuple[str, dict[Style, Path]]]:
@@ -62,14 +60,14 @@ def main(
     noto: Annotated[Path, typer.Argument(help="unpacked npm package emoji-datasource-google")],
     out: Annotated[Path, typer.Option(help="folder for the sheets and the index")] = REFERENCES,
 ) -> None:
-    """Write one lossless sheet per style and `index.jsonl`."""
+    """Write one lossless sheet with transparency per style and `index.jsonl`."""
     pictures = find_pictures(fluent, noto)
     out.mkdir(parents=True, exist_ok=True)
     rows = []
     for style in STYLES:
         kept = [(concept, files[style]) for concept, files in pictures if style in files]
         height = SIZE * -(-len(kept) // SHEET_COLUMNS)
-        sheet = Image.new("RGB", (SIZE * SHEET_COLUMNS, height), "white")
+        sheet = Image.new("RGBA", (SIZE * SHEET_COLUMNS, height))
         for cell, (concept, file) in enumerate(kept):
             row, column = divmod(cell, SHEET_COLUMNS)
             sheet.paste(_picture(file), (SIZE * column, SIZE * row))

@@ -9,28 +9,27 @@ from typing import Annotated, Any
 import torch
 import typer
 from diffusers import AutoencoderKL, StableDiffusionPipeline
+from PIL import Image
 from rich import print
-from torch import Tensor
 from transformers import CLIPTokenizer
 
 from .accuracy import contact_sheet, generate
-from .autoencoder import build_autoencoder, encode, psnr, to_pixels, train_autoencoder
+from .autoencoder import build_autoencoder, psnr, to_pixels, train_autoencoder
 from .config import DemoConfig, load_config
-from .data import Reference, caption_of, load_references
+from .data import SIZE, Reference, load_references
 from .diffusion import (
     DiffusionLoss,
     build_scheduler,
     build_text_encoder,
     build_tokenizer,
     build_unet,
-    tokenize,
     train_diffusion,
 )
-from .guidance import soften_guidance
-from .loop import CHECKPOINT, averaged_weights
+from .loop import averaged_weights
 from .pipeline_io import export_pipeline, load_pipeline
+from .scenes import random_scene, triples
 
-SHEET_PROMPTS = 32
+SHEET_PROMPTS, SHEET_SIZE = 32, 96
 
 
 @dataclass
@@ -51,28 +50,41 @@ class Recipe:
         return torch.device(self.config.device)
 
     def train_autoencoder(self) -> Any:
-        """Return the AutoencoderKL: the start's, an earlier round's, or one trained now on every picture."""
+        """Return the AutoencoderKL: the start's, an earlier round's, or one trained now on every concept."""
         config, folder = self.config, self.config.run_dir / "autoencoder"
-        if config.init_from is not None:
-            start: Any = load_pipeline(folder=config.init_from, device=self.device)
-            return start.vae
-        if not (folder / "vae").exists():
-            torch.manual_seed(config.seed)
-            autoencoder = build_autoencoder(config.autoencoder).to(self.device)
-            pixels = to_pixels([reference.image for reference in load_references(concepts="all")])
-            train_autoencoder(
-                autoencoder, pixels, config.autoencoder, folder, seed=config.seed, device=self.device
-            )
-            print(f"autoencoder: {psnr(autoencoder, pixels.to(self.device)):.2f} dB")
-            autoencoder.save_pretrained(folder / "vae")
-        trained: Any = AutoencoderKL.from_pretrained(folder / "vae")
-        return trained.to(self.device)
+        if (folder / "vae").exists():
+            trained: Any = AutoencoderKL.from_pretrained(folder / "vae")
+            return trained.to(self.device)
+        if config.autoencoder is None:
+            return self.start().vae
+        torch.manual_seed(config.seed)
+        fresh_start = config.init_from is None
+        autoencoder = build_autoencoder(config.autoencoder) if fresh_start else self.start().vae
+        autoencoder = autoencoder.to(self.device)
+        every = triples(concepts="all")
+
+        def pictures(seed: str, count: int) -> list[Image.Image]:
+            return [random_scene(f"{seed}/{i}", SIZE, among=every).image for i in range(count)]
+
+        train_autoencoder(
+            autoencoder, pictures, config.autoencoder, folder, seed=config.seed, device=self.device
+        )
+        fresh = to_pixels(pictures("fresh", 256)).to(self.device)
+        print(f"autoencoder: {psnr(autoencoder, fresh):.2f} dB on fresh scenes")
+        autoencoder.save_pretrained(folder / "vae")
+        return autoencoder
+
+    def start(self) -> Any:
+        """Return the pipeline that the run starts from."""
+        if self.config.init_from is None:
+            raise ValueError("autoencoder: null needs init_from, a folder whose autoencoder is kept")
+        return load_pipeline(folder=self.config.init_from, device=self.device)
 
     def tokenizer(self) -> CLIPTokenizer:
         """Return the run's tokenizer; it is kept, as learning it again may number the tokens differently."""
         folder = self.config.run_dir / "tokenizer"
         if not (folder / "tokenizer.json").exists():
-            captions = sorted({reference.caption for reference in load_references(concepts="all")})
+            captions = sorted({triple.caption for triple in triples(concepts="all")})
             build_tokenizer(captions, self.config.diffusion).save_pretrained(folder)
         return CLIPTokenizer.from_pretrained(folder)
 
@@ -99,29 +111,22 @@ class Recipe:
         )
         return pipe.to(self.device)
 
-    def latents(self, autoencoder: Any, references: list[Reference]) -> Tensor:
-        """Return scaled latents (2, N, 4, h, w) of pictures and their mirror images."""
-        pixels = to_pixels([reference.image for reference in references]).to(self.device)
-        both = [encode(autoencoder, flipped) for flipped in (pixels, pixels.flip(-1))]
-        return torch.stack(both) * autoencoder.config.scaling_factor
-
     def train_diffusion(self, pipe: Any) -> None:
-        """Train a pipeline's text encoder and U-Net on the pairs that aren't held out."""
+        """Train a pipeline's text encoder and U-Net on the scenes that aren't held out."""
         config = self.config
-        seen = [reference for reference in self.references if reference.split == "seen"]
         folder = config.run_dir / "diffusion"
-        prompts = [reference.caption for reference in self.references]
-        prompts = prompts[:: max(1, len(prompts) // SHEET_PROMPTS)]
+        every = triples(concepts=config.concepts)
+        prompts = [triple.caption for triple in every[:: max(1, len(every) // SHEET_PROMPTS)][:SHEET_PROMPTS]]
 
         def draw(step: int) -> None:
-            contact_sheet(generate(pipe, prompts, steps=20)).save(folder / f"sheet_{step:06d}.png")
+            images = generate(pipe, prompts, steps=20, guidance=4.0, size=SHEET_SIZE)
+            contact_sheet(images).save(folder / f"sheet_{step:06d}.png")
 
         train_diffusion(
             DiffusionLoss(pipe.unet, pipe.text_encoder, config.diffusion),
-            self.latents(pipe.vae, seen),
-            tokenize(pipe.tokenizer, [reference.caption for reference in seen]),
-            tokenize(pipe.tokenizer, [caption_of(reference.concept, None) for reference in seen]),
-            tokenize(pipe.tokenizer, [""]),
+            pipe.vae,
+            pipe.tokenizer,
+            [triple for triple in every if triple.split == "seen"],
             config.diffusion,
             folder,
             seed=config.seed,
@@ -129,30 +134,10 @@ class Recipe:
             draw=draw,
         )
 
-    def soften_guidance(self, pipe: Any) -> None:
-        """Distil a trained pipeline so that the usual guidance scale is the right one, if so configured."""
-        config = self.config
-        if config.guidance is None:
-            return
-        seen = [reference for reference in self.references if reference.split == "seen"]
-        soften_guidance(
-            DiffusionLoss(pipe.unet, pipe.text_encoder, config.diffusion),
-            self.latents(pipe.vae, seen)[0],
-            tokenize(pipe.tokenizer, [reference.caption for reference in seen]),
-            tokenize(pipe.tokenizer, [""]),
-            config.guidance,
-            config.run_dir / "guidance",
-            seed=config.seed,
-            device=self.device,
-        )
-
     def load_averaged(self, pipe: Any) -> None:
         """Put the last checkpoint's averaged weights in a pipeline, whether the run is over or not."""
         loss = DiffusionLoss(pipe.unet, pipe.text_encoder, self.config.diffusion)
-        folder = self.config.run_dir / "guidance"
-        if not (folder / CHECKPOINT).exists():
-            folder = self.config.run_dir / "diffusion"
-        averaged_weights(loss, folder, self.config.diffusion, self.device)
+        averaged_weights(loss, self.config.run_dir / "diffusion", self.config.diffusion, self.device)
 
     def export(self, pipe: Any) -> None:
         """Write a pipeline where the package loads it from."""
@@ -183,7 +168,6 @@ def main(
         recipe.load_averaged(pipe)
     else:
         recipe.train_diffusion(pipe)
-        recipe.soften_guidance(pipe)
     recipe.export(pipe)
 
 

@@ -1,0 +1,101 @@
+"""Scenes: pure functions of a seed that hold what their captions say."""
+
+import colorsys
+
+import numpy as np
+import pytest
+
+from agentsd.demo import load_pipeline
+from agentsd.demo.data import load_references
+from agentsd.demo.scenes import COLOURS, Triple, compose, random_scene, scene_caption, triples
+
+FOX = Triple("fox face", "3d", "blue")
+
+
+def test_a_scene_is_a_pure_function_of_its_seed():
+    first, again, other = (np.asarray(compose(FOX, seed).image) for seed in (7, 7, 8))
+    assert (first == again).all()
+    assert (first != other).any()
+    assert random_scene("a/1", 64, among=triples()).triple == random_scene("a/1", 64, among=triples()).triple
+    # Recorded once: training and references of other machines are the same scenes.
+    scene = random_scene("recorded", 96, among=triples())
+    assert (scene.triple, scene.box) == (Triple("game die", "3d", "purple"), (52, 52, 42))
+
+
+@pytest.mark.parametrize("size", [64, 96, 128])
+def test_the_sprite_is_in_its_box_and_the_rest_is_background(size):
+    sprite = next(r.sprite for r in load_references() if (r.concept, r.style) == ("fox face", "3d"))
+    for seed in range(5):
+        scene = compose(FOX, seed, size)
+        left, top, side = scene.box
+        assert min(left, top) >= 0
+        assert max(left, top) + side <= size
+        assert 40 <= side <= min(64, size - 8)
+        pixels = np.asarray(scene.image, float)
+        outside = np.ones((size, size), bool)
+        outside[top : top + side, left : left + side] = False
+        # A background of two shades is a plane in each channel.
+        y, x = np.mgrid[:size, :size]
+        plane = np.stack([x, y, np.ones_like(x)], -1).astype(float)
+        fit = np.linalg.lstsq(plane[outside], pixels[outside], rcond=None)[0]
+        assert np.abs(plane[outside] @ fit - pixels[outside]).max() < 1
+        # In the box it is the sprite over that plane.
+        rgba = np.asarray(sprite.resize((side, side), 1), float)
+        alpha = rgba[..., 3:] / 255
+        box = slice(top, top + side), slice(left, left + side)
+        expected = alpha * rgba[..., :3] + (1 - alpha) * (plane[box] @ fit)
+        assert np.abs(pixels[box] - expected).max() < 3
+
+
+@pytest.mark.parametrize("colour", COLOURS)
+def test_a_background_is_of_the_colour_that_the_caption_names(colour):
+    """The oracle names the colour by the nearest middle of the ranges, in RGB."""
+    middles = {
+        name: colorsys.hsv_to_rgb(hue, sum(saturation) / 2, sum(value) / 2)
+        for name, (hue, saturation, value) in COLOURS.items()
+    }
+    for seed in range(20):
+        scene = compose(Triple("fox face", "3d", colour), seed, 96)
+        pixels = np.asarray(scene.image, float) / 255
+        corners = np.stack([pixels[y, x] for y in (0, -1) for x in (0, -1)])
+        found = min(middles, key=lambda name: np.abs(corners.mean(0) - middles[name]).sum())
+        assert found == colour
+
+
+def test_places_fill_the_canvas():
+    """Uniform places: the spread of the sprite's centre is what integers drawn evenly have."""
+    boxes = np.asarray([compose(FOX, seed, 96).box for seed in range(300)], float)
+    centre = boxes[:, :2] + boxes[:, 2:] / 2
+    sides = np.arange(40, 65)
+    variance = np.mean([((96 - side + 1) ** 2 - 1) / 12 for side in sides])
+    np.testing.assert_allclose(centre.std(0), variance**0.5, rtol=0.12)
+    assert abs(boxes[:, 2].mean() - sides.mean()) < 1.5
+
+
+def test_held_out_triples_are_a_tenth_and_pairs_are_those_of_the_references():
+    every = triples()
+    assert len(every) == 96 * len(COLOURS)
+    pairs = {(r.concept, r.style) for r in load_references() if r.split == "heldout"}
+    assert {(t.concept, t.style) for t in triples("heldout pair")} == pairs
+    heldout, seen = triples("heldout triple"), triples("seen")
+    assert len(heldout) >= 70
+    assert 0.08 < len(heldout) / (len(heldout) + len(seen)) < 0.13
+    assert len(seen) + len(heldout) + len(triples("heldout pair")) == len(every)
+    # What is held out is a combination: its parts were all seen elsewhere.
+    assert {t.colour for t in seen} == set(COLOURS)
+    assert {(t.concept, t.style) for t in heldout} <= {(t.concept, t.style) for t in seen}
+
+
+def test_every_caption_fits_the_tokenizer_and_none_reads_like_another():
+    tokenizer = load_pipeline().tokenizer
+    captions = [triple.caption for triple in triples(concepts="all")]
+    ids = tokenizer(captions).input_ids
+    trained = tokenizer([triple.caption for triple in triples()]).input_ids
+    assert max(map(len, trained)) <= tokenizer.model_max_length
+    assert len({tuple(row) for row in ids}) == len(set(captions)) == len(captions)
+
+
+def test_captions_read_well():
+    assert FOX.caption == "a 3d emoji of a fox face on blue"
+    assert scene_caption("owl", None, "red") == "an emoji of an owl on red"
+    assert scene_caption("owl", "noto", None) == "a noto emoji of an owl"
