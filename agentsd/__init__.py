@@ -1,8 +1,20 @@
-"""Agent attention for Stable Diffusion on diffusers, without training."""
+"""Stable Diffusion's U-Nets faster without training: agent attention for diffusers, in one line."""
 
-from .calibrate import calibrate
-from .config import AgentConfig
-from .layers import LayerConfigs
+from .attention import Agents, Downsample, Merge, PooledAgents
+from .calibration import calibrate
 from .patch import AgentHandle, apply_agentsd, remove_agentsd
+from .recipe import ByDistance, Phases, Recipe
 
-__all__ = ["AgentConfig", "AgentHandle", "LayerConfigs", "apply_agentsd", "calibrate", "remove_agentsd"]
+__all__ = [
+    "AgentHandle",
+    "Agents",
+    "ByDistance",
+    "Downsample",
+    "Merge",
+    "Phases",
+    "PooledAgents",
+    "Recipe",
+    "apply_agentsd",
+    "calibrate",
+    "remove_agentsd",
+]

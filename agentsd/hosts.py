@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import Attention
 from diffusers.utils.torch_utils import unwrap_module
@@ -26,6 +27,8 @@ PLAIN_PROCESSORS = frozenset(
     }
 )
 
+
+_TEMPORAL = re.compile(r"motion_modules|temp_attentions|transformer_in|temporal_transformer_blocks")
 
 EVERY_LEVEL = 99
 """More attention levels than any model has."""
@@ -98,7 +101,7 @@ def find_sites(model: Any, levels: int, at_most: bool = False) -> list[Site]:
 
 def _span(name: str, model: Any) -> int:
     """Latent pixels on a side of a token in the block of that name; 0 where tokens are not of one image."""
-    if "motion_modules" in name:
+    if _TEMPORAL.search(name):
         return 0
     if name.startswith("transformer_blocks."):
         return int(model.config.patch_size)
@@ -108,6 +111,28 @@ def _span(name: str, model: Any) -> int:
     deepest = len(model.down_blocks) - 1
     part, number = place.groups()
     return 2 ** {"down_blocks": int(number or 0), "up_blocks": deepest - int(number or 0)}.get(part, deepest)
+
+
+def size_of(model: Any) -> tuple[int, int]:
+    """Height and width of the latents that a model was made for.
+
+    Raises:
+        ValueError: its config does not say.
+    """
+    size = getattr(model.config, "sample_size", None)
+    if size is None:
+        raise ValueError(
+            f"sample_size=None: {type(model).__name__} does not say its size, which a trained module is made "
+            "for; call model.register_to_config(sample_size=64) first, with the latents' side"
+        )
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def checkpoints(model: Module) -> bool:
+    """Whether a training forward of the model will be computed again in its backward."""
+    return torch.is_grad_enabled() and any(
+        module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules()
+    )
 
 
 def latent_and_timestep(model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:

@@ -8,7 +8,7 @@ import colorsys
 import hashlib
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from PIL import Image
 
-from .data import SIZE, Style, caption_of, load_references, trained_concepts
+from .data import SIZE, Reference, Style, caption_of, load_references, trained_concepts
 
 SceneSplit = Literal["seen", "heldout triple", "heldout pair"]
 
@@ -99,8 +99,8 @@ def compose(triple: Triple, seed: int | str, size: int = 96) -> Scene:
     largest = min(SIZE, size - 8)
     side = SMALLEST + int(draw() * (largest - SMALLEST + 1))
     left, top = (int(draw() * (size - side + 1)) for _ in range(2))
-    shades = [_shade(triple.colour, draw) for _ in range(2)]
-    canvas = _gradient(*shades, angle=2 * math.pi * draw(), size=size)
+    first, last = (_shade(triple.colour, draw) for _ in range(2))
+    canvas = _gradient(first, last, 2 * math.pi * draw(), size)
     sprite = _sprites()[triple.concept, triple.style].sprite
     sprite = sprite.resize((side, side), Image.Resampling.LANCZOS)
     canvas.paste(sprite, (left, top), sprite)
@@ -114,11 +114,11 @@ def random_scene(seed: int | str, size: int = 96, *, among: Sequence[Triple]) ->
 
 
 @cache
-def _sprites() -> dict:
+def _sprites() -> dict[tuple[str, str], Reference]:
     return {(r.concept, r.style): r for r in load_references(concepts="all")}
 
 
-def _shade(colour: str, draw) -> np.ndarray:
+def _shade(colour: str, draw: Callable[[], float]) -> np.ndarray:
     hue, saturation, value = COLOURS[colour]
     hue += (2 * draw() - 1) * _HUE_SPREAD
     parts = [low + draw() * (high - low) for low, high in (saturation, value)]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, scaled_dot_product_attention
 
-from ..pooling import agent_grid, pool_agents
+from ..attention.pooling import agent_grid, pool_agents
 from .grid import GridConvolution, check_tokens
 
 

@@ -1,4 +1,4 @@
-"""U-Net calls of unpatched runs, kept and run again: what settings lose, and what they cost."""
+"""U-Net calls of unpatched runs, kept and run again: what a recipe loses, and what it costs."""
 
 from __future__ import annotations
 
@@ -6,26 +6,24 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from .config import AgentConfig
+from ..hosts import latent_and_timestep
+from ..patch import apply_agentsd
+from ..recipe import Recipe
+from ..steps.run import RunReader
 from .cost import multiply_adds
-from .hosts import latent_and_timestep
-from .layers import LayerConfigs
-from .patch import apply_agentsd
-from .schedule import StepReader
 
 Cost = Literal["time", "multiply_adds"]
 
 
 class Figures(NamedTuple):
-    """What settings lose and cost, or what a layer adds to that in a phase.
+    """What a recipe loses and costs, or what a layer adds to that in a phase.
 
     Attributes:
         error: mean square of the change of the guided output, over the mean square of that output.
@@ -57,7 +55,7 @@ def record_calls(
 ) -> list[Call]:
     """Run the pipeline on each prompt and keep `calls` of its U-Net calls, evenly spread."""
     seen: list[Call] = []
-    steps = StepReader(early_frac)
+    steps = RunReader(early_frac)
 
     def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         _, timestep = latent_and_timestep(unet, args, kwargs)
@@ -89,7 +87,7 @@ def is_guided(pipe: Any, guidance_scale: float) -> bool:
 
 
 class Meter:
-    """Runs recorded calls under settings, and says how far the output went and what it cost."""
+    """Runs recorded calls under a recipe, and says how far the output went and what it cost."""
 
     def __init__(self, unet: Any, cost: Cost, calls: list[Call], guidance_scale: float) -> None:
         self.unet = unet
@@ -99,37 +97,30 @@ class Meter:
         self._scale = guidance_scale
         self._power = sum(self._mean_square(call.output) for call in calls)
 
-    def whole(self, config: AgentConfig | LayerConfigs | None) -> Figures:
-        """Measure a U-Net call under settings, or unpatched."""
-        errors, costs = zip(*(self.phase(config, early) for early in self.phases), strict=True)
+    def whole(self, recipe: Recipe | None) -> Figures:
+        """Measure a U-Net call under a recipe, or unpatched."""
+        errors, costs = zip(*(self.phase(recipe, early) for early in self.phases), strict=True)
         return Figures(sum(errors), sum(costs))
 
-    def phase(
-        self, config: AgentConfig | LayerConfigs | None, early: bool, layer: Any | None = None
-    ) -> Figures:
+    def phase(self, recipe: Recipe | None, early: bool, layer: Any | None = None) -> Figures:
         """Measure what the calls of a phase add to the whole; of the cost, what `layer` adds, if given."""
         calls = [call for call in self.calls if call.early == early]
         moved = 0.0
         costs: list[float] = []
-        with self._patched(config, early):
+        with self._patched(recipe, early):
             for number, call in enumerate(calls):
                 measures = self._cost == "time" or number == 0  # multiply-adds are the same in all
                 output = self._replay(call, layer, costs if measures else None)
                 moved += self._mean_square(output - call.output)
         return Figures(moved / self._power, median(costs) * len(calls) / len(self.calls))
 
-    def _patched(
-        self, config: AgentConfig | LayerConfigs | None, early: bool
-    ) -> AbstractContextManager[object]:
-        """Settings in force in a U-Net whose every call is early, or late."""
-        if config is None:
+    def _patched(self, recipe: Recipe | None, early: bool) -> AbstractContextManager[object]:
+        """A recipe in force in a U-Net whose every call is early, or late."""
+        if recipe is None:
             return nullcontext()
-        if isinstance(config, AgentConfig):
-            config = replace(config, early_frac=float(early))
-        else:
-            layers = {name: replace(own, early_frac=float(early)) for name, own in config.layers.items()}
-            config = LayerConfigs(layers)
-        return apply_agentsd(self.unet, config=config)
+        if recipe.timing is not None:
+            recipe = recipe.with_settings(early_frac=float(early))
+        return apply_agentsd(self.unet, recipe=recipe)
 
     @torch.no_grad()
     def _replay(self, call: Call, layer: Any | None, costs: list[float] | None) -> Tensor:
@@ -147,8 +138,14 @@ class Meter:
             return _first(self.unet(*call.args, **call.kwargs))
         if layer is None:
             return _first(metered(self.unet, costs)(*call.args, **call.kwargs))
-        with patch.object(layer, "forward", metered(layer.forward, costs)):
+        before = layer.__dict__.get("forward")
+        layer.forward = metered(layer.forward, costs)
+        try:
             return _first(self.unet(*call.args, **call.kwargs))
+        finally:
+            del layer.forward
+            if before is not None:
+                layer.forward = before
 
     def _mean_square(self, output: Tensor) -> float:
         """Of what the sampler gets: the two halves of a batch combined, where there is guidance."""

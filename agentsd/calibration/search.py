@@ -7,37 +7,28 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
-from .config import AgentConfig
-from .hosts import EVERY_LEVEL, Site, find_model, find_sites
-from .layers import LayerConfigs
-from .patch import apply_agentsd
+from ..attention import Agents, Downsample, Merge, Operator
+from ..hosts import EVERY_LEVEL, Site, find_model, find_sites
+from ..patch import apply_agentsd
+from ..recipe import FAST, Phases, Recipe, Schedule
 from .replay import Cost, Figures, Meter, is_guided, record_calls
 
-
-class Choice(NamedTuple):
-    """What a layer runs in a phase: "none", "downsample", "tome" or "agent", these two with a ratio."""
-
-    does: str
-    ratio: float = 0.0
-
-
-STOCK = Choice("none")
-CHOICES = (
-    Choice("downsample"),
-    *(Choice("tome", ratio) for ratio in (0.25, 0.5, 0.7)),
-    *(Choice("agent", ratio) for ratio in (0.0, 0.25, 0.5)),
+OPERATORS: tuple[Operator, ...] = (
+    Downsample(at_most=None),
+    *(Merge(ratio, ranking="layer") for ratio in (0.25, 0.5, 0.7)),
+    *(Agents(ratio, at_most=None, agent_ratio=0.95, ranking="layer") for ratio in (0.0, 0.25, 0.5)),
 )
-"""What is tried beside stock attention, in each layer and phase."""
+"""What is tried beside stock attention, in each layer and phase; layers rank their own tokens."""
 
 GRAIN = 5e-4
-"""Share of a U-Net call's cost to which the search rounds what a choice saves."""
+"""Share of a U-Net call's cost to which the search rounds what an operator saves."""
 
 Key = tuple[str, bool]
 """A layer's name, and whether it is the early phase."""
-Table = dict[Key, dict[Choice, Figures]]
-Picked = dict[Key, Choice]
+Table = dict[Key, dict[Operator | None, Figures]]
+Picked = dict[Key, Operator | None]
 
 
 def calibrate(
@@ -47,17 +38,18 @@ def calibrate(
     speedup: float | None = None,
     max_error: float | None = None,
     cost: Cost = "time",
-    base: AgentConfig | None = None,
+    base: Recipe = FAST,
+    operators: Sequence[Operator] = OPERATORS,
     num_inference_steps: int = 50,
     guidance_scale: float = 7.5,
     calls: int = 6,
     seed: int = 0,
     on_step: Callable[[int, int], None] | None = None,
     **call_kwargs: Any,
-) -> LayerConfigs:
-    """Choose stock or agent attention, downsampling or merging for each layer and phase of a U-Net.
+) -> Recipe:
+    """Choose stock attention or an operator for each layer and phase of a U-Net.
 
-    Each choice is tried in each layer alone, on recorded calls of unpatched runs. As if errors and savings
+    Each operator is tried in each layer alone, on recorded calls of unpatched runs. As if errors and savings
     added up, the whole settings of least error are found for every saving; of these the one that meets the
     goal, measured as a whole, with the least error (or the most saved) is returned.
 
@@ -68,32 +60,33 @@ def calibrate(
         speedup: the goal: the mean cost of a U-Net call over what it is to be; more than 1.
         max_error: or the goal: the largest `Figures.error`.
         cost: what counts as cost: "time" (CPU seconds; on a GPU seconds) or "multiply_adds" (exact).
-        base: the settings that are not searched (k, scale, early_frac, strides ...). Whatever its mode,
-            calibrated layers run in exact mode, as each has a choice and so a ranking of its own.
+        base: the recipe that is compared with; its `early_frac` is kept.
+        operators: what is tried, with settings of their own.
         num_inference_steps, guidance_scale, call_kwargs: of the pipeline's call.
         calls: how many U-Net calls of each prompt's run are recorded, evenly spread.
         seed: the first prompt's; the i-th has seed + i.
         on_step: told how many of how many trials are done.
 
     Returns:
-        Settings by layer, for `apply_agentsd(pipe, config=...)`. `measured` has their "error" and "speedup"
+        A recipe by layers, for `apply_agentsd(pipe, recipe=...)`. `measured` has their "error" and "speedup"
         on the recorded calls, the same of "base" as it stands, and what they were measured on.
 
     Raises:
         TypeError: `pipe` is no pipeline with a U-Net.
         ValueError: an argument is out of range, the U-Net is patched or compiled, there is not exactly one
-            goal, or no choice meets it; the message says what can be had.
+            goal, or nothing meets it; the message says what can be had.
     """
-    base = base or AgentConfig()
     _check_goal(speedup, max_error)
     _check_arguments(prompts, calls, cost, base)
+    early_frac = base.timing.early_frac if isinstance(base.timing, Phases) else 0.0
     unet = _free_unet(pipe)
     settings = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale, **call_kwargs}
-    recorded = record_calls(pipe, unet, base.early_frac, prompts, calls, seed, settings)
+    recorded = record_calls(pipe, unet, early_frac, prompts, calls, seed, settings)
     meter = Meter(unet, cost, recorded, guidance_scale if is_guided(pipe, guidance_scale) else 1.0)
     stock = meter.whole(None).cost
-    table = _try_each(meter, base, on_step)
-    wholes = [_layers(base, picked) for picked in _best_by_saving(table, GRAIN * stock)]
+    table = _try_each(meter, operators, base.seed, on_step)
+    picks = _best_by_saving(table, GRAIN * stock)
+    wholes = [_recipe(picked, early_frac, base.seed) for picked in picks]
 
     @cache
     def measured(place: int) -> tuple[float, float]:
@@ -133,7 +126,7 @@ def _meeting(
     if 0 <= place < count:
         return place
     goal = f"speedup={speedup}" if speedup is not None else f"max_error={max_error}"
-    had = "no choice saves anything"
+    had = "nothing saves anything"
     if count:
         (error, _), (_, gained) = measured(0), measured(count - 1)
         had = f"the least error is {error:.2g}, the greatest speedup {gained:.3f}"
@@ -149,16 +142,15 @@ def _check_goal(speedup: float | None, max_error: float | None) -> None:
         raise ValueError(f"max_error={max_error}: pass more than 0, for instance 0.001")
 
 
-def _check_arguments(prompts: Sequence[str], calls: int, cost: str, base: AgentConfig) -> None:
+def _check_arguments(prompts: Sequence[str], calls: int, cost: str, base: Recipe) -> None:
     if not prompts or isinstance(prompts, str):
         raise ValueError(f"prompts={prompts!r}: pass a list of a few that are like the ones to come")
     if calls < 1:
         raise ValueError(f"calls={calls}: pass 1 or more, for instance 6")
     if cost not in ("time", "multiply_adds"):
         raise ValueError(f"cost={cost!r}: choose 'time' or 'multiply_adds'")
-    for name, searched in (("attention", "agent"), ("schedule", "early")):
-        if getattr(base, name) != searched:
-            raise ValueError(f"base has {name}={getattr(base, name)!r}: only {searched!r} is calibrated")
+    if not isinstance(base, Recipe) or base.attention is None or not isinstance(base.timing, Phases | None):
+        raise ValueError(f"base={base!r}: pass a recipe with attention, in phases or in every step")
 
 
 def _free_unet(pipe: Any) -> Any:
@@ -170,43 +162,39 @@ def _free_unet(pipe: Any) -> Any:
         raise ValueError("the U-Net is compiled: calibrate first, and compile it afterwards")
     if hasattr(unet, "_agentsd"):
         raise ValueError("the pipeline is patched: call remove_agentsd(pipe) first")
-    every = {site.name: AgentConfig() for site in find_sites(unet, EVERY_LEVEL, at_most=True)}
-    apply_agentsd(unet, config=LayerConfigs(every)).remove()  # raises what it would raise later
+    every = {site.name: Downsample() for site in find_sites(unet, EVERY_LEVEL, at_most=True)}
+    apply_agentsd(unet, recipe=Recipe(layers=every)).remove()  # raises what it would raise later
     return unet
 
 
-def _try_each(meter: Meter, base: AgentConfig, on_step: Callable[[int, int], None] | None) -> Table:
-    """What each choice loses and costs in each layer and phase; the first is stock attention."""
+def _try_each(
+    meter: Meter, operators: Sequence[Operator], seed: int, on_step: Callable[[int, int], None] | None
+) -> Table:
+    """What each operator loses and costs in each layer and phase; the first is stock attention."""
     sites: list[Site] = find_sites(meter.unet, EVERY_LEVEL, at_most=True)
     trials = [
-        (site, early, choice) for early in meter.phases for site in sites for choice in (STOCK, *CHOICES)
+        (site, early, operator) for early in meter.phases for site in sites for operator in (None, *operators)
     ]
     table: Table = {}
-    for done, (site, early, choice) in enumerate(trials):
-        config = None if choice == STOCK else LayerConfigs({site.name: _config(base, choice, choice)})
-        figures = meter.phase(config, early, site.attn)
-        table.setdefault((site.name, early), {})[choice] = figures
+    for done, (site, early, operator) in enumerate(trials):
+        recipe = None if operator is None else Recipe(layers={site.name: operator}, seed=seed)
+        figures = meter.phase(recipe, early, site.attn)
+        table.setdefault((site.name, early), {})[operator] = figures
         if on_step is not None:
             on_step(done + 1, len(trials))
     return table
 
 
-def _config(base: AgentConfig, early: Choice, late: Choice) -> AgentConfig:
-    """A layer's settings."""
-    config = replace(base, mode="exact", early=early.does, late=late.does, late_ratio=None, levels=None)
-    if early.does in ("tome", "agent"):
-        config = replace(config, ratio=early.ratio)
-    return replace(config, late_ratio=late.ratio) if late.does in ("tome", "agent") else config
-
-
-def _layers(base: AgentConfig, picked: Picked) -> LayerConfigs:
-    """The settings of each layer that is not stock in both phases."""
-    layers = {}
+def _recipe(picked: Picked, early_frac: float, seed: int) -> Recipe:
+    """What each layer runs that is not stock in both phases."""
+    layers: dict[str, Schedule] = {}
     for name in dict.fromkeys(name for name, _ in picked):
-        phases = [picked.get((name, early), STOCK) for early in (True, False)]
-        if phases != [STOCK, STOCK]:
-            layers[name] = _config(base, *phases)
-    return LayerConfigs(layers)
+        early, late = (picked.get((name, phase)) for phase in (True, False))
+        if early != late:
+            layers[name] = Phases(early, late, early_frac)
+        elif early is not None:
+            layers[name] = early
+    return Recipe(layers=layers, seed=seed)
 
 
 def _best_by_saving(table: Table, grain: float) -> list[Picked]:
@@ -214,22 +202,22 @@ def _best_by_saving(table: Table, grain: float) -> list[Picked]:
 
     A dynamic program over the layers and phases; errors add up, and savings, in units of `grain`.
     """
-    best: dict[int, tuple[float, tuple[Choice, ...]]] = {0: (0.0, ())}
+    best: dict[int, tuple[float, tuple[Operator | None, ...]]] = {0: (0.0, ())}
     for tried in table.values():
-        stock = tried[STOCK]
+        stock = tried[None]
         ways = [(round((stock.cost - cost) / grain), error, does) for does, (error, cost) in tried.items()]
-        found: dict[int, tuple[float, tuple[Choice, ...]]] = {}
+        found: dict[int, tuple[float, tuple[Operator | None, ...]]] = {}
         for saved, (error, picked) in best.items():
-            for gain, added, choice in ways:
+            for gain, added, operator in ways:
                 place, total = saved + gain, error + added
                 if place not in found or total < found[place][0]:
-                    found[place] = total, (*picked, choice)
+                    found[place] = total, (*picked, operator)
         best = found
     frontier: list[Picked] = []
     least = math.inf
     for saved in sorted((saved for saved in best if saved > 0), reverse=True):
-        error, choices = best[saved]
+        error, operators = best[saved]
         if error < least:
             least = error
-            frontier.append(dict(zip(table, choices, strict=True)))
+            frontier.append(dict(zip(table, operators, strict=True)))
     return frontier[::-1]

@@ -1,0 +1,140 @@
+"""Agent attention whose agents are found by token merging (AgentSD, "Agent Attention", ECCV 2024, Eq. 9)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from diffusers.models.attention_processor import Attention
+from torch import Tensor
+
+from ..checks import check, check_share
+from .formula import agent_attention
+from .matching import Ranking
+from .merging import Cut, cut_ranking, merge, unmerge
+from .operator import Attend, Operator, Place, heads, project, project_out
+from .ranking import RankedPlan, check_cells, partition
+
+
+def check_formula(k: float, scale: float) -> None:
+    """Raise ValueError for a bad weight of the residual or exponent of the head width."""
+    check("k", k, k >= 0, "pass 0 or more, for instance 0.075")
+    way_out = "it is the exponent of the head width: pass -0.15 (the paper) or any value of 0 or less"
+    check("scale", scale, scale <= 0, way_out)
+
+
+@dataclass(frozen=True)
+class Agents(Operator):
+    """Tokens are merged by `ratio`, and the same ranking is cut further for the agents.
+
+    Attributes:
+        ratio: share of the tokens merged away before attention, in [0, 1).
+        k: weight of the `+ kV` residual, 0 or more.
+        scale: exponent of the head width `d` in the broadcast softmax, `d**scale`; 0 or less. The usual
+            attention scale is -0.5, the paper's is -0.15.
+        stride: side of the cells that hold one destination token, and so one agent, each.
+        at_most: the stride grows where there would be more agents; None never lets it.
+        agent_ratio: share of the tokens merged away to make the agents, in (0, 1); at least the destination
+            tokens stay, which are all that stay with None.
+        ranking: "level": one for all layers of a level, or "layer": each its own, as in the paper.
+        cells: the destination token of each cell: "random", "first" (top left), or "auto": random for an
+            even batch and first for an odd one, as ToMeSD does.
+        feed_forward: the block's feed-forward layer runs on the merged tokens too.
+    """
+
+    name: ClassVar[str] = "agents"
+
+    ratio: float = 0.4
+    k: float = 0.075
+    scale: float = -0.15
+    stride: int = 4
+    at_most: int | None = 400
+    agent_ratio: float | None = None
+    ranking: str = "level"
+    cells: str = "auto"
+    feed_forward: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_share("ratio", self.ratio, below_one=True)
+        check_formula(self.k, self.scale)
+        check_cells(self.cells, self.stride, self.at_most)
+        check_ranking(self.ranking)
+        ok = self.agent_ratio is None or 0 < self.agent_ratio < 1
+        check("agent_ratio", self.agent_ratio, ok, "pass a share in (0, 1), like 0.95, or None")
+        alone = not (self.feed_forward and self.ranking == "layer")
+        check("feed_forward", self.feed_forward, alone, "it needs ranking='level', which outlives a layer")
+
+    @property
+    def own_ranking(self) -> bool:
+        """Whether each layer ranks its own tokens."""
+        return self.ranking == "layer"
+
+    def plan(self, place: Place) -> AgentsPlan | None:
+        """Draw the cells; None where not one is whole."""
+        stride = place.stride(self.stride, self.at_most)
+        if min(place.grid) < stride:
+            return None
+        return AgentsPlan(self, partition(place, stride, self.cells), self.ratio, self.own_ranking)
+
+
+def check_ranking(ranking: str) -> None:
+    """Raise ValueError unless it is whose ranking is."""
+    check("ranking", ranking, ranking in ("level", "layer"), "choose 'level' or 'layer'")
+
+
+class AgentsPlan(RankedPlan):
+    """Merged tokens, and agents from the same ranking; plain attention where agents would not be few."""
+
+    agents: Cut | None = None
+
+    def __init__(self, settings: Agents, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.settings = settings
+
+    def cut_further(self, ranking: Ranking, n_tokens: int, n_merged: int) -> None:
+        """Cut the ranking for the agents."""
+        settings = self.settings
+        n_agents = self.drawn.dst.numel()
+        if settings.agent_ratio is not None:
+            n_agents = max(n_tokens - int(n_tokens * settings.agent_ratio), n_agents)
+        # As the reference: where agents would be no fewer than half the tokens, attention stays plain.
+        few = 2 * n_agents < n_tokens - n_merged
+        self.agents = cut_ranking(ranking, n_tokens - n_agents) if few else None
+        if settings.feed_forward:
+            self.feed_forward = self.tokens
+
+    def forget(self) -> None:
+        """Let go of the agents' cut as well."""
+        super().forget()
+        if self.own:
+            self.agents = None
+
+    def attend(self, attn: Attention, tokens: Tensor, wrapped: Attend) -> Tensor:
+        """Merge, gather and broadcast, unmerge."""
+        cut, agents = self.tokens, self.agents
+        merged = tokens if cut is None else merge(tokens, cut)
+        if agents is None:
+            out = wrapped(merged)
+        else:
+            out = attend_agents(attn, merged, merge(tokens, agents), self.settings.k, self.settings.scale)
+        self.forget()
+        return out if cut is None else unmerge(out, cut)
+
+
+def attend_agents(
+    attn: Attention, tokens: Tensor, agents: Tensor, k: float, scale: float, mask: Tensor | None = None
+) -> Tensor:
+    """The layer's own projections and norms around `agent_attention`: (B, M, C) -> (B, M, C).
+
+    Agents (B, n, C) are projected as queries.
+    """
+    query, key, value = project(attn, tokens)
+    agent = heads(attn, attn.to_q(agents))
+    if attn.norm_q is not None:
+        agent = attn.norm_q(agent)
+    dtype = value.dtype
+    if attn.upcast_attention or attn.upcast_softmax:
+        query, key, value, agent = (x.float() for x in (query, key, value, agent))
+    out = agent_attention(query, key, value, agent, k, scale, mask)
+    return project_out(attn, out.to(dtype))

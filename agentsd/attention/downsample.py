@@ -1,0 +1,56 @@
+"""Downsampled keys and values ("ToDo: Token Downsampling for Efficient Generation of High-Resolution Images",
+2024)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from diffusers.models.attention_processor import Attention
+from torch import Tensor
+
+from .matching import draw_cells, split_grid
+from .operator import Attend, Operator, Place, Plan, separate
+from .ranking import check_cells
+
+
+@dataclass(frozen=True)
+class Downsample(Operator):
+    """All queries, but keys and values of the first token in each cell alone, the same in every step.
+
+    Drawn anew in every step, they would give pictures a grain.
+
+    Attributes:
+        stride: side of the cells.
+        at_most: the stride grows where there would be more keys at the finest level; half as many at the
+            second, where each is twice as wide. None never lets it.
+    """
+
+    name: ClassVar[str] = "downsample"
+
+    stride: int = 2
+    at_most: int | None = 2304
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_cells("first", self.stride, self.at_most)
+
+    def plan(self, place: Place) -> DownsamplePlan | None:
+        """Pick the tokens that are kept; None where no cell is whole."""
+        bound = None if self.at_most is None else max(1, self.at_most // place.coarseness)
+        stride = place.stride(self.stride, bound)
+        if min(place.grid) < stride:
+            return None
+        kept = split_grid(*place.grid, stride, draw_cells(*place.grid, stride, None)).dst
+        return DownsamplePlan(kept.to(place.device))
+
+
+class DownsamplePlan(Plan):
+    """Positions (n,) of the tokens that give keys and values."""
+
+    def __init__(self, kept: Tensor) -> None:
+        self.kept = kept
+
+    def attend(self, attn: Attention, tokens: Tensor, wrapped: Attend) -> Tensor:
+        """Attend from all tokens to the kept ones."""
+        return separate(attn, wrapped)(tokens, tokens.index_select(1, self.kept))

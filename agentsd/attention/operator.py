@@ -1,0 +1,119 @@
+"""What an operator of self-attention is: settings, and the plan that they make for a call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from torch import Tensor
+
+from ..checks import check_types
+from .merging import Cut
+
+CORE = "agentsd_core"
+"""Name of a layer's trainable module, where it has one."""
+
+Attend = Callable[..., Tensor]
+"""What would have run without the patch: (hidden_states, context) -> output; no context is self-attention."""
+
+_SEPARATE = AttnProcessor2_0()  # for layers whose own processor has its projections fused
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an operator runs in a call.
+
+    Attributes:
+        grid: height and width in tokens.
+        coarseness: side of a token, in tokens of the finest patched level.
+        batch: images in the call.
+        device: where index tensors go.
+        key: (seed, number of the group of layers, timestep) of what is drawn at random.
+    """
+
+    grid: tuple[int, int]
+    coarseness: int
+    batch: int
+    device: Any
+    key: tuple[int, int, float]
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens an image has."""
+        return self.grid[0] * self.grid[1]
+
+    def stride(self, least: int, at_most: int | None) -> int:
+        """The side of square cells, `least` or more, so that there are about `at_most` of them or fewer."""
+        if at_most is None:
+            return least
+        return max(least, math.ceil(math.sqrt(self.tokens / at_most)))
+
+
+class Plan:
+    """What an operator does in the layers of a group in one call."""
+
+    feed_forward: Cut | None = None
+    """How the tokens of the block's feed-forward layer are merged, where they are."""
+
+    @property
+    def ranks(self) -> bool:
+        """Whether `rank` is to be called before `attend`."""
+        return False
+
+    def rank(self, block_input: Tensor) -> None:
+        """Take in a block's input (B, N, C) before `norm1`."""
+
+    def attend(self, attn: Attention, tokens: Tensor, wrapped: Attend) -> Tensor:
+        """Self-attention of a layer on (B, N, C)."""
+        raise NotImplementedError
+
+
+class Operator:
+    """Settings of what a layer's self-attention runs: a frozen dataclass, checked when it is made."""
+
+    name: ClassVar[str]
+    """Its name in a recipe file."""
+    needs_core: ClassVar[bool] = False
+    """Whether it has a module to be trained."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+    @property
+    def own_ranking(self) -> bool:
+        """Whether each layer makes a plan of its own; else the layers of a level share one."""
+        return False
+
+    def plan(self, place: Place) -> Plan | None:
+        """The plan of a call; None is stock attention (no whole cell, nothing to merge)."""
+        raise NotImplementedError
+
+
+def separate(attn: Attention, wrapped: Attend) -> Attend:
+    """`wrapped`, or what gives it keys and values of other tokens where projections are fused."""
+    return (lambda *args: _SEPARATE(attn, *args)) if attn.fused_projections else wrapped
+
+
+def project(attn: Attention, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value (B, heads, M, d) of tokens (B, M, C), through the layer's own projections."""
+    query, key, value = (heads(attn, to(tokens)) for to in (attn.to_q, attn.to_k, attn.to_v))
+    if attn.norm_q is not None:
+        query = attn.norm_q(query)
+    if attn.norm_k is not None:
+        key = attn.norm_k(key)
+    return query, key, value
+
+
+def project_out(attn: Attention, out: Tensor) -> Tensor:
+    """(B, heads, M, d) -> (B, M, C), through the layer's own output projection."""
+    out = out.transpose(1, 2).flatten(2)
+    out = attn.to_out[1](attn.to_out[0](out))  # linear, dropout
+    return out / attn.rescale_output_factor
+
+
+def heads(attn: Attention, x: Tensor) -> Tensor:
+    """(B, M, heads * d) -> (B, heads, M, d)."""
+    return x.unflatten(2, (attn.heads, -1)).transpose(1, 2)

@@ -1,0 +1,120 @@
+"""The self-attention processor: what the layer's plan says, else the processor that it stands in for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from torch import Tensor
+from torch.nn import Module
+
+from .merging import merge, unmerge
+from .operator import Plan
+
+
+@dataclass
+class Work:
+    """What the layers of a group do in the call under way.
+
+    Attributes:
+        grid: height and width in tokens that they are expected to get.
+        plan: of the operator that runs; None is stock attention.
+    """
+
+    grid: tuple[int, int] = (0, 0)
+    plan: Plan | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the layers are expected to get."""
+        return self.grid[0] * self.grid[1]
+
+
+@dataclass
+class LayerState:
+    """What a patched attention layer knows; kept on the layer, not on its processor.
+
+    Attributes:
+        name: the layer's name in the model.
+        work: what it and the layers that share its ranking do in the call under way.
+        held: whether the layer's processor is ours.
+        block_input: (B, N, C) the block's input before `norm1`, from which tokens are ranked.
+        mismatch: the number of tokens that came instead of the expected one, or 0.
+    """
+
+    name: str
+    work: Work = field(default_factory=Work)
+    held: bool = True
+    block_input: Tensor | None = None
+    mismatch: int = 0
+
+    def see(self, norm1: Module, args: tuple[Tensor, ...]) -> None:
+        """Forward pre-hook of the block's `norm1`: note the block's input, if it will be ranked."""
+        plan = self.work.plan
+        if self.held and plan is not None and plan.ranks:
+            self.block_input = args[0]
+
+    def merge_feed_forward(self, norm3: Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        """Forward hook of the block's `norm3`: what the feed-forward layer gets (ToMeSD)."""
+        plan = self.work.plan
+        cut = plan.feed_forward if plan is not None and self.held else None
+        return out if cut is None else merge(out, cut)
+
+    def unmerge_feed_forward(self, ff: Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        """Forward hook of the block's `ff`: the way back."""
+        plan = self.work.plan
+        cut = plan.feed_forward if plan is not None and self.held else None
+        return out if cut is None else unmerge(out, cut)
+
+
+class AgentAttnProcessor:
+    """Stands in for the processor that was there before, and says it is of its class.
+
+    Hosts choose by `processor.__class__`, so that they treat the layer as they would without the patch.
+    All state is the layer's (`LayerState`).
+    """
+
+    def __init__(self, wrapped: Any = None) -> None:
+        self.wrapped = AttnProcessor2_0() if wrapped is None else wrapped
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.wrapped)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AgentAttnProcessor, (self.wrapped,)
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Self-attention on `hidden_states` (B, N, C) -> (B, N, C); else `wrapped` is called."""
+        layer: LayerState | None = getattr(attn, "_agentsd", None)
+        plan = None if layer is None else layer.work.plan
+        plain = encoder_hidden_states is None and attention_mask is None and hidden_states.ndim == 3
+        if layer is None or plan is None or not plain:
+            return self.wrapped(attn, hidden_states, encoder_hidden_states, attention_mask, *args, **kwargs)
+
+        block_input, layer.block_input = layer.block_input, None
+        fits = hidden_states.shape[1] == layer.work.tokens
+        if fits and plan.ranks and block_input is not None:
+            plan.rank(block_input)
+        if not fits or plan.ranks:
+            layer.mismatch = hidden_states.shape[1]
+            return self.wrapped(attn, hidden_states, None, None, *args, **kwargs)
+
+        def wrapped(tokens: Tensor, context: Tensor | None = None, *more: Any) -> Tensor:
+            return self.wrapped(attn, tokens, context, None, *args, **kwargs)
+
+        return plan.attend(attn, hidden_states, wrapped)
+
+
+def is_ours(processor: Any) -> bool:
+    """Whether a processor is an `AgentAttnProcessor`, whatever it says it is."""
+    return type(processor) is AgentAttnProcessor

@@ -1,0 +1,5 @@
+"""What to run where, measured on a user's own model."""
+
+from .search import calibrate
+
+__all__ = ["calibrate"]

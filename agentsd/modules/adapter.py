@@ -1,0 +1,128 @@
+"""Trained attention on the patched layers: its module, its weights in a file, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from ..attention.operator import CORE
+from ..hosts import Site, size_of
+from .operators import TrainedOperator
+
+FILE_NAME = "agentsd.safetensors"
+PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
+
+
+def build_core(site: Site, operator: TrainedOperator, seed: int, model: Any) -> Module:
+    """The trainable module of a layer, made for the model's own size; nothing is changed.
+
+    Raises:
+        ValueError: the model's size is not known, or its weights are not on this machine.
+    """
+    attn: Any = site.attn
+    height, width = site.grid(torch.empty(1, 1, *size_of(model), device="meta"))
+    weight = _linear(attn, "to_q").weight
+    if weight.device.type == "meta":
+        raise ValueError(
+            f"{site.name}.to_q.weight is on the device 'meta' (sequential offloading keeps it elsewhere): "
+            "apply a trained recipe before pipe.enable_sequential_cpu_offload()"
+        )
+    with torch.random.fork_rng(devices=[]):  # the same start each time, and the user's random state as it was
+        torch.manual_seed(seed)
+        core = operator.build(attn.heads, weight.shape[0] // attn.heads, (height, width))
+    return core.to(weight.device, model.dtype)  # not the weight's own dtype, which may be for storage alone
+
+
+Layers = Sequence[tuple[str, Any, Module | None]]
+"""Patched layers: their names, themselves, and their trainable modules."""
+
+
+def weights_of(layers: Layers) -> dict[str, Parameter]:
+    """What is trained: the named layers' modules and projections, by name."""
+    found: dict[str, Parameter] = {}
+    for name, attn, core in layers:
+        parts: list[tuple[str, Module]] = [(part, _linear(attn, part)) for part in PROJECTIONS]
+        if core is not None:
+            parts.append((CORE, core))
+        for part, module in parts:
+            found |= {f"{name}.{part}.{key}": value for key, value in module.named_parameters()}
+    return found
+
+
+def save_weights(layers: Layers, folder: str | Path) -> Path:
+    """Write the layers' weights to `agentsd.safetensors` in a folder; returns its path."""
+    path = Path(folder) / FILE_NAME
+    save_file({name: weight.detach().cpu().contiguous() for name, weight in weights_of(layers).items()}, path)
+    return path
+
+
+def read_weights(folder: str | Path) -> dict[str, Tensor]:
+    """A folder's weights by name.
+
+    Raises:
+        ValueError: the file cannot be read, or holds what is no weight.
+    """
+    path = Path(folder) / FILE_NAME
+    try:
+        loaded = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): save it again with AgentHandle.save") from None
+    for name, weight in loaded.items():
+        if not weight.is_floating_point() or not weight.isfinite().all():
+            kind = weight.dtype if not weight.is_floating_point() else "not finite"
+            raise ValueError(f"{path}: {name} is {kind}: save it again with AgentHandle.save")
+    return loaded
+
+
+def check_fit(layers: Layers, loaded: dict[str, Tensor], where: str | Path) -> None:
+    """Raise ValueError where weights belong to other layers or settings."""
+    weights = weights_of(layers)
+    wrong = set(loaded) ^ set(weights) or {n for n, w in weights.items() if w.shape != loaded[n].shape}
+    if wrong:
+        raise ValueError(
+            f"{where} does not fit this model and the recipe beside it: {sorted(wrong)[0]} differs"
+        )
+
+
+class LoadedWeights:
+    """Weights that stand in the layers in place of others, and the way back."""
+
+    def __init__(self, layers: Layers, loaded: dict[str, Tensor]) -> None:
+        self._before: dict[str, Tensor] = {}
+        self._given: dict[str, Tensor] = {}
+        for name, weight in weights_of(layers).items():
+            given = loaded[name].to(weight.device, weight.dtype)
+            if f".{CORE}." not in name:
+                self._before[name], self._given[name] = weight.data, given
+            weight.data = given.clone()
+
+    def restore(self, layers: Layers) -> None:
+        """Put back what was there before; what `fuse_lora` has added to a weight since then stays added."""
+        weights = weights_of(layers)
+        fused = _fused(layers)
+        for name, before in self._before.items():
+            weight = weights[name]
+            data = before.to(weight.device, weight.dtype)
+            if name in fused:
+                data = data + (weight.data - self._given[name].to(weight.device, weight.dtype))
+            weight.data = data
+
+
+def _fused(layers: Layers) -> set[str]:
+    """Names of the weights that a LoRA is fused into."""
+    parts = {f"{name}.{part}": attn.get_submodule(part) for name, attn, _ in layers for part in PROJECTIONS}
+    merged = [name for name, module in parts.items() if getattr(module, "merged", False)]
+    return {f"{name}.{key}" for name in merged for key in ("weight", "bias")}
+
+
+def _linear(attn: Any, part: str) -> Any:
+    """A projection of a layer, under its LoRA wrapper if it has one."""
+    module = attn.get_submodule(part)
+    return getattr(module, "base_layer", module)

@@ -1,0 +1,1 @@
+"""Where in its run a call is, and how far the latent moved."""

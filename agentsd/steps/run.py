@@ -1,0 +1,153 @@
+"""Where in its run a U-Net call is: read from the timestep, so that no count of calls can go wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+TRAINING_TIMESTEPS = tuple(float(t) for t in range(999, -1, -1))
+"""What a call is placed by that no scheduler's list is known of, noisiest first."""
+_NEAR = 1e-3  # float32 schedules miss their own values by less
+
+
+def early_threshold(timesteps: Sequence[float], early_frac: float) -> float:
+    """The timestep that every early one is greater than.
+
+    Args:
+        timesteps: the scheduler's whole list; repeats (PLMS, Heun) count once.
+        early_frac: share of the steps that are early.
+    """
+    unique = sorted(set(timesteps), reverse=True)
+    last = round(early_frac * len(unique))
+    if last == 0:
+        return math.inf
+    return unique[last] if last < len(unique) else -math.inf
+
+
+@dataclass(frozen=True)
+class Step:
+    """One U-Net call's place in a run.
+
+    Attributes:
+        timestep: the noise level, in training timesteps.
+        early: whether the step is one of the first `early_frac`.
+        opens: the call is a run's first.
+        repeats: it has the timestep of the call before, in the same run (PLMS, Heun).
+        opens_without_early: and the run has no early step.
+        off_list: its timestep is not on the list that it was placed by.
+    """
+
+    timestep: float
+    early: bool
+    opens: bool
+    repeats: bool
+    opens_without_early: bool
+    off_list: bool = False
+
+
+class CallRule(Protocol):
+    """What stands around a U-Net call: it may change what goes in, and what comes out."""
+
+    def before(
+        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the U-Net is called with."""
+
+    def after(self, step: Step, output: Any) -> Any:
+        """What the caller gets."""
+
+
+class RunReader:
+    """Turns the timestep of a U-Net call into a `Step`.
+
+    Pipelines pass an element of their scheduler's list, and the element's storage is that list: so the run
+    that calls is followed, whichever pipeline it is of. Else the list is that of the scheduler it is given,
+    and else the training timesteps.
+    """
+
+    def __init__(self, early_frac: float) -> None:
+        self.early_frac = early_frac
+        self._source: Tensor | None = None  # held, so that no other list gets its address
+        self._version = -1
+        self._list: Sequence[float] = ()
+        self._threshold = math.inf
+        self._place = -1
+        self._previous = math.nan
+
+    def read(self, timestep: Any, scheduler: Any = None) -> Step:
+        """Read one call.
+
+        Args:
+            timestep: the U-Net's second argument: a number or a tensor; of a batch of different timesteps
+                the largest one counts.
+            scheduler: a scheduler to fall back on.
+        """
+        source = _own_list(timestep)
+        known = source if source is not None else getattr(scheduler, "timesteps", None)
+        renewed = self._look_up(known)
+        before = self._place
+        if source is not None:
+            self._place = timestep.storage_offset()
+            t = self._list[self._place]
+        else:
+            t = float(timestep.max() if isinstance(timestep, Tensor) else timestep)
+            self._place = self._nearest(t, before if not renewed else -1)
+        off_list = abs(self._list[self._place] - t) > _NEAR * max(1.0, abs(t))
+        opens = renewed or self._place < before
+        repeats = not opens and t == self._previous
+        self._previous = t
+        early = t > self._threshold + _NEAR
+        ahead = self._list[self._place :]
+        guessed = known is None
+        late_run = opens and self.early_frac > 0 and not any(x > self._threshold + _NEAR for x in ahead)
+        return Step(t, early, opens, repeats, late_run and not guessed, off_list)
+
+    def _look_up(self, known: Any) -> bool:
+        """Read a list again if it may have changed; returns whether another run has begun by that."""
+        if isinstance(known, Tensor):
+            version = 0 if known.is_inference() else known._version
+            if _same(known, self._source) and version == self._version:
+                return False
+            self._source, self._version = known, version
+            values = known.double().flatten().tolist()
+        else:
+            self._source = None
+            values = list(TRAINING_TIMESTEPS if known is None else map(float, known))
+            if values == self._list:
+                return False
+        self._list = values
+        self._threshold = early_threshold(values, self.early_frac)
+        return True
+
+    def _nearest(self, t: float, start: int) -> int:
+        """The place of a timestep: the next one after `start`, or that one again, or else the first."""
+        near = [i for i, x in enumerate(self._list) if abs(x - t) <= _NEAR * max(1.0, abs(t))]
+        for place in (start + 1, start):
+            if place in near:
+                return place
+        if near:
+            return next((i for i in near if i > start), near[0])
+        return min(range(len(self._list)), key=lambda i: abs(self._list[i] - t))
+
+
+def _same(one: Tensor, other: Tensor | None) -> bool:
+    if other is None:
+        return False
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.dtype == other.dtype
+
+
+def _own_list(timestep: Any) -> Tensor | None:
+    """The list that a timestep is an element of, or None."""
+    if not isinstance(timestep, Tensor) or timestep.device.type == "meta":
+        return None
+    single = timestep.numel() == 1 or not any(timestep.stride())
+    storage = timestep.untyped_storage()
+    count = storage.nbytes() // timestep.element_size()
+    if not single or count < 2 or timestep.storage_offset() >= count:
+        return None
+    return torch.empty(0, dtype=timestep.dtype, device=timestep.device).set_(storage)

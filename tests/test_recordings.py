@@ -1,0 +1,107 @@
+"""Pictures do not change: every kind of settings gives what it gave before the core was rebuilt."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from recordings import CASES, COARSE, FILE, FINE, run
+from safetensors.torch import load_file
+
+from agentsd import Agents, ByDistance, Downsample, Merge, Phases, PooledAgents, Recipe, apply_agentsd
+from agentsd.modules import AgentModule, AttnZero, FocusedLinear
+from agentsd.recipe import DOWNSAMPLE, EXACT, FAST, TURBO
+
+OLD = {"ranking": "layer", "at_most": None, "agent_ratio": 0.95}
+"""Agents in what was the exact mode."""
+OLD_MERGE = Merge(ranking="layer")
+
+
+def _exact(late: Any = OLD_MERGE, early_frac: float = 0.4, **settings: Any) -> Recipe:
+    """The exact mode with other settings."""
+    early = Agents(**OLD | settings)
+    if late is OLD_MERGE and "ratio" in settings:
+        late = replace(OLD_MERGE, ratio=settings["ratio"])
+    return Recipe(Phases(early, late, early_frac), levels=1)
+
+
+def _fast(late: Any = Downsample(), early: Any = Agents(), **more: Any) -> Recipe:  # noqa: B008
+    """The fast mode with other settings."""
+    return Recipe(Phases(early, late), **more)
+
+
+def _mediators(*stages: Any, thresholds: tuple[float, ...] = (0.98, 0.9), per: str = "batch") -> Recipe:
+    return Recipe(ByDistance(stages, thresholds, per), levels=1)
+
+
+def _pooled(*counts: int) -> list[PooledAgents]:
+    return [PooledAgents(count, at_most=None) for count in counts]
+
+
+RECIPES: dict[str, Recipe] = {
+    "exact": EXACT,
+    "fast": FAST,
+    "turbo": TURBO,
+    "downsample": DOWNSAMPLE,
+    "k 0": _exact(ratio=0.5, k=0.0),
+    "k 0.15": _exact(ratio=0.5, k=0.15),
+    "scale -0.5": _exact(ratio=0.5, scale=-0.5),
+    "early 0.8": _exact(ratio=0.5, early_frac=0.8),
+    "early 1": _exact(ratio=0.5, early_frac=1.0),
+    "ratio 0": _exact(ratio=0.0),
+    "merge in every step": Recipe(OLD_MERGE, levels=1),
+    "merge later": _fast(Merge()),
+    "late ratio": _exact(Merge(0.25, ranking="layer"), ratio=0.5),
+    "stock later": _fast(None),
+    "agents later": Recipe(Agents(**OLD), levels=1),
+    "one level": _fast(levels=1),
+    "few agents": _fast(early=Agents(stride=2, at_most=9)),
+    "few agents, exact": _exact(stride=2, at_most=9, agent_ratio=None),
+    "agent ratio": _exact(agent_ratio=0.8),
+    "strides": _exact(Merge(0.3, stride=4, ranking="layer"), stride=2, ratio=0.3),
+    "first cells": _fast(Merge(cells="first"), Agents(cells="first")),
+    "random cells, odd batch": _fast(early=Agents(cells="random")),
+    "odd batch": _fast(Merge()),
+    "odd grid": _fast(Merge()),
+    "seed 3": _fast(seed=3),
+    "bounds": _fast(early=Agents(0.6)),
+    "pooled agents": Recipe(Phases(PooledAgents(at_most=None), None), levels=1),
+    "pooled agents of merged tokens": _fast(early=PooledAgents(12, ratio=0.4)),
+    "mediators": _mediators(*_pooled(4, 16, 64)),
+    "mediators, some of none": _mediators(None, *_pooled(4, 16)),
+    "mediators, each sample": _mediators(*_pooled(4, 16, 64), thresholds=(0.99, 0.95), per="sample"),
+    "merged agents by distance": _mediators(
+        *(Agents(0.2, stride=2, at_most=n, ranking="layer") for n in (4, 16, 64))
+    ),
+    "agent module": Recipe(AgentModule()),
+    "focused": Recipe(FocusedLinear()),
+    "attnzero": _fast(early=AttnZero()),
+    "SDXL": FAST,
+    "calibrated": Recipe(
+        layers={
+            FINE: Phases(Agents(**OLD | {"ratio": 0.25}), Downsample(at_most=None)),
+            COARSE: Phases(Downsample(at_most=None), Merge(0.5, ranking="layer")),
+        }
+    ),
+}
+
+
+def apply(pipe: Any, recipe: Recipe) -> None:
+    """Patch a pipeline."""
+    apply_agentsd(pipe, recipe=recipe)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_latents_are_those_recorded(name):
+    recorded = load_file(FILE)[name]
+    latents = run(CASES[name], lambda pipe, case: apply(pipe, RECIPES[name]))
+    torch.testing.assert_close(latents, recorded, atol=1e-4, rtol=1e-5)
+
+
+def test_every_case_is_another_picture():
+    recorded = list(load_file(FILE).values())
+    assert set(RECIPES) == set(CASES) == set(load_file(FILE))
+    for i, one in enumerate(recorded):
+        assert not any(torch.equal(one, other) for other in recorded[:i])
