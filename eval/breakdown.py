@@ -12,8 +12,7 @@ import torch
 from diffusers.models.resnet import ResnetBlock2D
 from rich.table import Table
 
-import agentsd.plan
-import agentsd.processor
+from agentsd.attention import agents, merge, pooled, processor, ranking
 from agentsd.hosts import EVERY_LEVEL, find_sites
 
 from .config import ProfileSettings
@@ -24,12 +23,12 @@ from .workload import Case, forward_call
 
 TOTAL = "whole call"
 REST = "everything else"
-# Functions of the core that have a part of their own, by the module whose name for them is called.
-_FUNCTIONS = {
-    "rank_tokens": ("matching: rank", agentsd.plan),
-    "cut_ranking": ("matching: cut", agentsd.plan),
-    "merge": ("merge", agentsd.processor),
-    "unmerge": ("unmerge", agentsd.processor),
+# Functions of the core that have a part of their own, and the modules that call them by that name.
+_FUNCTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "rank_tokens": ("matching: rank", (ranking,)),
+    "cut_ranking": ("matching: cut", (ranking, agents)),
+    "merge": ("merge", (agents, merge, pooled, processor)),
+    "unmerge": ("unmerge", (agents, merge, pooled, processor)),
 }
 
 
@@ -98,8 +97,9 @@ def watched(unet: Any, parts: dict[torch.nn.Module, str], clock: Clock) -> Itera
         for module, part in parts.items():
             # A wrapper, not hooks: those of the method under test belong to the part as well.
             stack.enter_context(patch.object(module, "forward", _timed(module.forward, part, clock)))
-        for name, (part, place) in _FUNCTIONS.items():
-            stack.enter_context(patch.object(place, name, _timed(getattr(place, name), part, clock)))
+        for name, (part, places) in _FUNCTIONS.items():
+            for place in places:
+                stack.enter_context(patch.object(place, name, _timed(getattr(place, name), part, clock)))
         yield
 
 

@@ -5,10 +5,12 @@ from typing import Any
 
 from rich.table import Table
 
-from agentsd import AgentConfig, LayerConfigs, calibrate
+from agentsd import Phases, Recipe, calibrate
+from agentsd.attention import Downsample, Operator
 from agentsd.hosts import EVERY_LEVEL, find_sites
+from agentsd.recipe import stages_of
 
-from .config import CalibrateSettings
+from .config import CalibrateSettings, recipe_of
 from .errors import EvalError
 from .methods import parse_method
 from .output import explain_os_error, make_table
@@ -27,7 +29,7 @@ def prompts_of(settings: CalibrateSettings) -> list[str]:
     return [picture.prompt for picture in from_references(load_references(), settings.images, settings.seed)]
 
 
-def run(pipe: Any, settings: CalibrateSettings, tick: Callable[[int, int], None]) -> LayerConfigs:
+def run(pipe: Any, settings: CalibrateSettings, tick: Callable[[int, int], None]) -> Recipe:
     """Calibrate; `tick` is told how many of how many trials are done.
 
     Raises EvalError where there is not exactly one goal, or none is met, with what can be had.
@@ -41,7 +43,7 @@ def run(pipe: Any, settings: CalibrateSettings, tick: Callable[[int, int], None]
                 speedup=settings.speedup,
                 max_error=settings.max_error,
                 cost=settings.cost,
-                base=AgentConfig(**settings.agent),
+                base=recipe_of(settings.agent),
                 num_inference_steps=settings.steps,
                 guidance_scale=settings.guidance_scale,
                 calls=settings.calls,
@@ -54,7 +56,7 @@ def run(pipe: Any, settings: CalibrateSettings, tick: Callable[[int, int], None]
         raise EvalError(str(error)) from error
 
 
-def save(found: LayerConfigs, settings: CalibrateSettings) -> None:
+def save(found: Recipe, settings: CalibrateSettings) -> None:
     """Write the YAML file. Raises EvalError if that can't be done."""
     try:
         found.save(settings.out)
@@ -62,40 +64,39 @@ def save(found: LayerConfigs, settings: CalibrateSettings) -> None:
         raise explain_os_error(error, settings.out) from error
 
 
-def choices(pipe: Any, found: LayerConfigs) -> Table:
+def choices(pipe: Any, found: Recipe) -> Table:
     """Return what each layer of the model runs in each phase as a terminal table."""
     rows = []
     for site in find_sites(pipe.unet, EVERY_LEVEL, at_most=True):
-        config = found.layers.get(site.name, AgentConfig(early="none", late="none"))
-        late_ratio = config.ratio if config.late_ratio is None else config.late_ratio
-        does = _words(config.early, config.ratio), _words(config.does_late, late_ratio)
-        rows.append([short_name(site.name), str(site.span), *does])
-    early = f"first {found.first.early_frac:.0%} of the steps"
+        stages = stages_of((found.layers or {}).get(site.name))
+        rows.append([short_name(site.name), str(site.span), _words(stages[0]), _words(stages[-1])])
+    share = found.timing.early_frac if isinstance(found.timing, Phases) else 1.0
+    early = f"first {share:.0%} of the steps"
     return make_table("what each layer runs", ["layer", "latent px / token", early, "later steps"], rows)
 
 
-def _words(does: str, ratio: float) -> str:
-    """Return "agents, r=0.25" for ("agent", 0.25)."""
-    name = {"none": "stock", "downsample": "downsampling", "tome": "merging", "agent": "agents"}[does]
-    plain = does in ("none", "downsample") or (does == "agent" and ratio == 0)
-    return name if plain else f"{name}, r={ratio:g}"
+def _words(operator: Operator | None) -> str:
+    """Return "agents, r=0.25" for Agents(0.25)."""
+    if operator is None or isinstance(operator, Downsample):
+        return "stock" if operator is None else operator.name
+    ratio = getattr(operator, "ratio", 0)
+    return f"{operator.name}, r={ratio:g}" if ratio else operator.name
 
 
-def figures(found: LayerConfigs, settings: CalibrateSettings) -> Table:
+def figures(found: Recipe, settings: CalibrateSettings) -> Table:
     """Return the measured error and speed-up, beside the fixed settings', as a terminal table."""
     measured = found.measured
-    config = AgentConfig(**settings.agent)
-    fixed = "fixed, the default" if config == AgentConfig() else "fixed, as given"
+    fixed = "fixed, as given" if settings.agent else "fixed, the default"
     rows = [
         [name, f"{row['error']:.3g}", f"{row['speedup']:.3f}x"]
-        for name, row in ((f"{fixed} (r={config.ratio:g})", measured["base"]), ("calibrated", measured))
+        for name, row in ((fixed, measured["base"]), ("calibrated", measured))
     ]
     clock = {"time": "time", "multiply_adds": "multiply-adds"}[settings.cost]
     run = f"{settings.model}, {measured['calls']} U-Net calls"
     return make_table(run, ["settings", "error of the guided output", f"speed-up ({clock})"], rows)
 
 
-def note(found: LayerConfigs) -> str:
+def note(found: Recipe) -> str:
     """Return what was measured, and on which prompts."""
     prompts = "\n".join(f"  {prompt}" for prompt in found.measured["prompts"])
     return (

@@ -1,14 +1,14 @@
 """Settings of every command: command line over YAML over the defaults that stand here."""
 
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from agentsd import AgentConfig
+from agentsd import Recipe
+from agentsd.recipe import MODES
 
 from .errors import EvalError
 
@@ -35,10 +35,10 @@ class Settings(BaseModel):
     steps: int = Field(50, ge=1)
     guidance_scale: float = Field(7.5, ge=0)
     agent: dict[str, Any] = Field(default_factory=dict)
-    """Settings of `agentsd.apply_agentsd` other than `ratio`; what is left out keeps its own default."""
+    """k, scale, early_frac and seed, as `agentsd.apply_agentsd` takes them."""
     named: dict[str, dict[str, Any] | Path] = Field(default_factory=dict)
-    """More methods by a name of one's own: settings of `agentsd.apply_agentsd`, or what its `config` takes (a
-    file of settings by layer, or a folder with trained attention). They have no ratio but their own."""
+    """More methods by a name of one's own: keywords of `agentsd.apply_agentsd`, with `recipe` as it stands in
+    a recipe's file; or such a file, or a folder with trained attention. They have no ratio but their own."""
     cache_interval: int = Field(3, ge=1)
     """DeepCache runs the whole U-Net at every so many steps."""
 
@@ -47,7 +47,10 @@ class Settings(BaseModel):
     def _known_agent_settings(cls, agent: dict[str, Any]) -> dict[str, Any]:
         if "ratio" in agent:
             raise ValueError("the ratio is an option of its own")
-        return _agent_settings(agent)
+        if named := sorted({"mode", "recipe"} & set(agent)):
+            raise ValueError(f"{named[0]} is chosen by a method's name")
+        recipe_of(agent)
+        return agent
 
     @field_validator("named")
     @classmethod
@@ -56,21 +59,34 @@ class Settings(BaseModel):
             if "+" in name or not name.isprintable() or "/" in name:
                 raise ValueError(f"the name {name!r} holds a '+', a '/' or a line break")
             if isinstance(settings, dict):
-                _agent_settings(settings)
+                recipe_of(settings)
             elif not settings.exists():
                 raise ValueError(f"{name}: {settings} isn't there; make it first")
         return named
 
 
-def _agent_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    known = {field.name for field in fields(AgentConfig)}
-    if unknown := sorted(set(settings) - known):
-        raise ValueError(f"unknown {unknown}; known: {', '.join(sorted(known))}")
+_DOOR = ("ratio", "k", "scale", "early_frac", "seed")
+
+
+def recipe_of(settings: Mapping[str, Any]) -> Recipe:
+    """The recipe that keywords of `agentsd.apply_agentsd` make; `recipe` is what a recipe's file holds.
+
+    Raises ValueError for an unknown keyword or a bad value.
+    """
+    given = dict(settings)
+    content, mode = given.pop("recipe", None), given.pop("mode", None)
+    if unknown := sorted(set(given) - set(_DOOR)):
+        raise ValueError(f"unknown {unknown}; known: {', '.join(sorted((*_DOOR, 'mode', 'recipe')))}")
     try:
-        AgentConfig(**settings)
+        if content is not None:
+            if given or mode is not None:
+                raise ValueError(f"{sorted(settings)}: a recipe holds all settings: leave out the others")
+            return Recipe.from_mapping({"version": 1} | content)
+        if mode is not None and mode not in MODES:
+            raise ValueError(f"mode={mode!r}: choose {' or '.join(map(repr, MODES))}")
+        return MODES[mode or "fast"].with_settings(**given)
     except TypeError as error:
         raise ValueError(str(error)) from error
-    return settings
 
 
 class SamplingSettings(Settings):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from agentsd.cost import multiply_adds
+from agentsd.calibration.cost import multiply_adds
 
 from .architectures import build
 from .config import Backend, CostSettings, LatencySettings

@@ -30,14 +30,16 @@ def thresholds_of(stages: int, step: float) -> Iterator[tuple[float, ...]]:
 
 def methods_of(settings: MediatorSettings) -> list[Method]:
     """Return stock, then pooled agents with each choice of thresholds."""
-    if "distance" in str(settings.agent.get("schedule", "")) or "thresholds" in settings.agent:
-        raise EvalError("--agent schedule and thresholds are what this command varies; leave them out")
-    shared = {"agents": "pool", "schedule": "distance", "agent_counts": list(settings.mediator_counts)}
+    formula = {key: value for key, value in settings.agent.items() if key in ("k", "scale")}
+    if unused := sorted(set(settings.agent) - set(formula)):
+        raise EvalError(f"--agent {unused[0]}: mediators have k and scale alone; leave it out")
+    stages = [{"pooled_agents": {"count": count} | formula} for count in settings.mediator_counts]
     methods = [parse_method("stock", None, settings)]
     for thresholds in thresholds_of(len(settings.mediator_counts), settings.mediator_step):
-        own = {**settings.agent, **shared, "thresholds": list(thresholds)}
-        named = {"mediators": own | {"ratio": 0.0}}
-        methods.append(parse_method("mediators", None, settings.model_copy(update={"named": named})))
+        name = f"mediators {thresholds}"
+        recipe = {"attention": {"stages": stages, "thresholds": list(thresholds)}}
+        named = {name: {"recipe": recipe}}
+        methods.append(parse_method(name, None, settings.model_copy(update={"named": named})))
     return methods
 
 
@@ -55,7 +57,7 @@ def draw(rows: Sequence[Row], features: str | None) -> Figure:
     have = [row for row in rows if row.get("multiply_adds") and row.get("frechet") is not None]
     stock = [row for row in have if row["method"] == "stock"]
     others = {
-        (row["multiply_adds"] / 1e9, row["frechet"]): row["agent"].partition("thresholds=")[2]
+        (row["multiply_adds"] / 1e9, row["frechet"]): row["method"].removeprefix("mediators ")
         for row in have
         if row["method"] != "stock"
     }

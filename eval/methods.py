@@ -1,7 +1,6 @@
 """The methods a row can name: each is applied to a pipeline for the length of a `with` block."""
 
 import hashlib
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,15 +12,15 @@ import tomesd
 import torch
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 
-from agentsd import apply_agentsd, remove_agentsd
-from agentsd.config import MODES, AgentConfig
+from agentsd import Recipe, apply_agentsd, remove_agentsd
 from agentsd.hosts import EVERY_LEVEL, find_sites
 
-from .config import Backend, Settings
+from .config import Backend, Settings, recipe_of
 from .errors import EvalError
 
 Reseed = Callable[[int], None]
-_MODES = {"agentsd": None, **{f"agentsd-{mode}": mode for mode in MODES if mode != "exact"}}
+_MODES = {"agentsd": "exact", "agentsd-fast": "fast", "agentsd-turbo": "turbo"}
+_DEFAULTS = {"k": 0.075, "scale": -0.15, "early_frac": 0.4, "seed": 0}
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,10 @@ class Method:
     backend: Backend = "sdpa"
     agent: tuple[tuple[str, Any], ...] = ()
     cache_interval: int = 3
-    config: Path | None = None
-    """What `apply_agentsd` takes in place of settings, for a part that has a name of the user's own."""
+    recipe: Recipe | None = None
+    """What a part runs that has a name of the user's own."""
+    folder: Path | None = None
+    """Or where it is read from, with trained attention or without."""
 
     @property
     def name(self) -> str:
@@ -47,11 +48,11 @@ class Method:
         words = [self.name]
         if self.ratio is not None:
             words.append(f"r{self.ratio:g}")
-        default = AgentConfig(mode="exact") if set(self.parts) & set(_MODES) else AgentConfig()
-        told = [f"{key}{value}" for key, value in self.agent if value != getattr(default, key)]
-        words += [re.sub(r"[^\w.-]+", "_", text) for text in told]
-        if self.config is not None:
-            words.append(_content(self.config))
+        words += [f"{key}{value}" for key, value in self.agent if value != _DEFAULTS.get(key)]
+        if self.recipe is not None:
+            words.append(_hash(repr(self.recipe.to_mapping()).encode()))
+        if self.folder is not None:
+            words.append(_content(self.folder))
         if "deepcache" in self.parts:
             words.append(f"n{self.cache_interval}")
         words.append(self.backend)
@@ -103,11 +104,18 @@ def parse_method(
     if not set(attending) & {"tomesd", *_MODES}:
         ratio = None
     agent = settings.agent if set(parts) & set(_MODES) else {}
-    config = None
+    recipe, folder = None, None
     for own in (settings.named[part] for part in parts if part not in _PARTS):
-        agent, config = (own, None) if isinstance(own, dict) else ({}, own)
-    frozen = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in sorted(agent.items()))
-    return Method(parts, ratio, backend or settings.backend, frozen, settings.cache_interval, config)
+        recipe, folder = (recipe_of(own), None) if isinstance(own, dict) else (None, own)
+    return Method(
+        parts,
+        ratio,
+        backend or settings.backend,
+        tuple(sorted(agent.items())),
+        settings.cache_interval,
+        recipe,
+        folder,
+    )
 
 
 def expand(names: Sequence[str], ratios: Sequence[float], settings: Settings) -> list[Method]:
@@ -173,11 +181,10 @@ def _tomesd(method: Method, pipe: Any) -> Iterator[Reseed]:
 
 
 @contextmanager
-def _agentsd(method: Method, pipe: Any, mode: str | None) -> Iterator[Reseed]:
+def _agentsd(method: Method, pipe: Any, mode: str) -> Iterator[Reseed]:
     assert method.ratio is not None
-    agent = {"mode": "exact"} | dict(method.agent) | ({"mode": mode} if mode else {})
     try:
-        apply_agentsd(pipe, ratio=method.ratio, **agent)
+        apply_agentsd(pipe, ratio=method.ratio, mode=mode, **dict(method.agent))
     except (TypeError, ValueError) as error:
         raise EvalError(f"{method.label}: {error}") from error
     try:
@@ -189,7 +196,7 @@ def _agentsd(method: Method, pipe: Any, mode: str | None) -> Iterator[Reseed]:
 @contextmanager
 def _named(method: Method, pipe: Any) -> Iterator[Reseed]:
     try:
-        apply_agentsd(pipe, config=method.config, **dict(method.agent))
+        apply_agentsd(pipe, recipe=method.recipe or method.folder)  # type: ignore[arg-type]
     except (TypeError, ValueError, OSError) as error:
         raise EvalError(f"{method.label}: {error}") from error
     try:
@@ -201,7 +208,11 @@ def _named(method: Method, pipe: Any) -> Iterator[Reseed]:
 def _content(path: Path) -> str:
     """A short hash of a file, or of the settings and weights in a folder."""
     files = [path] if path.is_file() else sorted(path.glob("agentsd.*"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
+    return _hash(b"".join(file.read_bytes() for file in files))
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:8]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from agentsd import AgentConfig
+from agentsd import Merge, Phases, Recipe
 from agentsd.demo import SUBJECT, load_references
 from agentsd.dreambooth import DreamBoothConfig
 from agentsd.dreambooth.data import find_pictures, load_picture
@@ -93,21 +93,22 @@ def training_config(training: Training, settings: SubjectSettings) -> DreamBooth
 
 def variants_of(settings: SubjectSettings) -> list[Variant]:
     """Return the rows: the model as it came, then those of Fig. 8, without and with prior preservation."""
-    every = training_config(TRAININGS[0], settings).agent
+    every = training_config(TRAININGS[0], settings).recipe
     stock = parse_method("stock", None, settings)
 
     def agents(share: float) -> Method:
-        agent = {"k": every.k, "scale": every.scale, "cells": every.cells, "early_frac": share}
-        return parse_method("agentsd", every.ratio, settings.model_copy(update={"agent": agent}))
+        later = Merge(settings.ratio, ranking="layer", cells="random")
+        early = every if share == 1 else Recipe(Phases(every.operators[0], later, share), levels=1)
+        return Method(("agents",), settings.ratio, settings.backend, recipe=early)
 
     rows = [Variant(Training(None), stock, "before finetuning")]
     for training in TRAININGS:
         if training.apply == "none":
             rows.append(Variant(training, stock, "stock"))
-            for share in (AgentConfig.early_frac, every.early_frac):
+            for share in (Phases.early_frac, 1.0):
                 rows.append(Variant(training, agents(share), f"generate-only {share:.0%}"))
         else:
-            rows.append(Variant(training, agents(every.early_frac), "train+generate"))
+            rows.append(Variant(training, agents(1.0), "train+generate"))
     return rows
 
 

@@ -10,7 +10,7 @@ import torch
 from accelerate import PartialState
 from rich.console import Console
 
-from agentsd.cost import multiply_adds
+from agentsd.calibration.cost import multiply_adds
 
 from . import metrics, results
 from .config import RunSettings

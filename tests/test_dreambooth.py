@@ -14,12 +14,17 @@ from PIL import Image
 from tiny import BETAS, make_scheduler, make_text_encoder, make_unet, make_vae
 from typer.testing import CliRunner
 
-from agentsd import AgentConfig, apply_agentsd
+from agentsd import Agents, Recipe, apply_agentsd
 from agentsd.dreambooth import DreamBoothConfig
 from agentsd.dreambooth.checkpoints import find_checkpoint, list_checkpoints, step_of
 from agentsd.dreambooth.data import Batch, Pictures, find_pictures, load_picture
 from agentsd.dreambooth.step import diffusion_loss
 from agentsd.dreambooth.training import Run
+from agentsd.modules import AgentModule, FocusedLinear
+
+IN_EVERY_STEP = Recipe(
+    Agents(at_most=None, agent_ratio=0.95, ranking="layer", cells="random"), levels=1
+)  # as the paper trains
 
 
 @pytest.fixture(autouse=True)
@@ -91,8 +96,7 @@ def test_a_run_trains_saves_and_says_how_to_apply(settings, model):
     assert Image.open(folder / "sheet.png").size == (64, 32)
     assert (folder / "validation-2.png").exists()
     pipe = StableDiffusionPipeline.from_pretrained(folder)
-    expected = AgentConfig(ratio=0.4, k=0.075, scale=-0.15, early_frac=1.0, mode="exact", cells="random")
-    assert apply_agentsd(pipe, config=folder).config == expected
+    assert apply_agentsd(pipe, recipe=folder).recipe == IN_EVERY_STEP
 
 
 def test_the_three_ways_to_apply_differ_as_they_should(settings, tmp_path):
@@ -100,7 +104,7 @@ def test_the_three_ways_to_apply_differ_as_they_should(settings, tmp_path):
     for apply in ("train+generate", "generate", "none"):
         out = tmp_path / apply
         Run(settings(apply=apply, output_dir=out)).train()
-        results[apply] = weights(out), (out / "sheet.png").read_bytes(), (out / "agentsd.json").exists()
+        results[apply] = weights(out), (out / "sheet.png").read_bytes(), (out / "agentsd.yaml").exists()
     assert equal(results["generate"][0], results["none"][0])
     assert not equal(results["generate"][0], results["train+generate"][0])
     assert results["generate"][1] != results["none"][1]
@@ -199,7 +203,7 @@ def test_lora_weights_load_and_leave_the_model_alone(settings, model):
     assert not (folder / "unet").exists()
     pipe = StableDiffusionPipeline.from_pretrained(model)
     pipe.load_lora_weights(folder)
-    apply_agentsd(pipe, config=folder)
+    apply_agentsd(pipe, recipe=folder)
     assert pipe("a sks cat", num_inference_steps=2, output_type="latent").images.isfinite().all()
 
 
@@ -212,21 +216,22 @@ def test_other_ways_to_train(settings, model, changes):
     assert moved == ("train_text_encoder" in changes)
 
 
-@pytest.mark.parametrize("attention", ["module", "focused"])
-def test_trainable_attention_is_trained_and_comes_back(settings, model, attention):
+@pytest.mark.parametrize(("attention", "operator"), [("module", AgentModule()), ("focused", FocusedLinear())])
+def test_trainable_attention_is_trained_and_comes_back(settings, model, attention, operator):
     folder = Run(settings(attention=attention)).train()
     pipe = StableDiffusionPipeline.from_pretrained(folder)
-    start = apply_agentsd(StableDiffusionPipeline.from_pretrained(model), mode="exact", attention=attention)
+    recipe = Recipe(operator, levels=1)
+    start = apply_agentsd(StableDiffusionPipeline.from_pretrained(model), recipe=recipe)
     untrained = [p.clone() for p in start.parameters()]
-    handle = apply_agentsd(pipe, config=folder)
-    assert handle.config.attention == attention
+    handle = apply_agentsd(pipe, recipe=folder)
+    assert handle.recipe == recipe
     moved = [not torch.equal(a, b) for a, b in zip(handle.parameters(), untrained, strict=True)]
     assert all(moved)
 
 
 def loss_and_gradients(checkpointing, prior=None, pixels=None):
     unet = make_unet().train()
-    apply_agentsd(unet, mode="exact", early_frac=1.0, cells="random")  # as DreamBooth does
+    apply_agentsd(unet, recipe=IN_EVERY_STEP)
     if checkpointing:
         unet.enable_gradient_checkpointing()
     vae = make_vae().requires_grad_(False)

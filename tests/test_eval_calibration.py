@@ -9,7 +9,7 @@ from agentsd_eval import models
 from agentsd_eval.cli import app
 from typer.testing import CliRunner
 
-from agentsd import LayerConfigs, apply_agentsd, calibrate
+from agentsd import Recipe, apply_agentsd, calibrate
 
 RUN = ("--steps", 2, "--calls", 1, "--cost", "multiply_adds", "--scheduler", "model")
 
@@ -23,21 +23,21 @@ def invoke(*arguments: object, code: int = 0) -> str:
 def test_the_command_saves_what_the_call_finds(pipe, model_folder: str, tmp_path: Path) -> None:
     path = tmp_path / "layers.yaml"
     printed = invoke("--model", model_folder, "--prompt", "a cat", "--speedup", 1.02, *RUN, "--out", path)
-    found = LayerConfigs.load(path)
+    found = Recipe.load(path)
     same = {"num_inference_steps": 2, "calls": 1, "cost": "multiply_adds", "height": 32, "width": 32}
     assert found == calibrate(pipe, ["a cat"], speedup=1.02, **same)
     assert found.measured["speedup"] >= 1.02
     assert f"{found.measured['speedup']:.3f}x" in printed
     assert "a cat" in printed
     assert str(path) in printed
-    with apply_agentsd(pipe, config=path) as handle:
+    with apply_agentsd(pipe, recipe=path) as handle:
         assert set(handle.layer_names) == set(found.layers)
 
 
 def test_prompts_are_the_embedded_models_if_none_are_given(model_folder: str, tmp_path: Path) -> None:
     path = tmp_path / "layers.yaml"
     invoke("--model", model_folder, "--images", 2, "--max-error", 1.0, *RUN, "--out", path)
-    assert len(LayerConfigs.load(path).measured["prompts"]) == 2
+    assert len(Recipe.load(path).measured["prompts"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_prompts_are_the_embedded_models_if_none_are_given(model_folder: str, tm
         ((), "give one goal"),
         (("--speedup", 1.1, "--max-error", 0.1), "give one goal"),
         (("--speedup", 0.9), "speedup"),
-        (("--speedup", 9, "--agent", "attention=focused"), "only 'agent' is calibrated"),
+        (("--speedup", 9, "--agent", "late=none"), "unknown ['late']"),
     ],
 )
 def test_a_wrong_goal_is_one_message(

@@ -274,7 +274,7 @@ def test_features_are_kept_under_the_pictures_content(photographs: Path, tmp_pat
         (("compare", "--agent", "k"), "--agent 'k' must be KEY=VALUE"),
         (
             ("compare", "--agent", "kk=1"),
-            "unknown ['kk']; known: agent_counts",
+            "unknown ['kk']; known: early_frac",
         ),
         (("compare", "--ratio", "0.9"), "ratio = 0.9: Input should be less than or equal to 0.75"),
         (("compare", "--model", "/no/such/model"), "can't load the model '/no/such/model'"),

@@ -11,9 +11,12 @@ from agentsd_eval.errors import EvalError
 from agentsd_eval.methods import Method, check_scheduler, expand, finest_attention_downsample, parse_method
 from diffusers import DDIMScheduler, HeunDiscreteScheduler, PNDMScheduler
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+from pydantic import ValidationError
 from tiny import BETAS, make_sdxl_unet, make_unet
 
-from agentsd import apply_agentsd
+from agentsd import PooledAgents, Recipe, apply_agentsd
+from agentsd.modules import AgentModule, FocusedLinear
+from agentsd.recipe import EXACT, FAST
 
 SETTINGS = CompareSettings()
 EVERY = (
@@ -67,9 +70,11 @@ def test_methods_are_removed_after_an_error(pipe: Any) -> None:
 
 def test_a_mode_can_stand_in_the_name(pipe: Any) -> None:
     with parse_method("agentsd-fast+deepcache", 0.5, SETTINGS).applied(pipe):
-        assert pipe.unet._agentsd.config.mode == "fast"
-    with parse_method("agentsd", 0.5, CompareSettings(agent={"mode": "turbo"})).applied(pipe):
-        assert pipe.unet._agentsd.config.mode == "turbo"
+        assert pipe.unet._agentsd.recipe == FAST.with_settings(ratio=0.5)
+    with parse_method("agentsd", 0.5, CompareSettings(agent={"k": 0.1})).applied(pipe):
+        assert pipe.unet._agentsd.recipe == EXACT.with_settings(ratio=0.5, k=0.1)
+    with pytest.raises(ValidationError, match="mode is chosen by a method's name"):
+        CompareSettings(agent={"mode": "turbo"})
 
 
 @pytest.mark.parametrize(("backend", "kind"), [("sdpa", AttnProcessor2_0), ("unfused", AttnProcessor)])
@@ -127,8 +132,8 @@ def test_rows_of_a_table() -> None:
     other = CompareSettings(agent={"k": 0.1})
     assert parse_method("agentsd", 0.2, other).key != methods[1].key
     assert parse_method("tomesd", 0.2, other).key == parse_method("tomesd", 0.2, SETTINGS).key
-    spelled_out = CompareSettings(agent={"k": 0.075, "levels": 2})
-    assert parse_method("agentsd", 0.2, spelled_out).key == "agentsd-r0.2-levels2-sdpa"
+    spelled_out = CompareSettings(agent={"k": 0.075, "seed": 2})
+    assert parse_method("agentsd", 0.2, spelled_out).key == "agentsd-r0.2-seed2-sdpa"
 
 
 def test_deepcache_is_refused_where_it_would_mistake_its_step() -> None:
@@ -142,20 +147,23 @@ def test_deepcache_is_refused_where_it_would_mistake_its_step() -> None:
 
 
 def test_methods_by_a_name_of_ones_own(pipe: Any, sample: Any, tmp_path: Any) -> None:
-    with apply_agentsd(pipe, attention="focused", early_frac=1.0) as handle:
+    with apply_agentsd(pipe, recipe=Recipe(FocusedLinear())) as handle:
         handle.save(tmp_path / "focused")
         expected = sample(pipe)
     settings = CompareSettings(
-        named={"few": {"agents": "pool", "agent_counts": [4]}, "mine": tmp_path / "focused"}
+        named={
+            "few": {"recipe": {"attention": {"pooled_agents": {"count": 4}}}},
+            "mine": tmp_path / "focused",
+        }
     )
     few, mine = parse_method("few", 0.5, settings), parse_method("mine+deepcache", 0.5, settings)
     assert (few.label, mine.name, few.ratio) == ("few", "mine+deepcache", None)
     with few.applied(pipe):
-        assert pipe.unet._agentsd.config.agent_counts == (4,)
+        assert pipe.unet._agentsd.recipe == Recipe(PooledAgents(4))
     with parse_method("mine", 0.5, settings).applied(pipe):
         assert torch.equal(sample(pipe), expected)
     before = mine.key
-    (tmp_path / "focused" / "agentsd.json").write_text("{}")
+    Recipe(AgentModule()).save(tmp_path / "focused")
     assert mine.key != before  # other settings, other pictures
     with pytest.raises(EvalError, match=r"mine\+deepcache: .* does not fit"), mine.applied(pipe):
         pass

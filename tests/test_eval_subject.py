@@ -22,7 +22,7 @@ from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner
 
-from agentsd import AgentConfig
+from agentsd import Agents, Merge, Phases, Recipe
 from agentsd.demo import SUBJECT, load_references
 from agentsd.demo.accuracy import accuracy, efficientnet_lite0
 from agentsd.demo.subject import View
@@ -81,15 +81,12 @@ def test_agents_generate_as_they_were_trained() -> None:
         "before", "stock", "stock", "stock", "agents", "stock-prior", "stock-prior", "stock-prior",
         "agents-prior",
     ]  # fmt: skip
-    applied = [
-        AgentConfig(mode="exact", ratio=v.method.ratio, **dict(v.method.agent))
-        for v in variants
-        if v.method.parts
-    ]
+    applied = [v.method.recipe for v in variants if v.method.parts]
     trained = subject_plan.training_config(variants[4].training, settings)
-    assert trained.agent == AgentConfig(mode="exact", ratio=0.3, k=0.05, early_frac=1.0, cells="random")
-    early = AgentConfig(mode="exact", ratio=0.3, k=0.05, cells="random")
-    assert applied == [early, trained.agent, trained.agent] * 2
+    agents = Agents(0.3, 0.05, at_most=None, agent_ratio=0.95, ranking="layer", cells="random")
+    assert trained.recipe == Recipe(agents, levels=1)
+    early = Recipe(Phases(agents, Merge(0.3, ranking="layer", cells="random")), levels=1)
+    assert applied == [early, trained.recipe, trained.recipe] * 2
     assert [subject_plan.training_config(t, settings).apply for t in subject_plan.TRAININGS[:2]] == [
         "none",
         "train+generate",
@@ -134,8 +131,8 @@ def test_the_command_trains_once_and_goes_on(
     assert (out / "subject.md").read_text().count("| train+generate, prior |") == 3
     with Image.open(out / "subject.png") as image:
         assert image.format == "PNG"
-    assert AgentConfig.load(out / "agents-prior" / "model").early_frac == 1
-    assert not (out / "stock" / "model" / "agentsd.json").exists()
+    assert isinstance(Recipe.load(out / "agents-prior" / "model").attention, Agents)
+    assert not (out / "stock" / "model" / "agentsd.yaml").exists()
     assert not list(out.glob("*/model/checkpoint-*"))
 
     made = []

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ..config import AgentConfig
+from ..attention import Agents, Operator
+from ..modules import AgentModule, AttnZero, FocusedLinear
+from ..recipe import Recipe
 
 Apply = Literal["train+generate", "generate", "none"]
 
@@ -62,7 +65,7 @@ class DreamBoothConfig(BaseModel):
     scale: float = -0.15
     apply: Apply = "train+generate"
     attention: Literal["agent", "module", "focused", "attnzero"] = "agent"
-    """The last three are modules that are trained with the U-Net; see `AgentConfig.attention`."""
+    """The last three are modules that are trained with the U-Net (`agentsd.modules`)."""
 
     @model_validator(mode="after")
     def _together(self) -> DreamBoothConfig:
@@ -72,21 +75,21 @@ class DreamBoothConfig(BaseModel):
             raise ValueError("lora_rank trains the U-Net's attention alone: leave out train_text_encoder")
         if self.attention != "agent" and (self.lora_rank is not None or self.apply != "train+generate"):
             raise ValueError(f"attention={self.attention!r} is trained: leave out lora_rank and apply")
-        self.agent  # noqa: B018  (its own checks)
+        self.recipe  # noqa: B018  (its own checks)
         return self
 
     @property
-    def agent(self) -> AgentConfig:
-        """Agent attention in all steps; cells are random at batch 1 (training) as at batch 2 (guidance)."""
-        return AgentConfig(
-            mode="exact",  # as the paper trains
-            ratio=self.ratio,
-            k=self.k,
-            scale=self.scale,
-            early_frac=1.0,
-            cells="random",
-            attention=self.attention,
-        )
+    def recipe(self) -> Recipe:
+        """Attention in all steps; cells are random at batch 1 (training) as at batch 2 (guidance)."""
+        formula = {"k": self.k, "scale": self.scale}
+        own = {"at_most": None, "agent_ratio": 0.95, "ranking": "layer"}  # as the paper trains
+        operators: dict[str, Callable[[], Operator]] = {
+            "agent": lambda: Agents(self.ratio, **formula, **own, cells="random"),  # type: ignore[arg-type]
+            "module": lambda: AgentModule(**formula),  # type: ignore[arg-type]
+            "focused": FocusedLinear,
+            "attnzero": AttnZero,
+        }
+        return Recipe(operators[self.attention](), levels=1)
 
 
 def read_yaml(path: Path) -> dict[str, object]:

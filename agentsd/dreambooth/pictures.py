@@ -32,7 +32,7 @@ def generate(
     pipe.scheduler = DDIMScheduler.from_config(scheduler.config, clip_sample=False)
     pipe.unet.eval()
     patched = hasattr(pipe.unet, "_agentsd")
-    agent = nullcontext() if patched or config.apply == "none" else apply_agentsd(pipe, config=config.agent)
+    agent = nullcontext() if patched or config.apply == "none" else apply_agentsd(pipe, recipe=config.recipe)
     pictures = []
     try:
         with agent, torch.no_grad():

@@ -61,7 +61,7 @@ class Run:
         self.pipe = self._load()
         pictures = self._pictures()
         if config.apply == "train+generate":
-            self.handle = apply_agentsd(self.pipe.unet, config=config.agent)
+            self.handle = apply_agentsd(self.pipe.unet, recipe=config.recipe)
         modules, parameters = self._trainable()
         self._check_space(parameters)
         optimizer = self._optimizer(parameters)
@@ -224,7 +224,7 @@ class Run:
         accelerator.wait_for_everyone()
 
     def _save(self) -> None:
-        """The model (or LoRA weights), `agentsd.json` and `sheet.png`."""
+        """The model (or LoRA weights), `agentsd.yaml` and `sheet.png`."""
         config, pipe = self.config, self.pipe
         prompt = config.validation_prompt or config.instance_prompt
         with self.accelerator.autocast():
@@ -245,7 +245,7 @@ class Run:
                 whole.text_encoder = pipe.text_encoder
             whole.save_pretrained(config.output_dir)
         if config.apply != "none":
-            config.agent.save(config.output_dir)
+            config.recipe.save(config.output_dir)
 
     def _tracker(self) -> str | None:
         name = self.config.report_to
