@@ -23,7 +23,7 @@ def check_types(settings: Any) -> None:
     """
     for field in fields(settings):
         value: Any = getattr(settings, field.name)
-        kind = str(field.type)
+        kind = field.type.__name__ if isinstance(field.type, type) else str(field.type)
         if value is None and kind.endswith(" | None"):
             continue
         kind = kind.removesuffix(" | None")
@@ -31,7 +31,7 @@ def check_types(settings: Any) -> None:
             continue
         if not isinstance(value, _KINDS[kind]) or (type(value) is bool and kind != "bool"):
             raise TypeError(f"{field.name}={value!r} is a {type(value).__name__}: pass a {kind}")
-        if kind == "float" and not math.isfinite(value):
+        if isinstance(value, Real) and kind == "float" and not math.isfinite(value):
             raise ValueError(f"{field.name}={value!r}: pass a finite number")
 
 

@@ -89,6 +89,9 @@ def apply_agentsd(
         beside = settings | ({} if mode is UNSET else {"mode": mode})
         if beside:
             raise ValueError(f"{beside} beside recipe={recipe!r}, which holds all settings: pass it alone")
+        if not isinstance(recipe, Recipe | str | Path):
+            kind = type(recipe).__name__
+            raise TypeError(f"recipe={recipe!r} is a {kind}: pass a Recipe, or its file or folder")
         if not isinstance(recipe, Recipe):
             trained = Path(recipe) if (Path(recipe) / WEIGHTS).exists() else None
             recipe = Recipe.load(recipe)
@@ -379,8 +382,8 @@ class AgentHandle:
         if awaits and torch.is_grad_enabled():
             raise RuntimeError(
                 "agentsd: a second forward before the backward of the first, under gradient checkpointing "
-                "which would compute the first again with the second's tokens; call backward() after each forward "
-                "(gradients add up), or unet.disable_gradient_checkpointing()"
+                "which would compute the first again with the second's tokens; call backward() after each "
+                "forward (gradients add up), or unet.disable_gradient_checkpointing()"
             )
         self._kept = [group.work.plan for group in self._groups] if awaits else []
 
@@ -396,7 +399,8 @@ class AgentHandle:
         if step.off_list:
             self._say_once(
                 f"agentsd: timestep {step.timestep:g} is not one of the scheduler's, so early steps are "
-                "guessed; pass an element of scheduler.timesteps to the U-Net, or apply agentsd to the pipeline"
+                "guessed; pass an element of scheduler.timesteps to the U-Net, or apply agentsd to the "
+                "pipeline"
             )
 
     @torch.compiler.disable

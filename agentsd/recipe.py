@@ -39,6 +39,7 @@ class Phases:
     def __post_init__(self) -> None:
         check_types(self)
         check_share("early_frac", self.early_frac)
+        _check_operators(early=self.early, late=self.late)
         same = f"early and late are both {self.early!r}: pass that alone, without Phases"
         if self.early == self.late:
             raise ValueError(same)
@@ -68,7 +69,11 @@ class ByDistance:
 
     def __post_init__(self) -> None:
         for name in ("stages", "thresholds"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            value = getattr(self, name)
+            check(name, value, isinstance(value, list | tuple), "pass a list or a tuple")
+            object.__setattr__(self, name, tuple(value))
+        for stage in self.stages:
+            _check_operators(stages=stage)
         falls = list(self.thresholds) == sorted(self.thresholds, reverse=True)
         ok = falls and all(isinstance(x, float | int) and x >= 0 for x in self.thresholds)
         check("thresholds", self.thresholds, ok, "pass falling shares of the first distance, as (0.6, 0.3)")
@@ -217,7 +222,8 @@ class Recipe:
             content["seed"] = self.seed
         if self.measured:
             content["measured"] = dict(self.measured)
-        return content
+        plain: dict[str, Any] = _plain(content)
+        return plain
 
     @classmethod
     def from_mapping(cls, content: Any, where: str = "recipe") -> Recipe:
@@ -269,6 +275,12 @@ class Recipe:
         return cls.from_mapping(content, str(file))
 
 
+def _check_operators(**named: object) -> None:
+    for name, value in named.items():
+        if value is not None and not isinstance(value, Operator):
+            raise TypeError(f"{name}={value!r} is a {type(value).__name__}: pass an operator, as Agents()")
+
+
 def _file(path: str | Path) -> Path:
     return Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
 
@@ -304,6 +316,15 @@ def _write(schedule: Schedule | None) -> Any:
     return {schedule.name: {name: value for name, value in settings.items() if value != default[name]}}
 
 
+def _plain(content: Any) -> Any:
+    """The same without numpy's numbers, which YAML has none of."""
+    if isinstance(content, Mapping):
+        return {_plain(key): _plain(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_plain(value) for value in content]
+    return content.item() if hasattr(content, "item") else content
+
+
 def _read(content: Any) -> Any:
     """A schedule of plain values: {agents: {ratio: 0.4}}, "stock", or phases or stages of these."""
     if content is None or content == "stock":
@@ -314,7 +335,9 @@ def _read(content: Any) -> Any:
         raise ValueError(f"{content!r}: name an operator, as `agents: {{ratio: 0.4}}`")
     if "stages" in content:
         _only(content, {"stages", "thresholds", "per"})
-        return ByDistance(**content | {"stages": [_read(stage) for stage in content["stages"]]})
+        stages = content["stages"]
+        read = [_read(stage) for stage in stages] if isinstance(stages, list) else stages
+        return ByDistance(**content | {"stages": read})
     if "early" in content or "late" in content:
         _only(content, {"early", "late", "early_frac"})
         return Phases(**content | {name: _read(content.get(name)) for name in ("early", "late")})

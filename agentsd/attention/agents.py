@@ -92,15 +92,15 @@ class AgentsPlan(RankedPlan):
         super().__init__(*args)  # type: ignore[arg-type]
         self.settings = settings
 
-    def cut_further(self, ranking: Ranking, n_tokens: int, n_merged: int) -> None:
+    def cut_further(self, ranking: Ranking, block_input: Tensor, n_merged: int) -> None:
         """Cut the ranking for the agents."""
-        settings = self.settings
+        settings, n_tokens = self.settings, block_input.shape[1]
         n_agents = self.drawn.dst.numel()
         if settings.agent_ratio is not None:
             n_agents = max(n_tokens - int(n_tokens * settings.agent_ratio), n_agents)
         # As the reference: where agents would be no fewer than half the tokens, attention stays plain.
         few = 2 * n_agents < n_tokens - n_merged
-        self.agents = cut_ranking(ranking, n_tokens - n_agents) if few else None
+        self.agents = cut_ranking(ranking, n_tokens - n_agents, block_input.dtype) if few else None
         if settings.feed_forward:
             self.feed_forward = self.tokens
 

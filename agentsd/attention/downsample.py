@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import lru_cache
+from typing import Any, ClassVar
 
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
@@ -41,8 +42,13 @@ class Downsample(Operator):
         stride = place.stride(self.stride, bound)
         if min(place.grid) < stride:
             return None
-        kept = split_grid(*place.grid, stride, draw_cells(*place.grid, stride, None)).dst
-        return DownsamplePlan(kept.to(place.device))
+        return DownsamplePlan(_first_of_cells(*place.grid, stride, place.device))
+
+
+@lru_cache(maxsize=32)
+def _first_of_cells(height: int, width: int, stride: int, device: Any) -> Tensor:
+    """Positions (n,) of the first token of each cell: the same in every call."""
+    return split_grid(height, width, stride, draw_cells(height, width, stride, None)).dst.to(device)
 
 
 class DownsamplePlan(Plan):

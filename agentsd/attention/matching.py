@@ -9,6 +9,7 @@ import hashlib
 import struct
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,13 +57,15 @@ def split_grid(height: int, width: int, stride: int, cells: Tensor) -> Partition
 
     Rows and columns beyond the last whole cell hold sources only.
     """
+    # In numpy: on a GPU a call is bound by what torch is asked to do.
     rows, cols = cells.shape
-    y = torch.arange(rows)[:, None] * stride + cells // stride
-    x = torch.arange(cols)[None, :] * stride + cells % stride
-    dst = (y * width + x).flatten().sort().values
-    is_src = torch.ones(height * width, dtype=torch.bool)
+    offsets = cells.numpy()
+    y = np.arange(rows)[:, None] * stride + offsets // stride
+    x = np.arange(cols)[None, :] * stride + offsets % stride
+    dst = np.sort((y * width + x).ravel())
+    is_src = np.ones(height * width, dtype=bool)
     is_src[dst] = False
-    return Partition(is_src.nonzero().flatten(), dst)
+    return Partition(torch.from_numpy(np.flatnonzero(is_src)), torch.from_numpy(dst))
 
 
 @torch.no_grad()
@@ -80,7 +83,7 @@ def rank_tokens(metric: Tensor, partition: Partition) -> Ranking:
     targets = targets.to(metric.dtype).transpose(1, 2)
     step = max(1, SCORE_BUDGET // (metric.shape[0] * max(1, dst.numel())))
     best = [(metric.index_select(1, part) @ targets).max(dim=-1) for part in src.split(step)]
-    similarity = torch.cat([b.values for b in best], dim=1) / norm.index_select(1, src)
-    match = torch.cat([b.indices for b in best], dim=1)
+    value, match = best[0] if len(best) == 1 else (torch.cat(part, dim=1) for part in zip(*best, strict=True))
+    similarity = value / norm.index_select(1, src)
     order = similarity.argsort(dim=1, descending=True, stable=True)
     return Ranking(src[order], match.gather(1, order), dst)

@@ -61,11 +61,11 @@ class RankedPlan(Plan):
         ranking = rank_tokens(block_input, self.drawn)
         n_tokens = block_input.shape[1]
         n_merged = min(int(n_tokens * self.ratio), self.drawn.src.numel())
-        self.tokens = cut_ranking(ranking, n_merged) if n_merged else None
-        self.cut_further(ranking, n_tokens, n_merged)
+        self.tokens = cut_ranking(ranking, n_merged, block_input.dtype) if n_merged else None
+        self.cut_further(ranking, block_input, n_merged)
         self.ranked = True
 
-    def cut_further(self, ranking: Ranking, n_tokens: int, n_merged: int) -> None:
+    def cut_further(self, ranking: Ranking, block_input: Tensor, n_merged: int) -> None:
         """Make the operator's other cuts of the same ranking."""
 
     def forget(self) -> None:

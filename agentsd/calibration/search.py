@@ -77,7 +77,7 @@ def calibrate(
             goal, or nothing meets it; the message says what can be had.
     """
     _check_goal(speedup, max_error)
-    _check_arguments(prompts, calls, cost, base)
+    _check_arguments(prompts, calls, cost, base, operators)
     early_frac = base.timing.early_frac if isinstance(base.timing, Phases) else 0.0
     unet = _free_unet(pipe)
     settings = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale, **call_kwargs}
@@ -142,7 +142,9 @@ def _check_goal(speedup: float | None, max_error: float | None) -> None:
         raise ValueError(f"max_error={max_error}: pass more than 0, for instance 0.001")
 
 
-def _check_arguments(prompts: Sequence[str], calls: int, cost: str, base: Recipe) -> None:
+def _check_arguments(
+    prompts: Sequence[str], calls: int, cost: str, base: Recipe, operators: Sequence[Operator]
+) -> None:
     if not prompts or isinstance(prompts, str):
         raise ValueError(f"prompts={prompts!r}: pass a list of a few that are like the ones to come")
     if calls < 1:
@@ -151,6 +153,10 @@ def _check_arguments(prompts: Sequence[str], calls: int, cost: str, base: Recipe
         raise ValueError(f"cost={cost!r}: choose 'time' or 'multiply_adds'")
     if not isinstance(base, Recipe) or base.attention is None or not isinstance(base.timing, Phases | None):
         raise ValueError(f"base={base!r}: pass a recipe with attention, in phases or in every step")
+    if not operators or not all(isinstance(operator, Operator) for operator in operators):
+        raise ValueError(f"operators={operators!r}: pass a list of operators, as [Downsample(), Agents()]")
+    if trained := [operator for operator in [*base.operators, *operators] if operator.needs_core]:
+        raise ValueError(f"{trained[0]!r} is to be trained: only what runs without training is calibrated")
 
 
 def _free_unet(pipe: Any) -> Any:

@@ -89,7 +89,7 @@ class RunReader:
         """
         source = _own_list(timestep)
         known = source if source is not None else getattr(scheduler, "timesteps", None)
-        renewed = self._look_up(known)
+        renewed = self._look_up(known, timestep if source is not None else None)
         before = self._place
         if source is not None:
             self._place = timestep.storage_offset()
@@ -107,14 +107,17 @@ class RunReader:
         late_run = opens and self.early_frac > 0 and not any(x > self._threshold + _NEAR for x in ahead)
         return Step(t, early, opens, repeats, late_run and not guessed, off_list)
 
-    def _look_up(self, known: Any) -> bool:
+    def _look_up(self, known: Any, element: Tensor | None) -> bool:
         """Read a list again if it may have changed; returns whether another run has begun by that."""
         if isinstance(known, Tensor):
-            version = 0 if known.is_inference() else known._version
+            counted = known if element is None else element  # an element counts its list's changes
+            version = 0 if counted.is_inference() else counted._version
             if _same(known, self._source) and version == self._version:
                 return False
             self._source, self._version = known, version
             values = known.double().flatten().tolist()
+            if element is None and values == self._list:  # a scheduler may make its list anew at each look
+                return False
         else:
             self._source = None
             values = list(TRAINING_TIMESTEPS if known is None else map(float, known))

@@ -1,0 +1,112 @@
+"""What a guided call of SD 1.5's structure asks of the device, beside stock: counted, not timed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from agentsd import apply_agentsd
+
+# Views, allocations and what is done on the host alone.
+NO_LAUNCH = {"_unsafe_view", "detach", "empty", "set_", "promote_types", "randint"}
+TIMESTEPS = torch.linspace(999, 0, 20)
+EARLY, LATE = 0, 15
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that compute something, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not func.is_view and name not in NO_LAUNCH:
+            self.counts[name] += 1
+        return func(*args, **kwargs or {})
+
+
+@pytest.fixture(scope="module")
+def unet() -> UNet2DConditionModel:
+    """SD 1.5's U-Net, narrow."""
+    torch.manual_seed(0)
+    widths = {"block_out_channels": (32, 64, 128, 128), "cross_attention_dim": 32, "norm_num_groups": 8}
+    return UNet2DConditionModel(sample_size=64, **widths).eval()
+
+
+@torch.no_grad()
+def launches(unet: Any, place: int) -> Counter[str]:
+    """Of a guided call at 512 px."""
+    latent, text = torch.randn(2, 4, 64, 64), torch.randn(2, 77, 32)
+    with Launches() as mode:
+        unet(latent, TIMESTEPS[place], text)
+    return mode.counts
+
+
+def added(unet: Any, mode: str, place: int) -> Counter[str]:
+    """What a mode adds to stock's, in its second call of a run's kind."""
+    stock = launches(unet, place)
+    with apply_agentsd(unet, mode=mode):
+        launches(unet, place)
+        return launches(unet, place) - stock
+
+
+def test_stock_is_what_it_was(unet):
+    assert launches(unet, EARLY).total() == 726
+
+
+def test_later_steps_of_fast_mode_add_one_launch_a_layer(unet):
+    """Ten layers pick their keys; that and the timestep's own copy is all."""
+    assert added(unet, "fast", LATE) == {"index_select": 10}
+
+
+def test_early_steps_of_fast_mode_are_counted_op_by_op(unet):
+    layers, levels, cuts = 10, 2, 4  # two levels, each ranked once and cut for tokens and for agents
+    each_layer = Counter(
+        {
+            "_embedding_bag_forward_only": 2,  # merge tokens, and agents
+            "mm": 1,  # the agents' queries
+            "_scaled_dot_product_flash_attention_for_cpu": 1,  # gather beside broadcast
+            "add": 1,  # + kV
+            "index_select": 1,  # unmerge
+        }
+    )
+    each_ranking = Counter(
+        {
+            "linalg_vector_norm": 1,
+            "clamp_min": 1,
+            "index_select": 4,  # destinations and sources, and their norms
+            "div": 2,
+            "bmm": 1,  # similarities
+            "max": 1,
+            "sort": 1,
+            "index": 1,  # sources and their matches in that order
+            "gather": 1,
+        }
+    )
+    each_cut = Counter(
+        {
+            "arange": 1,
+            "gather": 1,
+            "scatter_": 1,
+            "index_copy_": 1,
+            "sort": 1,
+            "searchsorted": 1,
+            "sub": 1,
+            "_to_copy": 2,
+            "reciprocal": 1,
+            "index_select": 1,
+        }
+    )
+    expected: Counter[str] = Counter()
+    for counts, times in ((each_layer, layers), (each_ranking, levels), (each_cut, cuts)):
+        expected.update({name: count * times for name, count in counts.items()})
+    expected["cat"] += levels  # the sources that stay, in the tokens' cut
+    assert added(unet, "fast", EARLY) == expected
+    assert expected.total() == 132
