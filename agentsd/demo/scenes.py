@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from PIL import Image
 
-from .data import SIZE, Reference, Style, caption_of, load_references, trained_concepts
+from .data import Reference, Style, caption_of, load_references, trained_concepts
 
 SceneSplit = Literal["seen", "heldout triple", "heldout pair"]
 
