@@ -277,15 +277,13 @@ class AgentHandle:
         return f"AgentHandle({self.recipe}, {len(self.layer_names)} layers)"
 
     def __getstate__(self) -> dict[str, Any]:
-        gone = {
-            "_pipe": None,
-            "_unet": None,
-            "_call": None,
-            "_awaited": None,
-            "_scheduler": None,
-            "_step": None,
-        }
-        return self.__dict__ | gone | {"_caller": {}, "_outer": None}
+        gone = dict.fromkeys(("_pipe", "_call", "_awaited", "_scheduler", "_step", "_outer"))
+        unet = self._unet() if self._unet is not None else None
+        return self.__dict__ | gone | {"_caller": {}, "_kept": [], "_unet": unet}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        unet = state["_unet"]  # the copy that this handle is a copy's part of
+        self.__dict__ |= state | {"_unet": None if unet is None else weakref.ref(unet)}
 
     def _named_layers(self) -> list[tuple[str, Any, Module | None]]:
         return [(s.name, s.attn, core) for s, core in zip(self._sites, self._cores, strict=True)]
@@ -379,13 +377,13 @@ class AgentHandle:
         graph = self._awaited() if self._awaited is not None else None
         awaits = graph is not None and not graph.computed
         self._recomputes = checkpoints(unet)
+        self._kept = [group.work.plan for group in self._groups] if awaits else []
         if awaits and torch.is_grad_enabled():
             raise RuntimeError(
                 "agentsd: a second forward before the backward of the first, under gradient checkpointing "
                 "which would compute the first again with the second's tokens; call backward() after each "
                 "forward (gradients add up), or unet.disable_gradient_checkpointing()"
             )
-        self._kept = [group.work.plan for group in self._groups] if awaits else []
 
     def _tell(self, step: Step) -> None:
         phases = self.recipe.timing

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from test_patch import call
 from tiny import make_unet
 
-from agentsd import apply_agentsd, remove_agentsd
-from agentsd.attention import agent_attention
-from agentsd.matching import draw_cells, rank_tokens, split_grid
-from agentsd.merging import cut_ranking, merge, unmerge
+from agentsd import Agents, Downsample, Phases, Recipe, apply_agentsd, remove_agentsd
+from agentsd.attention.formula import agent_attention
+from agentsd.attention.matching import draw_cells, rank_tokens, split_grid
+from agentsd.attention.merging import cut_ranking, merge, unmerge
 
 
 @settings(max_examples=1500, deadline=None)
@@ -38,7 +38,7 @@ def test_every_token_is_accounted_for(height, width, stride, batch, channels, dt
     if zeros:
         x[:, :: max(1, tokens // 3)] = 0
     partition = split_grid(height, width, stride, draw_cells(height, width, stride, (seed, 0, 1.0)))
-    cut = cut_ranking(rank_tokens(x, partition), int(tokens * ratio))
+    cut = cut_ranking(rank_tokens(x, partition), int(tokens * ratio), dtype)
     merged = merge(x, cut)
     left = tokens - min(int(tokens * ratio), partition.src.numel())
     assert merged.shape == (batch, left, channels)
@@ -140,7 +140,7 @@ def test_a_deep_copy_has_a_patch_of_its_own():
 def test_a_picture_does_not_depend_on_its_place_in_the_batch(position):
     """The property holds for the stock model up to rounding; so for the patched one."""
     unet = make_unet()
-    apply_agentsd(unet, cells="random")
+    apply_agentsd(unet, recipe=Recipe(Phases(Agents(cells="random"), Downsample())))
     rng = torch.Generator().manual_seed(0)
     latent, text = torch.randn(2, 4, 16, 16, generator=rng), torch.randn(2, 7, 16, generator=rng)
     with torch.no_grad():

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 from test_patch import call, snapshot
 from tiny import make_unet
 
-from agentsd import AgentConfig, apply_agentsd
+from agentsd import Agents, Downsample, Phases, PooledAgents, Recipe, apply_agentsd
+from agentsd.modules import AgentModule, AttnZero, FocusedLinear
 
-TRAINED = ["module", "focused", "attnzero"]
+TRAINED = [AgentModule(), FocusedLinear(), AttnZero()]
 
 
 def everything(unet):
@@ -22,22 +25,23 @@ def same(ours, theirs):
 
 def test_the_module_starts_as_pooled_agents():
     unet = make_unet()
-    with apply_agentsd(unet, attention="module", early_frac=1.0, ratio=0.4):
+    stock = call(unet)
+    with apply_agentsd(unet, recipe=Recipe(AgentModule())):
         trained = call(unet)
-    with apply_agentsd(unet, agents="pool", ratio=0.0, early_frac=1.0):
-        torch.testing.assert_close(trained, call(unet), rtol=0, atol=1e-5)
-    with apply_agentsd(unet, attention="module", parts=("convolution",), early_frac=1.0):
-        torch.testing.assert_close(trained, call(unet), rtol=0, atol=1e-5)
+    assert (trained - stock).abs().max() > 1e-3
+    for same_start in (PooledAgents(), AgentModule(bias=False), AgentModule(convolution=False)):
+        with apply_agentsd(unet, recipe=Recipe(same_start)):
+            torch.testing.assert_close(trained, call(unet), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("attention", TRAINED)
-def test_applied_and_removed(pipe, sample, attention):
+@pytest.mark.parametrize("operator", TRAINED, ids=lambda operator: operator.name)
+def test_applied_and_removed(pipe, sample, operator):
     before, weights, picture = snapshot(pipe.unet), everything(pipe.unet), sample(pipe)
     state = torch.get_rng_state()
-    with apply_agentsd(pipe, attention=attention, late="none"):
+    with apply_agentsd(pipe, recipe=Recipe(Phases(operator, None))):
         applied = sample(pipe)
     assert torch.equal(torch.get_rng_state(), state)
-    with apply_agentsd(pipe, attention=attention, late="none") as handle:
+    with apply_agentsd(pipe, recipe=Recipe(Phases(operator, None))) as handle:
         assert torch.equal(sample(pipe), applied)  # starts the same each time
         assert not torch.equal(sample(pipe), picture)
         assert len(handle.parameters()) >= 4 * len(handle.layer_names)
@@ -46,10 +50,10 @@ def test_applied_and_removed(pipe, sample, attention):
     assert torch.equal(sample(pipe), picture)
 
 
-@pytest.mark.parametrize("attention", TRAINED)
-def test_trained_weights_come_back_and_go_away(pipe, sample, tmp_path, attention):
+@pytest.mark.parametrize("operator", TRAINED, ids=lambda operator: operator.name)
+def test_trained_weights_come_back_and_go_away(pipe, sample, tmp_path, operator):
     stock, weights = sample(pipe), everything(pipe.unet)
-    handle = apply_agentsd(pipe, attention=attention, early_frac=1.0)
+    handle = apply_agentsd(pipe, recipe=Recipe(operator))
     rng = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in handle.parameters():
@@ -58,8 +62,8 @@ def test_trained_weights_come_back_and_go_away(pipe, sample, tmp_path, attention
     handle.save(tmp_path)
     handle.remove()
     pipe.unet.load_state_dict(weights)  # training had changed the projections
-    with apply_agentsd(pipe, config=tmp_path) as handle:
-        assert handle.config == AgentConfig(attention=attention, early_frac=1.0)
+    with apply_agentsd(pipe, recipe=tmp_path) as handle:
+        assert handle.recipe == Recipe(operator)
         assert torch.equal(sample(pipe), trained)
     assert same(everything(pipe.unet), weights)
     assert torch.equal(sample(pipe), stock)
@@ -67,7 +71,7 @@ def test_trained_weights_come_back_and_go_away(pipe, sample, tmp_path, attention
 
 def test_gradients_reach_every_weight():
     unet = make_unet()
-    handle = apply_agentsd(unet, attention="module", early_frac=1.0)
+    handle = apply_agentsd(unet, recipe=Recipe(AgentModule()))
     latent = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(0))
     text = torch.randn(2, 7, unet.config.cross_attention_dim, generator=torch.Generator().manual_seed(1))
     unet(latent, torch.tensor(999), text).sample.square().mean().backward()
@@ -76,38 +80,89 @@ def test_gradients_reach_every_weight():
 
 def test_a_module_of_another_size_runs(pipe):
     unet = pipe.unet
-    with apply_agentsd(unet, attention="module", early_frac=1.0):
+    with apply_agentsd(unet, recipe=Recipe(AgentModule())):
         assert call(unet, size=(24, 16)).shape == (2, 4, 24, 16)
 
 
-@pytest.mark.parametrize("damage", ["cut", "other settings", "other model"])
-def test_weights_that_do_not_fit_change_nothing(pipe, tmp_path, damage):
-    with apply_agentsd(pipe, attention="module") as handle:
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("cut", "cannot be read"),
+        ("not a number", r"attn1\.to_q\.weight is not finite: save it again with AgentHandle\.save"),
+        ("integers", r"attn1\.to_q\.weight is torch\.int8: save it again with AgentHandle\.save"),
+        ("other operator", "does not fit this model and the recipe beside it: .* differs"),
+        ("other model", "does not fit this model and the recipe beside it: .* differs"),
+    ],
+)
+def test_weights_that_do_not_fit_change_nothing(pipe, tmp_path, damage, message):
+    with apply_agentsd(pipe, recipe=Recipe(AgentModule())) as handle:
         handle.save(tmp_path)
+    path = tmp_path / "agentsd.safetensors"
+    weights = load_file(path)
+    first = next(name for name in weights if name.endswith("to_q.weight"))
     if damage == "cut":
-        path = tmp_path / "agentsd.safetensors"
         path.write_bytes(path.read_bytes()[:100])
-    elif damage == "other settings":
-        AgentConfig(attention="focused").save(tmp_path)
+    elif damage == "not a number":
+        save_file(weights | {first: torch.full_like(weights[first], float("nan"))}, path)
+    elif damage == "integers":
+        save_file(weights | {first: weights[first].to(torch.int8)}, path)
+    elif damage == "other operator":
+        Recipe(FocusedLinear()).save(tmp_path)
     unet = make_unet(block_out_channels=(64, 64, 64)) if damage == "other model" else pipe.unet
     before, weights = snapshot(unet), everything(unet)
-    with pytest.raises(ValueError, match=r"agentsd.safetensors (cannot be read|does not fit)"):
-        apply_agentsd(unet, config=tmp_path)
+    with pytest.raises(ValueError, match=rf"agentsd\.safetensors.*{message}"):
+        apply_agentsd(unet, recipe=tmp_path)
     assert snapshot(unet) == before
     assert same(everything(unet), weights)
 
 
-def test_settings_by_layer_have_a_file_of_their_own(pipe, tmp_path):
-    from agentsd import LayerConfigs
-
-    name = apply_agentsd(pipe).layer_names[0]
-    with (
-        apply_agentsd(pipe, config=LayerConfigs({name: AgentConfig()})) as handle,
-        pytest.raises(ValueError, match=r"LayerConfigs\.save"),
-    ):
+def test_a_recipe_by_layers_is_saved_with_its_layers_weights_alone(pipe, tmp_path):
+    fine, coarse = (apply_agentsd(pipe).layer_names[i] for i in (0, 1))
+    recipe = Recipe(layers={fine: Phases(AgentModule(), Downsample()), coarse: Agents()})
+    with apply_agentsd(pipe, recipe=recipe) as handle, torch.no_grad():
+        for weight in handle.parameters():
+            weight.mul_(1.5)
+        trained = call(pipe.unet)
         handle.save(tmp_path)
+    saved = load_file(tmp_path / "agentsd.safetensors")
+    assert {name.split(".attn1.")[0] + ".attn1" for name in saved} == {fine, coarse}
+    assert {name.split(".agentsd_core.")[0] for name in saved if "agentsd_core" in name} == {fine}
+    unet = make_unet()
+    with apply_agentsd(unet, recipe=tmp_path) as handle:
+        assert handle.recipe == recipe
+        assert torch.equal(call(unet), trained)
 
 
-def test_wrong_parts_are_named():
-    with pytest.raises(ValueError, match=r"parts=\('biases',\): leave out 'bias' or 'convolution'"):
-        AgentConfig(attention="module", parts=("biases",))
+def test_a_lora_that_is_fused_meanwhile_stays(tmp_path):
+    """What `fuse_lora` adds is the user's: it stays when the trained weights go."""
+    unet = make_unet()
+    with apply_agentsd(unet, recipe=Recipe(FocusedLinear())) as handle, torch.no_grad():
+        for weight in handle.parameters():
+            weight.mul_(1.5)
+        handle.save(tmp_path)
+    unet, twin = make_unet(), make_unet()
+    for each in (unet, twin):
+        torch.manual_seed(0)
+        config = LoraConfig(r=2, target_modules=["to_q", "to_out.0"], init_lora_weights=False)
+        each.add_adapter(config, adapter_name="style")
+    with apply_agentsd(unet, recipe=tmp_path):
+        unet.fuse_lora()
+    twin.fuse_lora()
+    for name, weight in twin.state_dict().items():
+        torch.testing.assert_close(unet.state_dict()[name], weight, rtol=0, atol=1e-6)
+
+
+def test_settings_of_a_module_are_checked():
+    with pytest.raises(TypeError, match="bias='biases' is a str: pass a bool"):
+        AgentModule(bias="biases")
+    with pytest.raises(ValueError, match="count=0: pass 1 or more, or None"):
+        AgentModule(count=0)
+    with pytest.raises(ValueError, match=r"attention=.*: a layer has one trained module: name one"):
+        Recipe(Phases(AgentModule(), FocusedLinear()))
+
+
+def test_a_module_is_made_for_a_size_and_on_a_machine_that_are_known():
+    with pytest.raises(ValueError, match="sample_size=None: UNet2DConditionModel does not say its size"):
+        apply_agentsd(make_unet(sample_size=None), recipe=Recipe(AgentModule()))
+    with pytest.raises(ValueError, match=r"'meta'.*before pipe\.enable_sequential_cpu_offload"):
+        apply_agentsd(make_unet().to("meta"), recipe=Recipe(AgentModule()))

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from agentsd.attention import agent_attention
+from agentsd.attention.formula import agent_attention
 
 
 def loop(query, key, value, agent, k, scale):

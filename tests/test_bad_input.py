@@ -6,7 +6,8 @@ import pytest
 import torch
 from tiny import make_unet
 
-from agentsd import AgentConfig, apply_agentsd, remove_agentsd
+from agentsd import Agents, Downsample, Merge, Phases, Recipe, apply_agentsd, remove_agentsd
+from agentsd.recipe import FAST
 
 
 def apply(**settings):
@@ -41,19 +42,34 @@ TABLE = [
     (apply(ratio=1.0), "ratio=1.0: pass a share"),
     (apply(ratio="half"), "ratio='half' is a str: pass a float"),
     (apply(ratio=float("nan")), "ratio=nan: pass a finite number"),
+    (apply(ratio=None), "ratio=None is a NoneType: pass a float"),
     (apply(k=-0.1), "k=-0.1: pass 0 or more"),
     (apply(scale=0.54), "scale=0.54: it is the exponent"),
     (apply(early_frac=40), "early_frac=40: pass a share"),
-    (apply(mode="best"), "mode='best': choose 'exact' or"),
-    (apply(late="stock"), "late='stock': choose 'tome' or"),
-    (apply(levels=7), "levels=7: UNet2DConditionModel has attention on 3 levels"),
-    (apply(seed=-1), "seed=-1"),
-    (apply(config="nowhere"), "nowhere: no such file"),
-    (apply(config=AgentConfig(), ratio=0.1), "pass it alone"),
+    (apply(mode="best"), "mode='best': choose 'exact' or 'fast' or"),
+    (apply(mode=None), "mode=None: choose"),
+    (apply(mode="downsample", ratio=0.4), "ratio=0.4: this recipe has no ratio, leave it out"),
+    (apply(mode="downsample", early_frac=0.4), "early_frac=0.4: this recipe has no early_frac"),
+    (apply(recipe=Recipe(Agents(), levels=7)), "levels=7: UNet2DConditionModel has attention on 3 levels"),
+    (apply(seed=-1), "seed=-1: pass an integer in [0, 2**63)"),
+    (apply(seed=1.5), "seed=1.5 is a float: pass a int"),
+    (apply(recipe="nowhere"), "nowhere: no such file"),
+    (apply(recipe=None), "recipe=None is a NoneType: pass a Recipe, or its file or folder"),
+    (apply(recipe=FAST, ratio=0.1), "pass it alone"),
+    (apply(recipe=FAST, mode="fast"), "pass it alone"),
+    (apply(recipe=Recipe(layers={"attn9": Agents()})), "layers=['attn9']: UNet2DConditionModel has no such"),
+    (lambda: Phases("agents", None), "early='agents' is a str: pass"),
+    (lambda: Phases(Agents(), Agents()), "early and late are both Agents("),
+    (lambda: Recipe(), "attention=None: the recipe would do nothing"),
+    (lambda: Recipe("agents"), "'agents' is a str: pass Phases, ByDistance or"),
+    (lambda: Recipe(Agents(), levels=0), "levels=0: pass 1 (the finest attention level) or more"),
+    (lambda: Merge(stride=1), "stride=1: pass 2 or more"),
+    (lambda: Agents(cells="last"), "cells='last': choose 'auto' or 'random' or 'first'"),
+    (lambda: Downsample(at_most=0), "at_most=0: pass 1 or more, or None"),
     (lambda: apply_agentsd("model"), "str has no U-Net"),
     (lambda: apply_agentsd(torch.nn.Linear(1, 1)), "Linear has no U-Net"),
     (lambda: remove_agentsd(None), "NoneType has no U-Net"),
-    (lambda: AgentConfig.load("nowhere"), "nowhere: no such file"),
+    (lambda: Recipe.load("nowhere"), "nowhere: no such file; Recipe.save(path) writes one"),
     (evaluate("compare", "--method", "tomesdd"), "tomesdd"),
     (evaluate("compare", "--ratio", "1.5"), "1.5"),
     (evaluate("compare", "--agent", "speed=1"), "speed"),

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-import sys
+import time
 from contextlib import nullcontext, suppress
 
 import pytest
@@ -17,13 +17,27 @@ from test_hosts import PICTURE, sdxl_parts, sdxl_unet
 from test_patch import snapshot
 from tiny import make_controlnet, make_unet
 
-from agentsd import AgentConfig, LayerConfigs, apply_agentsd, calibrate, remove_agentsd
-from agentsd.calibrate import CHOICES, STOCK, Choice, Figures, _best_by_saving, _meeting
-from agentsd.cost import multiply_adds
+from agentsd import (
+    Agents,
+    Downsample,
+    Merge,
+    Phases,
+    PooledAgents,
+    Recipe,
+    apply_agentsd,
+    calibrate,
+    remove_agentsd,
+)
+from agentsd.calibration.cost import multiply_adds
+from agentsd.calibration.replay import Figures
+from agentsd.calibration.search import OPERATORS, _best_by_saving, _meeting
+from agentsd.modules import FocusedLinear
+from agentsd.recipe import FAST
 
-MODULE = sys.modules["agentsd.calibrate"]  # the package's attribute of that name is the function
 PROMPTS = ["a cat", "a dog on a mat"]
-COUNTED = {"cost": "multiply_adds", "num_inference_steps": 3, "calls": 3}
+MERGE = Merge(0.5, ranking="layer")
+AGENTS = Agents(0.0, at_most=None, agent_ratio=0.95, ranking="layer")
+COUNTED = {"cost": "multiply_adds", "num_inference_steps": 3, "calls": 3, "operators": (MERGE, AGENTS)}
 
 
 @pytest.fixture
@@ -35,12 +49,6 @@ def small(make_pipeline):
         mid_block_type=None,
     )
     return make_pipeline(unet)
-
-
-@pytest.fixture(autouse=True)
-def two_choices(monkeypatch):
-    """Few trials; one test puts the others back."""
-    monkeypatch.setattr(MODULE, "CHOICES", (Choice("tome", 0.5), Choice("agent", 0.0)))
 
 
 def stock_calls(pipe, prompts, calls, **settings):
@@ -58,11 +66,16 @@ def stock_calls(pipe, prompts, calls, **settings):
     return kept
 
 
-def changes_of(target, calls, config, scale=7.5):
+def patched(target, recipe):
+    """A model under a recipe, or as it is."""
+    return nullcontext() if recipe is None else apply_agentsd(target, recipe=recipe)
+
+
+def changes_of(target, calls, recipe, scale=7.5):
     """(sum of squares of the guided output's changes, sum of its squares), patched as a user does."""
     moved = power = 0.0
     for args, kwargs, expected in calls:
-        with torch.no_grad(), apply_agentsd(target, config=config):
+        with torch.no_grad(), patched(target, recipe):
             output = getattr(target, "unet", target)(*args, **kwargs)[0]
         out, stock = (
             scale * x[1:].double() - (scale - 1) * x[:1].double() if scale else x.double()
@@ -73,17 +86,17 @@ def changes_of(target, calls, config, scale=7.5):
     return moved, power
 
 
-def work_of(target, calls, config=None):
+def work_of(target, calls, recipe=None):
     """Multiply-adds of all calls."""
     unet = getattr(target, "unet", target)
-    with torch.no_grad(), apply_agentsd(target, config=config) if config else nullcontext():
+    with torch.no_grad(), patched(target, recipe):
         return sum(multiply_adds(lambda call=call: unet(*call[0], **call[1])) for call in calls)
 
 
-def figures_of(pipe, calls, config, scale=7.5):
-    """(error, speedup) of settings on calls."""
-    moved, power = changes_of(pipe, calls, config, scale)
-    return moved / power, work_of(pipe, calls) / work_of(pipe, calls, config)
+def figures_of(pipe, calls, recipe, scale=7.5):
+    """(error, speedup) of a recipe on calls."""
+    moved, power = changes_of(pipe, calls, recipe, scale)
+    return moved / power, work_of(pipe, calls) / work_of(pipe, calls, recipe)
 
 
 @pytest.mark.filterwarnings("ignore:agentsd. this run has no early step")  # each call opens a run here
@@ -97,9 +110,7 @@ def test_the_goal_is_met_as_measured_by_patching(pipe, karras, goal):
     error, speedup = figures_of(pipe, calls, found)
     assert found.measured["error"] == pytest.approx(error, rel=1e-3)
     assert found.measured["speedup"] == pytest.approx(speedup, rel=1e-9)
-    assert tuple(found.measured["base"].values()) == pytest.approx(
-        figures_of(pipe, calls, AgentConfig()), rel=1e-3
-    )
+    assert tuple(found.measured["base"].values()) == pytest.approx(figures_of(pipe, calls, FAST), rel=1e-3)
     assert (found.measured["calls"], found.measured["prompts"]) == (6, PROMPTS)
     if "speedup" in goal:
         assert 1.03 <= speedup < 1.035
@@ -112,22 +123,13 @@ def test_near_the_best_of_all_combinations(small):
     calls = stock_calls(small, PROMPTS[:1], 3, num_inference_steps=3)
     with apply_agentsd(small) as handle:
         names = handle.layer_names
-    does = [
-        {"early": "none", "late": "none"},
-        {"early": "tome", "late": "tome", "ratio": 0.5},
-        {"late": "agent", "ratio": 0.0},
-    ]
+    stays = Phases(None, Downsample(), early_frac=1.0)
     phases = []
     for early in (True, False):
         part = [call for i, call in enumerate(calls) if (i == 0) == early]
         combos = [
-            LayerConfigs(
-                {
-                    n: AgentConfig(**d, mode="exact", early_frac=float(early))
-                    for n, d in zip(names, c, strict=True)
-                }
-            )
-            for c in itertools.product(does, repeat=3)
+            Recipe(layers=dict(zip(names, does, strict=True)))
+            for does in itertools.product((stays, MERGE, AGENTS), repeat=3)
         ]
         phases.append(
             [
@@ -152,8 +154,8 @@ def test_the_search_is_exact_where_figures_add_up():
     for _ in range(20):
         table = {
             (f"layer {i}", early): {
-                STOCK: Figures(0.0, 20.0),
-                **{c: Figures(rng.uniform(0, 1), rng.randrange(5, 23)) for c in CHOICES[:3]},
+                None: Figures(0.0, 20.0),
+                **{o: Figures(rng.uniform(0, 1), rng.randrange(5, 23)) for o in OPERATORS[:3]},
             }
             for i in range(2)
             for early in (True, False)
@@ -182,7 +184,7 @@ def test_what_is_returned_meets_the_goal_however_the_figures_lie():
             with suppress(ValueError):
                 error, speedup = figures[_meeting(figures.__getitem__, len(figures), *goal)]
                 assert speedup >= 1.5 if goal[0] else error <= 0.5
-    with pytest.raises(ValueError, match=r"max_error=0\.5 cannot be met .*: no choice saves anything"):
+    with pytest.raises(ValueError, match=r"max_error=0\.5 cannot be met .*: nothing saves anything"):
         _meeting([].__getitem__, 0, None, 0.5)
 
 
@@ -192,7 +194,7 @@ def test_a_goal_out_of_reach_says_what_can_be_had(small):
     most = float(str(raised.value).rsplit(" ", 1)[1])
     found = calibrate(small, PROMPTS[:1], speedup=most - 1e-3, **COUNTED)
     assert found.measured["speedup"] == pytest.approx(most, abs=1e-3)
-    assert {(c.early, c.late) for c in found.layers.values()} == {("agent", "agent")}
+    assert set(found.layers.values()) == {AGENTS}
     with pytest.raises(ValueError, match=r"max_error=1e-12 cannot be met .* the least error is [1-9]"):
         calibrate(small, PROMPTS[:1], max_error=1e-12, **COUNTED)
 
@@ -209,7 +211,12 @@ def test_a_goal_out_of_reach_says_what_can_be_had(small):
         ({"prompts": "a cat"}, ValueError, "prompts='a cat': pass a list"),
         ({"calls": 0}, ValueError, "calls=0: pass 1 or more"),
         ({"cost": "flops"}, ValueError, "cost='flops': choose 'time' or 'multiply_adds'"),
-        ({"base": AgentConfig(attention="focused")}, ValueError, "attention='focused': only 'agent'"),
+        ({"base": "fast"}, ValueError, "base='fast': pass a recipe with attention, in phases or in every"),
+        ({"base": Recipe(layers={"a": MERGE})}, ValueError, r"base=Recipe\(.*: pass a recipe with attention"),
+        ({"base": Recipe(FocusedLinear())}, ValueError, r"FocusedLinear\(.*\) is to be trained: only what"),
+        ({"operators": (MERGE, FocusedLinear())}, ValueError, r"FocusedLinear\(.*\) is to be trained: only"),
+        ({"operators": ()}, ValueError, r"operators=\(\): pass a list of operators"),
+        ({"operators": (Merge,)}, ValueError, r"operators=\(<class .*: pass a list of operators"),
         ({"output_type": "pil"}, TypeError, "output_type"),
     ],
 )
@@ -246,7 +253,9 @@ def test_the_pipeline_is_left_as_it_was(small, sample, tmp_path):
     assert snapshot(small.unet) == before
     assert torch.equal(sample(small), stock)
     assert found == calibrate(small, PROMPTS[:1], speedup=1.03, **COUNTED)  # nothing is left to chance
-    assert LayerConfigs.load(found.save(tmp_path / "layers.yaml")) == found
+    again = Recipe.load(found.save(tmp_path / "recipe.yaml"))
+    assert again == found
+    assert again.measured == found.measured
 
 
 @pytest.mark.parametrize("place", ["recording", "trial", "layer"])
@@ -274,44 +283,47 @@ def test_an_interruption_leaves_the_pipeline_as_it_was(small, sample, place):
     assert torch.equal(sample(small), stock)
 
 
-def test_progress_counts_every_trial(small, monkeypatch):
-    monkeypatch.setattr(MODULE, "CHOICES", CHOICES)
+def test_progress_counts_every_trial(small):
     told = []
-    calibrate(small, PROMPTS[:1], speedup=1.03, on_step=lambda *step: told.append(step), **COUNTED)
-    assert told == [(i + 1, 3 * 2 * (1 + len(CHOICES))) for i in range(len(told))]
+    settings = COUNTED | {"operators": OPERATORS, "on_step": lambda *step: told.append(step)}
+    calibrate(small, PROMPTS[:1], speedup=1.03, **settings)
+    assert told == [(i + 1, 3 * 2 * (1 + len(OPERATORS))) for i in range(len(told))]
     assert len(told) == told[0][1]
 
 
 @pytest.mark.filterwarnings("ignore:agentsd. this run has no early step")
-def test_downsampling_is_a_choice_of_either_phase(small, monkeypatch):
-    monkeypatch.setattr(MODULE, "CHOICES", (Choice("downsample"),))
-    found = calibrate(small, PROMPTS[:1], max_error=1.0, **COUNTED)
-    assert {(config.early, config.late) for config in found.layers.values()} == {("downsample", "downsample")}
+def test_any_operator_is_a_choice_of_either_phase(small):
+    operator = Downsample(at_most=None)
+    found = calibrate(small, PROMPTS[:1], max_error=1.0, **COUNTED | {"operators": (operator,)})
+    assert set(found.layers.values()) == {operator}
     calls = stock_calls(small, PROMPTS[:1], 3, num_inference_steps=3)
-    error, speedup = figures_of(small, calls, AgentConfig(early="downsample", levels=1))
+    error, speedup = figures_of(small, calls, Recipe(operator, levels=1))
     assert found.measured["error"] == pytest.approx(error, rel=1e-3)
     assert found.measured["speedup"] == pytest.approx(speedup, rel=1e-9)
 
 
-def test_settings_that_are_not_searched_are_the_bases(small):
-    steps = {"early_frac": 0.8, "late": "tome", "late_ratio": 0.2}
-    base = AgentConfig(k=0.0, agents="pool", agent_counts=(9,), levels=1, seed=3, ratio=0.1, **steps)
-    found = calibrate(small, PROMPTS[:1], speedup=1.06, base=base, **COUNTED)
-    for config in found.layers.values():
-        assert (config.k, config.early_frac, config.agents, config.seed) == (0.0, 0.8, "pool", 3)
-        assert (config.agent_counts, config.levels, config.mode) == ((9,), None, "exact")
+@pytest.mark.filterwarnings("ignore:agentsd. this run has no early step")
+def test_steps_and_seed_are_the_bases_and_settings_are_the_operators(small):
+    base = Recipe(Phases(Agents(), Merge(0.2), early_frac=0.8), levels=1, seed=3)
+    mine = (PooledAgents(9, k=0.0), Merge(0.3, stride=4, cells="random", ranking="layer"))
+    found = calibrate(small, PROMPTS[:1], speedup=1.06, base=base, **COUNTED | {"operators": mine})
+    assert (found.seed, found.levels, found.attention) == (3, None, None)
+    assert set(found.operators) <= set(mine)
+    assert found.timing.early_frac == 0.8
     calls = stock_calls(small, PROMPTS[:1], 3, num_inference_steps=3)
-    with pytest.warns(UserWarning, match="no early step"):
-        assert found.measured["error"] == pytest.approx(figures_of(small, calls, found)[0], rel=1e-3)
+    assert tuple(found.measured["base"].values()) == pytest.approx(figures_of(small, calls, base), rel=1e-3)
+    assert found.measured["error"] == pytest.approx(figures_of(small, calls, found)[0], rel=1e-3)
 
 
 @pytest.mark.parametrize(("early_frac", "phase"), [(1.0, "early"), (0.0, "late")])
 def test_runs_of_one_phase(small, early_frac, phase):
-    base = AgentConfig(early_frac=early_frac)
+    base = FAST.with_settings(early_frac=early_frac)
     found = calibrate(small, PROMPTS[:1], speedup=1.05, base=base, **COUNTED)
     other = {"early": "late", "late": "early"}[phase]
-    for config in found.layers.values():
-        assert getattr(config, phase) != "none" == getattr(config, other)
+    for phases in found.layers.values():
+        assert getattr(phases, phase) in (MERGE, AGENTS)
+        assert getattr(phases, other) is None
+        assert phases.early_frac == early_frac
 
 
 def test_a_short_img2img_run_has_no_early_call(small):
@@ -320,7 +332,7 @@ def test_a_short_img2img_run_has_no_early_call(small):
     image = {"image": torch.zeros(1, 3, 32, 32), "strength": 0.5}
     found = calibrate(pipe, PROMPTS[:1], speedup=1.05, **COUNTED | image)
     assert found.measured["calls"] == 2
-    assert {config.early for config in found.layers.values()} == {"none"}
+    assert {phases.early for phases in found.layers.values()} == {None}
     assert found.measured["speedup"] >= 1.05
 
 
@@ -336,22 +348,36 @@ def test_without_guidance_the_whole_output_counts(small):
 
 
 @pytest.mark.parametrize("host", ["SDXL", "ControlNet"])
-def test_conditions_beside_the_prompt_are_recorded(make_pipeline, tokenizer, monkeypatch, host):
-    monkeypatch.setattr(MODULE, "CHOICES", (Choice("tome", 0.5),))
+def test_conditions_beside_the_prompt_are_recorded(make_pipeline, tokenizer, host):
     if host == "SDXL":
         pipe = make_pipeline(sdxl_unet(), cls=StableDiffusionXLPipeline, **sdxl_parts(tokenizer))
         inputs = {}
     else:
         parts = {"cls": StableDiffusionControlNetPipeline, "controlnet": make_controlnet()}
         pipe, inputs = make_pipeline(**parts), {"image": PICTURE}
-    found = calibrate(pipe, PROMPTS[:1], speedup=1.001, **COUNTED | {"calls": 1}, **inputs)
+    settings = COUNTED | {"calls": 1, "operators": (MERGE,)}
+    found = calibrate(pipe, PROMPTS[:1], speedup=1.001, **settings, **inputs)
     assert 0 < found.measured["error"] < 1e-3
-    with apply_agentsd(pipe, config=found) as handle:
+    with apply_agentsd(pipe, recipe=found) as handle:
         assert set(handle.layer_names) == set(found.layers)
 
 
-def test_time_is_a_cost_too(small):
-    size = {"height": 64, "width": 64}  # 1024 tokens, so that there is time to save
-    found = calibrate(small, PROMPTS[:1], max_error=1.0, num_inference_steps=2, calls=2, **size)
+def test_time_is_the_cost_by_default(small, monkeypatch):
+    """By a clock that shows 10 s for a U-Net call, and 10 ms for each query of its three layers."""
+    shown = 0.0
+
+    def pass_by(seconds):
+        nonlocal shown
+        shown += seconds
+
+    monkeypatch.setattr(time, "process_time", lambda: shown)
+    small.unet.conv_in.register_forward_hook(lambda *args: pass_by(10))
+    for name, module in small.unet.named_modules():
+        if name.endswith("attn1.to_q"):
+            module.register_forward_hook(lambda m, args, out: pass_by(out.shape[1] / 100))
+    settings = {"num_inference_steps": 2, "calls": 2, "operators": (MERGE, AGENTS)}
+    found = calibrate(small, PROMPTS[:1], max_error=1.0, **settings)
     assert found.measured["cost"] == "time"
-    assert found.measured["speedup"] > 0
+    # half of 256 queries a layer are merged away; agents, which are queries too, come on top of them all
+    assert list(found.layers.values()) == [MERGE] * 3
+    assert found.measured["speedup"] == pytest.approx((10 + 3 * 2.56) / (10 + 3 * 1.28))

@@ -6,10 +6,33 @@ from test_patch import call
 from tiny import make_unet
 from torch._dynamo.testing import CompileCounter
 
-from agentsd import apply_agentsd, remove_agentsd
+from agentsd import (
+    Agents,
+    ByDistance,
+    Downsample,
+    Merge,
+    Phases,
+    PooledAgents,
+    Recipe,
+    apply_agentsd,
+    remove_agentsd,
+)
+from agentsd.modules import AgentModule
+from agentsd.recipe import EXACT, FAST, TURBO
 
 STEPS = (999, 800, 700, 400, 100, 1)
-SETTINGS = ({"mode": "exact"}, {"mode": "fast"}, {"mode": "turbo"}, {"mode": "fast", "late": "tome"})
+LATER_MERGE = Recipe(Phases(Agents(), Merge()))
+RECIPES = {"exact": EXACT, "fast": FAST, "turbo": TURBO, "merge later": LATER_MERGE}
+OTHERS = {
+    "pooled agents of merged tokens": Recipe(Phases(PooledAgents(12, ratio=0.4), None)),
+    "agent module": Recipe(Phases(AgentModule(), None)),
+    # a latent that does not move is in the first stage twice, then in the last
+    "pooled agents by distance": Recipe(
+        ByDistance([PooledAgents(count, at_most=None) for count in (16, 4)], (0.5,))
+    ),
+}
+BLOCK_GRAPHS = {"exact": (2, 3), "fast": (5, 7), "turbo": (5, 7), "merge later": (5, 9)}
+"""Of all blocks in the early steps, and in the whole run."""
 
 
 @pytest.fixture(autouse=True)
@@ -19,33 +42,45 @@ def fresh_dynamo():
     torch.compiler.reset()
 
 
-def expected(**settings):
+def expected(recipe):
     unet = make_unet()
-    apply_agentsd(unet, **settings)
+    apply_agentsd(unet, recipe=recipe)
     return [call(unet, t) for t in STEPS]
 
 
-@pytest.mark.parametrize("order", ["apply, compile", "compile, apply", "in place"])
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_fullgraph_with_two_graphs_in_a_run(order, settings):
-    """No break, one graph a phase, and none for a second run."""
-    unet, counter = make_unet(), CompileCounter()
-    if order == "compile, apply":
-        compiled = torch.compile(unet, fullgraph=True, backend=counter)
-        apply_agentsd(compiled, **settings)
-    elif order == "apply, compile":
-        apply_agentsd(unet, **settings)
-        compiled = torch.compile(unet, fullgraph=True, backend=counter)
-    else:
-        apply_agentsd(unet, **settings)
-        unet.compile(fullgraph=True, backend=counter)
-        compiled = unet
-    for out, reference in zip([call(compiled, t) for t in STEPS], expected(**settings), strict=True):
+def check_graphs(compiled, counter, recipe, graphs):
+    """A run gives what it gives uncompiled in so many graphs, and a second run makes none."""
+    for out, reference in zip([call(compiled, t) for t in STEPS], expected(recipe), strict=True):
         torch.testing.assert_close(out, reference, rtol=0, atol=1e-6)
-    assert counter.frame_count == 2
+    assert counter.frame_count == graphs
     for t in STEPS:
         call(compiled, t)
-    assert counter.frame_count == 2
+    assert counter.frame_count == graphs
+
+
+@pytest.mark.parametrize("order", ["apply, compile", "compile, apply", "in place"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_fullgraph_with_two_graphs_in_a_run(order, name):
+    """No break, one graph a phase, and none for a second run."""
+    unet, counter, recipe = make_unet(), CompileCounter(), RECIPES[name]
+    if order == "compile, apply":
+        compiled = torch.compile(unet, fullgraph=True, backend=counter)
+        apply_agentsd(compiled, recipe=recipe)
+    elif order == "apply, compile":
+        apply_agentsd(unet, recipe=recipe)
+        compiled = torch.compile(unet, fullgraph=True, backend=counter)
+    else:
+        apply_agentsd(unet, recipe=recipe)
+        unet.compile(fullgraph=True, backend=counter)
+        compiled = unet
+    check_graphs(compiled, counter, recipe, 2)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_fullgraph_with_two_graphs_of_other_operators(name):
+    unet, counter = make_unet(), CompileCounter()
+    apply_agentsd(unet, recipe=OTHERS[name])
+    check_graphs(torch.compile(unet, fullgraph=True, backend=counter), counter, OTHERS[name], 2)
 
 
 def test_apply_and_remove_on_a_model_that_has_already_run_compiled():
@@ -54,28 +89,35 @@ def test_apply_and_remove_on_a_model_that_has_already_run_compiled():
     compiled = torch.compile(unet, fullgraph=True, backend=counter)
     assert torch.equal(call(compiled), stock)
     apply_agentsd(compiled)
-    torch.testing.assert_close(call(compiled), expected()[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(call(compiled), expected(FAST)[0], rtol=0, atol=1e-6)
     remove_agentsd(compiled)
     assert torch.equal(call(compiled), stock)
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_compile_repeated_blocks(settings):
+@pytest.mark.parametrize("name", RECIPES)
+def test_compile_repeated_blocks(name):
     """Each kind of block is a graph of its own: more of them than dynamo takes of one function by default."""
-    unet, counter = make_unet(), CompileCounter()
+    unet, counter, recipe = make_unet(), CompileCounter(), RECIPES[name]
     limit = torch._dynamo.config.recompile_limit
-    apply_agentsd(unet, **settings)
+    apply_agentsd(unet, recipe=recipe)
     unet.compile_repeated_blocks(fullgraph=True, backend=counter)
-    for out, reference in zip([call(unet, t) for t in STEPS], expected(**settings), strict=True):
-        torch.testing.assert_close(out, reference, rtol=0, atol=1e-6)
-    assert "late" not in settings or counter.frame_count > limit
+    graphs = []
+    for t, reference in zip(STEPS, expected(recipe), strict=True):
+        torch.testing.assert_close(call(unet, t), reference, rtol=0, atol=1e-6)
+        graphs.append(counter.frame_count)
+    early, all_steps = BLOCK_GRAPHS[name]
+    assert graphs == [early] * 3 + [all_steps] * 3
+    for t in STEPS:
+        call(unet, t)
+    assert counter.frame_count == all_steps
+    assert all_steps > limit or name != "merge later"
     assert torch._dynamo.config.recompile_limit == limit
 
 
 @pytest.mark.slow
 def test_inductor_gives_the_same_picture():
     unet = make_unet()
-    apply_agentsd(unet, cells="first")
+    apply_agentsd(unet, recipe=Recipe(Phases(Agents(cells="first"), Downsample())))
     compiled = torch.compile(unet, fullgraph=True)
     for t in (999, 1):
         torch.testing.assert_close(call(compiled, t), call(unet, t), rtol=0, atol=1e-4)

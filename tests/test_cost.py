@@ -3,13 +3,12 @@
 import math
 
 import pytest
-import torch
 from diffusers.models.attention_processor import AttnProcessor
 from test_patch import call
 from tiny import make_unet
 
-from agentsd import apply_agentsd
-from agentsd.cost import multiply_adds
+from agentsd import Agents, Downsample, Merge, Recipe, apply_agentsd
+from agentsd.calibration.cost import multiply_adds
 
 
 def in_first_layer(unet, side, t=999):
@@ -57,4 +56,22 @@ def test_a_patched_layer_does_less_than_stock(mode, t):
     stock = in_first_layer(unet, 64, t)
     with apply_agentsd(unet, mode=mode):
         assert in_first_layer(unet, 64, t) < stock
-    assert torch.is_tensor(call(unet))
+    assert in_first_layer(unet, 64, t) == stock
+
+
+@pytest.mark.parametrize("kind", [Agents, Merge, Downsample])
+def test_an_operators_work_is_that_of_its_products(kind):
+    """On 32 x 32 tokens: N of all, M after merging 40 % of them, n agents (4 x 4 cells) or keys (2 x 2)."""
+    unet = make_unet()
+    channels = unet.down_blocks[0].attentions[0].norm.num_channels
+    tokens, merged, agents, cells = 1024, 1024 - 409, 64, 256
+    # a projection, attention's two products, and the ranking's similarities of sources and destinations
+    expected = {
+        Agents: (4 * merged + agents) * channels**2
+        + 4 * merged * agents * channels
+        + (tokens - agents) * agents * channels,
+        Merge: 4 * merged * channels**2 + 2 * merged**2 * channels + (tokens - cells) * cells * channels,
+        Downsample: 2 * (tokens + cells) * channels**2 + 2 * tokens * cells * channels,
+    }
+    with apply_agentsd(unet, recipe=Recipe(kind())):
+        assert in_first_layer(unet, 32) == expected[kind]

@@ -6,16 +6,21 @@ from diffusers.models.attention_processor import Attention, AttnProcessor, AttnP
 from test_patch import call
 from tiny import make_unet
 
-from agentsd import apply_agentsd
+from agentsd import Agents, Downsample, Merge, Phases, Recipe, apply_agentsd
+from agentsd.attention import downsample
+from agentsd.calibration.cost import multiply_adds
+
+LATER = Recipe(Phases(Agents(), Downsample()))
+UNBOUNDED = Recipe(Phases(Agents(), Downsample(at_most=None)), levels=1)
 
 
 @pytest.mark.parametrize("size", [(16, 16), (17, 9)])
-@pytest.mark.parametrize("mode", ["exact", "fast"])
-def test_a_layer_is_diffusers_own_attention_to_the_first_token_of_each_cell(size, mode):
+@pytest.mark.parametrize("recipe", [UNBOUNDED, LATER, Recipe(Downsample())])
+def test_a_layer_is_diffusers_own_attention_to_the_first_token_of_each_cell(size, recipe):
     """Diffusers' processor gets those tokens as if they were another sequence."""
     unet = make_unet()
     attn = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
-    handle = apply_agentsd(unet, mode=mode, late="downsample")
+    handle = apply_agentsd(unet, recipe=recipe)
     seen = {}
     attn.register_forward_hook(lambda m, args, out: seen.update(x=args[0], out=out))
     call(unet, t=1, size=size)
@@ -28,35 +33,35 @@ def test_a_layer_is_diffusers_own_attention_to_the_first_token_of_each_cell(size
 
 
 @pytest.mark.parametrize(
-    ("mode", "size", "kept"),
+    ("at_most", "size", "kept"),
     [
-        ("fast", (12, 12), [36, 9]),
-        ("fast", (16, 16), [25, 16]),
-        ("fast", (20, 20), [25, 9]),
-        ("turbo", (8, 32), [20, 16]),
-        ("exact", (16, 16), [64, 64]),
+        (36, (12, 12), [36, 9]),
+        (36, (16, 16), [25, 16]),
+        (36, (20, 20), [25, 9]),
+        (36, (8, 32), [20, 16]),
+        (1, (16, 16), [1, 1]),
+        (None, (16, 16), [64, 16]),
     ],
 )
-def test_keys_are_bounded_beyond_exact_mode(mode, size, kept, monkeypatch):
+def test_keys_are_bounded(at_most, size, kept):
     """Cells grow where 2 x 2 would leave more than 36 keys, or 18 at the second level."""
-    monkeypatch.setattr("agentsd.plan.MAX_KEYS", 36)
     unet = make_unet()
     seen = []
     for block in unet.down_blocks[:2]:
         attn = block.attentions[0].transformer_blocks[0].attn1
         attn.to_k.register_forward_hook(lambda m, args, out: seen.append(out.shape[1]))
-    with apply_agentsd(unet, mode=mode, late="downsample"):
+    with apply_agentsd(unet, recipe=Recipe(Downsample(at_most=at_most))):
         call(unet, t=1, size=size)
     assert seen == kept
 
 
 def test_the_processor_that_was_there_attends():
     unet = make_unet()
-    with apply_agentsd(unet, late="downsample", levels=1):
+    with apply_agentsd(unet, recipe=UNBOUNDED):
         expected = call(unet, t=1)
     unet.set_attn_processor(AttnProcessor())
     seen = []
-    with apply_agentsd(unet, late="downsample", levels=1), pytest.MonkeyPatch.context() as patch:
+    with apply_agentsd(unet, recipe=UNBOUNDED), pytest.MonkeyPatch.context() as patch:
         get_scores = Attention.get_attention_scores
         patch.setattr(Attention, "get_attention_scores", lambda *a: seen.append(get_scores(*a)) or seen[-1])
         torch.testing.assert_close(call(unet, t=1), expected, rtol=0, atol=1e-5)
@@ -65,8 +70,10 @@ def test_the_processor_that_was_there_attends():
 
 def test_fused_projections():
     unet = make_unet()
-    with apply_agentsd(unet, late="downsample"):
+    stock = call(unet, t=1)
+    with apply_agentsd(unet, recipe=LATER):
         expected = call(unet, t=1)
+        assert not torch.equal(expected, stock)
         unet.fuse_qkv_projections()
         torch.testing.assert_close(call(unet, t=1), expected, rtol=0, atol=1e-6)
 
@@ -75,7 +82,7 @@ def test_nothing_in_it_is_random():
     unet = make_unet()
     outputs = []
     for seed in (0, 1):
-        with apply_agentsd(unet, late="downsample", cells="random", seed=seed):
+        with apply_agentsd(unet, recipe=Recipe(Phases(Agents(cells="random"), Downsample()), seed=seed)):
             outputs.append(call(unet, t=1))
     assert torch.equal(*outputs)
     assert not torch.equal(outputs[0], call(unet, t=1))
@@ -84,26 +91,26 @@ def test_nothing_in_it_is_random():
 def test_a_grid_without_a_whole_cell_is_left_alone():
     unet = make_unet()
     stock = call(unet, t=1, size=(3, 3))
-    with apply_agentsd(unet, late="downsample", late_stride=4):
+    with apply_agentsd(unet, recipe=Recipe(Downsample(stride=4))):
         assert torch.equal(call(unet, t=1, size=(3, 3)), stock)
+        larger = call(unet, t=1)
+    assert not torch.equal(larger, call(unet, t=1))
 
 
 def test_it_costs_less_than_merging():
-    from agentsd.cost import multiply_adds
-
     unet = make_unet()
     work = {}
-    for late in ("none", "tome", "downsample"):
-        with apply_agentsd(unet, late=late):
-            work[late] = multiply_adds(lambda: call(unet, t=1, size=(64, 64)))
-    assert work["downsample"] < work["tome"] < work["none"]
+    for late in (None, Merge(), Downsample()):
+        with apply_agentsd(unet, recipe=Recipe(Phases(Agents(), late))):
+            work[type(late)] = multiply_adds(lambda: call(unet, t=1, size=(64, 64)))
+    assert work[Downsample] < work[Merge] < work[type(None)]
 
 
 def test_gradients_reach_queries_and_keys_with_checkpointing():
     grads = {}
     for checkpointing in (False, True):
         unet = make_unet().train()
-        apply_agentsd(unet, late="downsample")
+        apply_agentsd(unet, recipe=LATER)
         if checkpointing:
             unet.enable_gradient_checkpointing()
         rng = torch.Generator().manual_seed(0)
@@ -114,3 +121,20 @@ def test_gradients_reach_queries_and_keys_with_checkpointing():
     for plain, again in zip(grads[False], grads[True], strict=True):
         assert plain.abs().sum() > 0
         assert torch.equal(plain, again)
+
+
+def test_a_call_in_inference_mode_does_not_spoil_training():
+    """What is kept from call to call must be usable in a backward."""
+    grads = []
+    for before in (torch.no_grad, torch.inference_mode):
+        unet = make_unet()
+        apply_agentsd(unet, recipe=Recipe(Downsample()))
+        rng = torch.Generator().manual_seed(0)
+        latent, text = torch.randn(1, 4, 22, 22, generator=rng), torch.randn(1, 7, 16, generator=rng)
+        downsample._first_of_cells.cache_clear()
+        with before():
+            unet(latent, torch.tensor(1), text)
+        unet(latent, torch.tensor(1), text).sample.square().mean().backward()
+        grads.append(unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1.to_k.weight.grad)
+    assert grads[0].abs().sum() > 0
+    assert torch.equal(*grads)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from tiny import make_unet
 
-from agentsd import apply_agentsd, remove_agentsd
-from agentsd.schedule import StepReader
+from agentsd import Agents, Downsample, Phases, Recipe, apply_agentsd, remove_agentsd
+from agentsd.steps.run import RunReader
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,7 +35,7 @@ def test_same_bits_in_every_call(dtype, t):
 @pytest.mark.parametrize("t", [999, 1])
 def test_cuda_agrees_with_the_cpu(t):
     unet = make_unet()
-    apply_agentsd(unet, cells="first")
+    apply_agentsd(unet, recipe=Recipe(Phases(Agents(cells="first"), Downsample())))
     rng = torch.Generator().manual_seed(0)
     latent, text = torch.randn(2, 4, 32, 32, generator=rng), torch.randn(2, 7, 16, generator=rng)
     with torch.no_grad():
@@ -48,7 +48,7 @@ def test_the_timestep_is_read_without_waiting_for_the_device():
 
     scheduler = DDIMScheduler()
     scheduler.set_timesteps(10, device="cuda")
-    reader = StepReader(0.4)
+    reader = RunReader(0.4)
     reader.read(scheduler.timesteps[0], scheduler)  # the list itself is fetched once
     torch.cuda.set_sync_debug_mode("error")
     try:

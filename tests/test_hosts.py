@@ -17,7 +17,7 @@ from tiny import (
     watch_phases,
 )
 
-from agentsd import apply_agentsd, remove_agentsd
+from agentsd import Agents, Downsample, Phases, Recipe, apply_agentsd, remove_agentsd
 
 PICTURE = Image.linear_gradient("L").resize((32, 32)).convert("RGB")
 MASK = Image.radial_gradient("L").resize((32, 32))
@@ -141,7 +141,7 @@ def test_host(build, name):
     pipe, run = build(name)
     stock = run()
     processors = dict(pipe.unet.attn_processors)
-    for mode, later in (("exact", "tome"), ("fast", "downsample")):
+    for mode, later in (("exact", "merge"), ("fast", "downsample")):
         handle = apply_agentsd(pipe, mode=mode)
         seen = watch_phases(handle)
         patched = run()
@@ -193,9 +193,9 @@ def test_upcast_attention_does_not_overflow_in_half_precision(mode, timestep):
     unet = make_unet(upcast_attention=True)
     handle = apply_agentsd(unet, mode=mode)
     with torch.no_grad():
-        for attn, _ in handle._layers:
-            attn.to_q.weight.mul_(600)
-            attn.to_k.weight.mul_(600)
+        for site in handle._sites:
+            site.attn.to_q.weight.mul_(600)
+            site.attn.to_k.weight.mul_(600)
     unet.to(torch.float16)
     latent = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(0)).half()
     with torch.no_grad():
@@ -227,7 +227,7 @@ def test_modular_sdxl_calls_the_unet_once_for_each_guidance_branch(tokenizer):
         return pipe(generator=rng, output="images", output_type="latent", **inputs)
 
     stock = run()
-    handle = apply_agentsd(pipe, cells="random")
+    handle = apply_agentsd(pipe, recipe=Recipe(Phases(Agents(cells="random"), Downsample())))
     seen = watch_phases(handle)
     patched = run()
     assert not torch.equal(patched, stock)
@@ -253,6 +253,7 @@ def test_masks_and_cross_attention_are_untouched():
     stock = outputs()
     cross = {n: p for n, p in unet.attn_processors.items() if "attn2" in n}
     handle = apply_agentsd(unet)
-    handle._layers[0][1].group.begin(torch.empty(2, 4, 16, 16), 999.0, (0, 0))
+    handle._groups[0].begin(torch.empty(2, 4, 16, 16), 999.0, (0, 0))
+    assert handle._layers[0].work.plan is not None
     assert all(torch.equal(a, b) for a, b in zip(outputs(), stock, strict=True))
     assert {n: p for n, p in unet.attn_processors.items() if "attn2" in n} == cross

@@ -4,9 +4,9 @@ import pytest
 import torch
 from tomesd.merge import bipartite_soft_matching_random2d as tomesd_matching
 
-from agentsd import matching
-from agentsd.matching import draw_cells, rank_tokens, split_grid
-from agentsd.merging import cut_ranking, merge, unmerge
+from agentsd.attention import matching
+from agentsd.attention.matching import draw_cells, rank_tokens, split_grid
+from agentsd.attention.merging import cut_ranking, merge, unmerge
 
 GRIDS = [(8, 8, 2), (8, 8, 4), (9, 13, 4), (33, 25, 2), (7, 4, 3)]
 

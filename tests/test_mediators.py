@@ -5,12 +5,10 @@ import torch
 from tiny import make_unet
 from torch._dynamo.testing import CompileCounter
 
-from agentsd import AgentConfig, apply_agentsd
-from agentsd.attention import agent_attention
-from agentsd.mediators import LatentDistance
-from agentsd.pooling import make_pool, pool_tokens
-
-STAGES = {"agents": "pool", "schedule": "distance", "agent_counts": (4, 16, 0), "thresholds": (0.6, 0.3)}
+from agentsd import Agents, ByDistance, Downsample, PooledAgents, Recipe, apply_agentsd
+from agentsd.attention.formula import agent_attention
+from agentsd.attention.pooling import make_pool, pool_tokens
+from agentsd.steps.distance import LatentDistance
 
 
 def latents(*moves):
@@ -23,35 +21,35 @@ def latents(*moves):
 
 
 def test_stages_follow_the_distance():
-    distance = LatentDistance((4, 16, 0), (0.6, 0.3), per_sample=False)
-    counts = [distance.read(x, opens=i == 0) for i, x in enumerate(latents(10, 7, 6, 5, 3, 2, 8))]
+    distance = LatentDistance((0.6, 0.3), per_sample=False)
+    stages = [distance.read(x, opens=i == 0) for i, x in enumerate(latents(10, 7, 6, 5, 3, 2, 8))]
     # the first call has no distance; 10 is the first; 6 and 3 are at their thresholds
-    assert counts == [(4,), (4,), (4,), (16,), (16,), (0,), (0,), (4,)]
+    assert stages == [(0,), (0,), (0,), (1,), (1,), (2,), (2,), (0,)]
 
 
 def test_a_new_run_starts_over():
-    distance = LatentDistance((4, 16), (0.5,), per_sample=False)
+    distance = LatentDistance((0.5,), per_sample=False)
     a, b, c = latents(10, 1)
-    assert [distance.read(x, opens=False) for x in (a, b, c)] == [(4,), (4,), (16,)]
-    assert [distance.read(x, opens=x is a) for x in (a, c, b)] == [(4,), (4,), (16,)]
-    assert distance.read(torch.zeros(2, 1, 2, 2), opens=False) == (4, 4)  # another batch
+    assert [distance.read(x, opens=False) for x in (a, b, c)] == [(0,), (0,), (1,)]
+    assert [distance.read(x, opens=x is a) for x in (a, c, b)] == [(0,), (0,), (1,)]
+    assert distance.read(torch.zeros(2, 1, 2, 2), opens=False) == (0, 0)  # another batch
 
 
 def test_a_repeated_timestep_stays_in_its_stage():
-    distance = LatentDistance((4, 16), (0.5,), per_sample=False)
+    distance = LatentDistance((0.5,), per_sample=False)
     a, b, c, d, e = latents(10, 1, 2, 9)
     calls = [(a, False), (b, False), (c, True), (d, False), (e, False)]  # PLMS takes its second step twice
-    counts = [distance.read(x, opens=x is a, repeats=repeats) for x, repeats in calls]
-    assert counts == [(4,), (4,), (4,), (16,), (4,)]
+    stages = [distance.read(x, opens=x is a, repeats=repeats) for x, repeats in calls]
+    assert stages == [(0,), (0,), (0,), (1,), (0,)]
 
 
 def test_each_sample_or_the_batch():
     still, moving = latents(10, 1), latents(10, 9)
     both = [torch.cat(pair) for pair in zip(still, moving, strict=True)]
-    each = LatentDistance((4, 16), (0.5,), per_sample=True)
-    whole = LatentDistance((4, 16), (0.5,), per_sample=False)
-    assert [each.read(x, opens=False) for x in both][-1] == (16, 4)
-    assert [whole.read(x, opens=False) for x in both][-1] == (16, 16)  # 5 of 10
+    each = LatentDistance((0.5,), per_sample=True)
+    whole = LatentDistance((0.5,), per_sample=False)
+    assert [each.read(x, opens=False) for x in both][-1] == (1, 0)
+    assert [whole.read(x, opens=False) for x in both][-1] == (1, 1)  # 5 of 10
 
 
 def test_pooling_against_a_loop():
@@ -81,10 +79,10 @@ def test_masked_agents_do_not_count():
     torch.testing.assert_close(masked, agent_attention(q, k, v, agent[:, :, :3], 0.1, -0.15))
 
 
-def run(unet, seen, **settings):
+def run(unet, seen, attention):
     """Outputs of a U-Net on latents one after another, noisiest step first."""
     text = torch.randn(seen[0].shape[0], 7, 16, generator=torch.Generator().manual_seed(1))
-    with apply_agentsd(unet, early_frac=1.0, **settings), torch.no_grad():
+    with apply_agentsd(unet, recipe=Recipe(attention)), torch.no_grad():
         return [unet(x, torch.tensor(900 - 10 * i), text).sample for i, x in enumerate(seen)]
 
 
@@ -95,89 +93,73 @@ def test_a_sample_of_a_batch_gets_what_it_gets_alone(ratio):
     start, step = torch.randn(2, 4, 16, 16, generator=rng), torch.randn(2, 4, 16, 16, generator=rng)
     moves = torch.tensor([[10, 1], [10, 9]]).view(2, 2, 1, 1, 1)  # of each sample
     seen = [start, start + moves[:, 0] * step, start + moves.sum(1) * step]
-    stages = {**STAGES, "agent_counts": (4, 16), "thresholds": (0.5,), "ratio": ratio, "cells": "first"}
-    together = run(unet, seen, schedule_per="sample", **stages)[-1]
-    fixed = {"agents": "pool", "ratio": ratio, "cells": "first"}
-    for i, count in enumerate((16, 4)):
+    few, many = (PooledAgents(n, ratio=ratio, cells="first" if ratio else "auto") for n in (4, 16))
+    together = run(unet, seen, ByDistance((few, many), (0.5,), "sample"))[-1]
+    for i, fixed in enumerate((many, few)):
         text = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(1))[i : i + 1]
-        with apply_agentsd(unet, early_frac=1.0, agent_counts=(count,), **fixed), torch.no_grad():
+        with apply_agentsd(unet, recipe=Recipe(fixed)), torch.no_grad():
             alone = unet(seen[-1][i : i + 1], torch.tensor(880), text).sample
         torch.testing.assert_close(together[i : i + 1], alone, rtol=0, atol=1e-5)
-    assert not torch.allclose(together, run(unet, seen, **stages)[-1], atol=1e-5)  # the batch's mean
+    assert not torch.allclose(
+        together, run(unet, seen, ByDistance((few, many), (0.5,)))[-1], atol=1e-5
+    )  # the batch's mean
 
 
-def test_every_token_an_agent_of_pooled_queries(monkeypatch):
+def test_every_token_an_agent_of_pooled_queries():
     """With as many pooled agents as half the tokens or more, attention stays plain, as with merged ones."""
     unet = make_unet()
     x = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(0))
-    stock = run(unet, [x], early="none")
-    assert torch.equal(run(unet, [x], agents="pool", ratio=0.0, agent_counts=(128,))[0], stock[0])
-    assert not torch.equal(run(unet, [x], agents="pool", ratio=0.0, agent_counts=(127,))[0], stock[0])
+    stock = run(unet, [x], PooledAgents(256))
+    with torch.no_grad():
+        text = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(1))
+        assert torch.equal(unet(x, torch.tensor(900), text).sample, stock[0])
+    assert torch.equal(run(unet, [x], PooledAgents(128))[0], stock[0])
+    assert not torch.equal(run(unet, [x], PooledAgents(127))[0], stock[0])
 
 
-def test_the_last_stage_is_the_later_phase(pipe, sample):
+@pytest.mark.parametrize("late", [None, Downsample()])
+def test_the_last_stage_is_the_later_phase(pipe, sample, late):
     stock = sample(pipe)
     # all distances pass a threshold of 1000 times the first: only the calls without one run agents
-    settings = {"schedule": "distance", "agent_counts": (4, 0), "late": "none"}
-    with apply_agentsd(pipe, agents="pool", thresholds=(1000.0,), **settings):
+    early = PooledAgents(4, ratio=0.4)
+    with apply_agentsd(pipe, recipe=Recipe(ByDistance((early, late), (1000.0,)))):
         short = sample(pipe)
-    with apply_agentsd(pipe, agents="pool", thresholds=(0.0,), **settings):
+    with apply_agentsd(pipe, recipe=Recipe(ByDistance((early, late), (0.0,)))):
         throughout = sample(pipe)
-    with apply_agentsd(pipe, agents="pool", agent_counts=(4,), early_frac=1.0):
+    with apply_agentsd(pipe, recipe=Recipe(early)):
         assert torch.equal(sample(pipe), throughout)
     assert not torch.equal(short, stock)
     assert not torch.equal(short, throughout)
 
 
 def test_merged_agents_follow_the_distance_too(pipe, sample):
-    settings = {"schedule": "distance", "agent_counts": (4, 16), "cells": "first"}
-    with apply_agentsd(pipe, thresholds=(0.0,), **settings):
+    stages = tuple(Agents(stride=2, at_most=n, cells="first") for n in (4, 16))
+    with apply_agentsd(pipe, recipe=Recipe(ByDistance(stages, (0.0,)))):
         few = sample(pipe)
-    with apply_agentsd(pipe, thresholds=(1000.0,), **settings):
+    with apply_agentsd(pipe, recipe=Recipe(ByDistance(stages, (1000.0,)))):
         many = sample(pipe)
-    with apply_agentsd(pipe, early_frac=1.0, agent_counts=(4,), cells="first") as handle:
+    with apply_agentsd(pipe, recipe=Recipe(stages[0])) as handle:
         assert torch.equal(sample(pipe), few)
-        handle._groups[0].begin(torch.empty(2, 4, 16, 16), 999.0, (4, 4))
-        assert handle._groups[0].partition.dst.numel() == 4  # cells of 8 x 8
+        handle._groups[0].begin(torch.empty(2, 4, 16, 16), 999.0, (0, 0))
+        assert handle._groups[0].work.plan.drawn.dst.numel() == 4  # cells of 8 x 8
     assert not torch.equal(few, many)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    "attention",
     [
-        ({"agent_counts": (4, 16)}, "stages need schedule='distance'"),
-        ({"agent_counts": (0,)}, "1 or more"),
-        ({"thresholds": (0.5,)}, "they need schedule='distance'"),
-        ({"schedule": "distance"}, "1 stages"),
-        ({**STAGES, "thresholds": (0.3, 0.6)}, "falling"),
-        ({**STAGES, "agent_counts": (0, 0, 0)}, "3 stages"),
-        ({**STAGES, "agent_counts": (-1, 4, 0)}, "0 or more"),
-        ({**STAGES, "agents": "merge", "schedule_per": "sample"}, "agents='pool'"),
-        ({"agents": "queries"}, "choose 'merge' or 'pool'"),
-        ({"agent_counts": 4}, "pass a tuple of int"),
-        ({"agent_counts": (4.5,)}, "pass a int"),
+        ByDistance((PooledAgents(4), PooledAgents(16), PooledAgents(32)), (0.6, 0.3), "sample"),
+        ByDistance((PooledAgents(4), PooledAgents(16), Downsample()), (0.6, 0.3)),
     ],
 )
-def test_wrong_stages_are_named(wrong, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        AgentConfig(**wrong)
-
-
-def test_stages_survive_a_file(tmp_path):
-    config = AgentConfig(**STAGES)
-    config.save(tmp_path)
-    assert AgentConfig.load(tmp_path) == config
-
-
-def test_stages_compile_without_a_break():
+def test_stages_compile_without_a_break(attention):
     unet = make_unet()
     x = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(0))
     moves = [x, 1.5 * x, 1.9 * x, 2.0 * x]
-    settings = {**STAGES, "schedule_per": "sample", "ratio": 0.0}
-    expected = run(unet, moves, **settings)
+    expected = run(unet, moves, attention)
     torch._dynamo.reset()
     counter = CompileCounter()
     unet.compile(backend=counter, fullgraph=True)
-    for ours, theirs in zip(run(unet, moves, **settings), expected, strict=True):
+    for ours, theirs in zip(run(unet, moves, attention), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
     assert counter.frame_count <= 3  # the batch in one stage, samples in different ones, none with agents

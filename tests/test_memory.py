@@ -11,8 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from agentsd import apply_agentsd, matching, plan
-from agentsd.matching import Partition
+from agentsd import Agents, Merge, Phases, Recipe, apply_agentsd
+from agentsd.attention import downsample, matching, ranking
+from agentsd.attention.matching import Partition
+from agentsd.recipe import EXACT, FAST, TURBO
 
 
 class Peak(TorchDispatchMode):
@@ -44,7 +46,7 @@ class Peak(TorchDispatchMode):
 def fake(monkeypatch):
     """Fake tensors, but for the cells: how many sources there are is read from them."""
     mode = FakeTensorMode()
-    draw, split = plan.draw_cells, plan.split_grid
+    draw, split = matching.draw_cells, matching.split_grid
 
     def real_draw(*args):
         with unset_fake_temporarily():
@@ -55,10 +57,13 @@ def fake(monkeypatch):
             src, dst = split(*args)
         return Partition(mode.from_tensor(src), mode.from_tensor(dst))
 
-    monkeypatch.setattr(plan, "draw_cells", real_draw)
-    monkeypatch.setattr(plan, "split_grid", real_split)
+    for module in (ranking, downsample):
+        monkeypatch.setattr(module, "draw_cells", real_draw)
+        monkeypatch.setattr(module, "split_grid", real_split)
+    downsample._first_of_cells.cache_clear()  # of what is real
     with mode, torch.no_grad():
         yield
+    downsample._first_of_cells.cache_clear()
 
 
 def peak(unet, side: int, t: int) -> int:
@@ -74,9 +79,9 @@ def test_the_patch_takes_no_more_memory_than_stock(monkeypatch):
     unet = UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8).eval()
     for side in (64, 128, 256):
         stock = peak(unet, side, 999)
-        for mode, late in (("exact", None), ("fast", None), ("fast", "tome"), ("turbo", None)):
-            with apply_agentsd(unet, mode=mode, late=late):
-                assert peak(unet, side, 999) < (0.8 if mode == "turbo" else 1.0015) * stock
+        for recipe in (EXACT, FAST, Recipe(Phases(Agents(), Merge())), TURBO):
+            with apply_agentsd(unet, recipe=recipe):
+                assert peak(unet, side, 999) < (0.8 if recipe is TURBO else 1.0015) * stock
                 assert peak(unet, side, 1) < 1.0015 * stock
     # The score matrix as a whole would be larger than everything else.
     monkeypatch.setattr(matching, "SCORE_BUDGET", 2**60)

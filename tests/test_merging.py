@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from agentsd.matching import Ranking
-from agentsd.merging import cut_ranking, merge, unmerge
+from agentsd.attention.matching import Ranking
+from agentsd.attention.merging import cut_ranking, merge, unmerge
 
 # Two images of six tokens; destinations 0 and 3.
 RANKING = Ranking(
@@ -41,9 +41,10 @@ def test_merging_is_differentiable():
     assert torch.autograd.gradcheck(lambda x: unmerge(merge(x, cut), cut), x)
 
 
-def test_half_precision_sums_are_taken_in_float32():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_half_precision_sums_are_taken_in_float32_whatever_was_ranked(dtype):
     """2,001 tokens of 1 and 3 joined in float16 steps would stop counting at 2,048."""
     n = 4001
     ranking = Ranking(torch.arange(1, n)[None], torch.zeros(1, n - 1, dtype=torch.int64), torch.tensor([0]))
     x = torch.ones(1, n, 1, dtype=torch.float16)
-    assert merge(x, cut_ranking(ranking, n)).item() == 1
+    assert merge(x, cut_ranking(ranking, n, dtype)).item() == 1

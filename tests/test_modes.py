@@ -1,17 +1,21 @@
 """What fast and turbo mode do otherwise than exact mode."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_patch import call
 from tiny import make_unet
 
-from agentsd import AgentConfig, apply_agentsd
-from agentsd.matching import draw_cells, rank_tokens, split_grid
-from agentsd.merging import cut_ranking, merge, unmerge
+from agentsd import Agents, Downsample, Merge, Phases, Recipe, apply_agentsd
+from agentsd.attention.matching import draw_cells, rank_tokens, split_grid
+from agentsd.attention.merging import cut_ranking, merge, unmerge
+from agentsd.attention.operator import Place
+from agentsd.recipe import EXACT, FAST, TURBO
 
 
 def test_fast_mode_ranks_once_for_each_level_and_call(monkeypatch):
-    import agentsd.plan as plan
+    import agentsd.attention.ranking as ranking
 
     ranked = []
 
@@ -19,9 +23,9 @@ def test_fast_mode_ranks_once_for_each_level_and_call(monkeypatch):
         ranked.append(metric.shape[1])
         return rank_tokens(metric, partition)
 
-    monkeypatch.setattr(plan, "rank_tokens", spy)
+    monkeypatch.setattr(ranking, "rank_tokens", spy)
     unet = make_unet()
-    exact = apply_agentsd(unet, mode="exact", levels=2)
+    exact = apply_agentsd(unet, recipe=replace(EXACT, levels=2))
     call(unet)
     assert sorted(ranked) == [64] * 3 + [256] * 3
     ranked.clear()
@@ -31,16 +35,16 @@ def test_fast_mode_ranks_once_for_each_level_and_call(monkeypatch):
     assert sorted(ranked) == [64, 256]
     call(unet, 1)
     assert sorted(ranked) == [64, 256]  # nothing is ranked in later steps, which downsample
-    apply_agentsd(unet, mode="fast", late="tome")
+    apply_agentsd(unet, recipe=Recipe(Phases(Agents(), Merge())))
     call(unet, 1)
     assert sorted(ranked) == [64, 64, 256, 256]
 
 
 def test_fast_modes_first_layer_is_the_exact_ones():
     seen = {}
-    for mode in ("exact", "fast"):
+    for mode, recipe in (("exact", EXACT), ("fast", replace(FAST, levels=1))):
         unet = make_unet()
-        apply_agentsd(unet, mode=mode, levels=1)
+        apply_agentsd(unet, recipe=recipe)
         attn = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
         attn.register_forward_hook(lambda m, args, out, mode=mode: seen.__setitem__(mode, out))
         call(unet)
@@ -55,12 +59,12 @@ def test_fast_mode_takes_the_levels_there_are():
     )
     assert len(apply_agentsd(one_level, mode="fast").layer_names) == 3
     with pytest.raises(ValueError, match="levels=2"):
-        apply_agentsd(one_level, mode="fast", levels=2)
+        apply_agentsd(one_level, recipe=replace(FAST, levels=2))
 
 
 def test_turbo_runs_feed_forward_on_merged_tokens_in_early_steps():
     unet = make_unet()
-    handle = apply_agentsd(unet, mode="turbo", levels=1)
+    handle = apply_agentsd(unet, recipe=replace(TURBO, levels=1))
     block = unet.down_blocks[0].attentions[0].transformer_blocks[0]
     seen = {}
     hooks = [
@@ -87,11 +91,24 @@ def test_turbo_runs_feed_forward_on_merged_tokens_in_early_steps():
     ("side", "agents"), [(16, 4 * 4), (64, 16 * 16), (65, 16 * 16), (96, 19 * 19), (256, 19 * 19)]
 )
 def test_fast_mode_bounds_the_agents(side, agents):
-    from agentsd.hosts import Site
-    from agentsd.plan import Group
+    plan = Agents().plan(Place((side, side), 1, 2, "cpu", (0, 0, 999.0)))
+    assert plan.drawn.dst.numel() == agents
+    tokens = torch.randn(1, side * side, 2, generator=torch.Generator().manual_seed(0))
+    plan.rank(tokens)
+    assert merge(tokens, plan.agents).shape == (1, agents, 2)
 
-    group = Group(Site("", make_unet(), 1), 0, AgentConfig(mode="fast"))
-    group.begin(torch.empty(2, 4, side, side), 999.0, (0, 0))
-    assert group.partition.dst.numel() == agents
-    cuts = group.cut(torch.randn(1, side * side, 2, generator=torch.Generator().manual_seed(0)))
-    assert cuts.agents.starts.numel() == agents
+
+def test_exact_mode_bounds_no_agents():
+    early, late = EXACT.attention.stages
+    for operator, strides in ((early, 4), (late, 2)):
+        plan = operator.plan(Place((96, 96), 1, 2, "cpu", (0, 0, 999.0)))
+        assert plan.drawn.dst.numel() == (96 // strides) ** 2
+
+
+def test_downsample_mode_downsamples_in_every_step():
+    unet = make_unet()
+    with apply_agentsd(unet, recipe=Recipe(Phases(None, Downsample(), early_frac=0))):
+        later = [call(unet, t) for t in (999, 1)]
+    apply_agentsd(unet, mode="downsample")
+    for t, expected in zip((999, 1), later, strict=True):
+        assert torch.equal(call(unet, t), expected)

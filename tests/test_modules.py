@@ -8,13 +8,22 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from agentsd.attention import agent_attention
-from agentsd.modules import CORES, build_core
-from agentsd.modules.attnzero import attnzero_attention
-from agentsd.modules.focused import focused_attention, focused_map
-from agentsd.pooling import agent_grid, pool_agents
+from agentsd.attention.formula import agent_attention
+from agentsd.attention.pooling import agent_grid, pool_agents
+from agentsd.modules import (
+    AgentAttention,
+    AgentModule,
+    AttnZero,
+    AttnZeroAttention,
+    FocusedLinear,
+    FocusedLinearAttention,
+    attnzero_attention,
+    focused_attention,
+    focused_map,
+)
 
 HEADS, DIM, GRID = 2, 3, (4, 5)
+CORES = {"agent": AgentAttention, "focused": FocusedLinearAttention, "attnzero": AttnZeroAttention}
 SETTINGS = {"agent": {"grid": GRID, "agents": 6, "block_size": 3}, "focused": {}, "attnzero": {}}
 
 
@@ -26,7 +35,7 @@ def qkv(height=4, width=5, dtype=torch.float64, batch=2):
 
 def core(kind, dtype=torch.float64, **settings):
     """A core whose parameters all differ from their first values."""
-    module = build_core(kind, HEADS, DIM, **(SETTINGS[kind] | settings)).to(dtype)
+    module = CORES[kind](HEADS, DIM, **(SETTINGS[kind] | settings)).to(dtype)
     rng = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -125,7 +134,7 @@ def test_a_new_agent_core_is_the_training_free_form(dtype, k):
     expected = agent_attention(query, key, value, agents, k, -0.15)
     settings = {"grid": (8, 12), "agents": 9, "scale": -0.15, "k": k}
     for bias, convolution in product((True, False), repeat=2):
-        module = build_core("agent", HEADS, DIM, bias=bias, convolution=convolution, **settings).to(dtype)
+        module = AgentAttention(HEADS, DIM, bias=bias, convolution=convolution, **settings).to(dtype)
         out = module(query, key, value, 8, 12)
         roundings = 20 * bias + convolution  # `k V` in one pass with the sum, or as a convolution
         torch.testing.assert_close(out, expected, rtol=0, atol=roundings * torch.finfo(dtype).eps)
@@ -134,7 +143,7 @@ def test_a_new_agent_core_is_the_training_free_form(dtype, k):
 
 
 def test_from_scratch_starts_as_the_paper_trains():
-    module = build_core("agent", 8, 40, grid=(32, 32), from_scratch=True)
+    module = AgentAttention(8, 40, grid=(32, 32), from_scratch=True)
     tables = torch.cat([p.flatten() for n, p in module.named_parameters() if "_bias." in n])
     assert tables.std().item() == pytest.approx(0.02, rel=0.03)
     assert module.convolution.conv.weight.count_nonzero() == 320 * 9
@@ -225,7 +234,7 @@ def test_autocast_agrees_with_single_precision(kind):
 )
 def test_linear_cores_compute_in_single_precision(kind, function):
     settings = {"convolution": False} if kind == "focused" else {}
-    inputs, module = [30 * x for x in qkv(dtype=torch.bfloat16)], build_core(kind, HEADS, DIM, **settings)
+    inputs, module = [30 * x for x in qkv(dtype=torch.bfloat16)], CORES[kind](HEADS, DIM, **settings)
     expected = function(*(x.float() for x in inputs)).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(module(*inputs, *GRID), expected)
@@ -242,9 +251,20 @@ def test_errors_name_the_numbers(kind):
 
 
 def test_errors_of_the_constructors():
-    with pytest.raises(ValueError, match="kind='flash': choose one of agent, focused, attnzero"):
-        build_core("flash", HEADS, DIM)
     with pytest.raises(ValueError, match="kernel_size=4: pass an odd one"):
-        build_core("focused", HEADS, DIM, kernel_size=4)
+        FocusedLinearAttention(HEADS, DIM, kernel_size=4)
     with pytest.raises(ValueError, match="agents=0, grid 4 x 5: pass 1 or more"):
-        build_core("agent", HEADS, DIM, grid=GRID, agents=0)
+        AgentAttention(HEADS, DIM, grid=GRID, agents=0)
+
+
+def test_operators_build_the_cores_that_their_settings_say():
+    built = AgentModule(bias=False, count=6, k=0.5, scale=-0.3).build(HEADS, DIM, GRID)
+    assert isinstance(built, AgentAttention)
+    assert (built.rows * built.cols, built.k, built.scale, built.gather_bias) == (6, 0.5, -0.3, None)
+    cells = AgentModule(convolution=False).build(HEADS, DIM, (16, 8))  # one agent for each 4 x 4 tokens
+    assert (cells.rows, cells.cols, cells.convolution) == (4, 2, None)
+    assert cells.gather_bias.row.shape == (HEADS, 8, 16, 1)
+    assert AgentModule().build(HEADS, DIM, (3, 3)).rows == 1
+    assert isinstance(FocusedLinear().build(HEADS, DIM, GRID), FocusedLinearAttention)
+    assert FocusedLinear(convolution=False).build(HEADS, DIM, GRID).convolution is None
+    assert isinstance(AttnZero().build(HEADS, DIM, GRID), AttnZeroAttention)

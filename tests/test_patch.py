@@ -1,5 +1,6 @@
 import gc
 import weakref
+from dataclasses import replace
 
 import diffusers
 import pytest
@@ -10,13 +11,21 @@ from diffusers.models.attention_processor import (
     AttnProcessor2_0,
     PAGIdentitySelfAttnProcessor2_0,
 )
-from tiny import make_sdxl_unet, make_unet
+from tiny import PHASES, make_sdxl_unet, make_unet
 
-from agentsd import AgentConfig, apply_agentsd, remove_agentsd
-from agentsd.attention import agent_attention
-from agentsd.matching import draw_cells, rank_tokens, split_grid
-from agentsd.merging import cut_ranking, merge, unmerge
-from agentsd.processor import AgentAttnProcessor
+from agentsd import Agents, Downsample, Merge, Phases, Recipe, apply_agentsd, remove_agentsd
+from agentsd.attention.formula import agent_attention
+from agentsd.attention.matching import draw_cells, rank_tokens, split_grid
+from agentsd.attention.merging import cut_ranking, merge, unmerge
+from agentsd.attention.processor import is_ours
+from agentsd.recipe import EXACT, FAST
+
+EXACT_AGENTS = {"ranking": "layer", "at_most": None, "agent_ratio": 0.95}
+
+
+def cells(how):
+    """The fast mode with cells drawn so."""
+    return Recipe(Phases(Agents(cells=how), Downsample()))
 
 
 def snapshot(unet):
@@ -76,11 +85,10 @@ def test_apply_twice_equals_once_and_takes_the_new_settings(pipe, sample):
 
 def test_nothing_to_do_is_bit_identical_to_stock(pipe, sample):
     stock = sample(pipe)
-    with apply_agentsd(pipe, ratio=0, early_frac=0, late="tome"):
-        assert torch.equal(sample(pipe), stock)
-    with apply_agentsd(pipe, early_frac=0, late="none"):
-        assert torch.equal(sample(pipe), stock)
-    with apply_agentsd(pipe, late="none"):
+    for nothing in (Merge(ratio=0), Phases(Agents(), Merge(ratio=0), 0), Phases(Agents(), None, 0)):
+        with apply_agentsd(pipe, recipe=Recipe(nothing)):
+            assert torch.equal(sample(pipe), stock)
+    with apply_agentsd(pipe, recipe=Recipe(Phases(Agents(), None))):
         assert not torch.equal(sample(pipe), stock)
 
 
@@ -90,7 +98,8 @@ def test_token_merging_alone_is_the_tomesd_packages(pipe, sample, ratio):
     tomesd.apply_patch(pipe, ratio=ratio, use_rand=False)
     their_call, theirs = call(pipe.unet), sample(pipe)
     tomesd.remove_patch(pipe)
-    with apply_agentsd(pipe, ratio=ratio, early_frac=0, mode="exact", cells="first"):
+    merge_all = Recipe(Merge(ratio, ranking="layer", cells="first"), levels=1)
+    with apply_agentsd(pipe, recipe=merge_all):
         ours_call, ours = call(pipe.unet), sample(pipe)
     torch.testing.assert_close(ours_call, their_call, rtol=0, atol=2e-6)
     # over a run of 6 calls rounding grows with the latents
@@ -135,19 +144,19 @@ def test_one_layer_is_equation_9_on_the_blocks_own_tensors(ratio):
 
 def test_the_finest_attention_level_is_counted_from_the_model():
     sdxl = make_sdxl_unet()
-    names = apply_agentsd(sdxl, levels=1).layer_names
+    names = apply_agentsd(sdxl, recipe=replace(FAST, levels=1)).layer_names
     assert len(names) == 2 + 2 * 2
     assert {name.split(".")[0] + name.split(".")[1] for name in names} == {"down_blocks1", "up_blocks1"}
     stock = make_sdxl_unet()
     assert not torch.equal(call(sdxl), call(stock))
-    assert len(apply_agentsd(make_unet(), levels=2).layer_names) == 3 + 3
+    assert len(apply_agentsd(make_unet(), recipe=replace(FAST, levels=2)).layer_names) == 3 + 3
 
 
 @pytest.mark.parametrize("size", [(65, 49), (17, 16), (9, 30), (4, 4), (3, 3)])
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_any_size_and_batch(size, batch):
     unet = make_unet()
-    apply_agentsd(unet, levels=2)
+    apply_agentsd(unet, recipe=replace(FAST, levels=2))
     for t in (999, 1):
         out = call(unet, t, size, batch)
         assert out.shape == (batch, 4, *size)
@@ -158,7 +167,7 @@ def test_any_size_and_batch(size, batch):
 @pytest.mark.parametrize("t", [999, 1])
 def test_half_precision_stays_near_float32(dtype, t):
     unet = make_unet()
-    apply_agentsd(unet, cells="first")
+    apply_agentsd(unet, recipe=cells("first"))
     exact = call(unet, t)
     half = call(unet.to(dtype), t, dtype=dtype)
     assert half.dtype == dtype
@@ -167,23 +176,24 @@ def test_half_precision_stays_near_float32(dtype, t):
 
 def test_upcast_attention_takes_the_softmax_inputs_to_float32(monkeypatch):
     seen = []
-    import agentsd.processor as processor
+    import agentsd.attention.agents as agents
 
     def spy(query, *rest):
         seen.append(query.dtype)
         return agent_attention(query, *rest)
 
-    monkeypatch.setattr(processor, "agent_attention", spy)
+    monkeypatch.setattr(agents, "agent_attention", spy)
     for upcast in (False, True):
         unet = make_unet(upcast_attention=upcast).to(torch.bfloat16)
-        apply_agentsd(unet, levels=1)
+        apply_agentsd(unet, recipe=replace(FAST, levels=1))
         call(unet, dtype=torch.bfloat16)
     assert set(seen[:3]) == {torch.bfloat16}
     assert set(seen[3:]) == {torch.float32}
 
 
+@pytest.mark.filterwarnings("ignore:agentsd. timestep 999 is not")
 def test_same_seed_same_bits_and_guidance_branches_share_cells(pipe, sample):
-    apply_agentsd(pipe, cells="random")
+    apply_agentsd(pipe, recipe=cells("random"))
     torch.manual_seed(1)
     first = sample(pipe)
     torch.manual_seed(2)
@@ -203,9 +213,9 @@ def test_same_seed_same_bits_and_guidance_branches_share_cells(pipe, sample):
 def test_an_odd_batch_takes_the_first_token_of_each_cell():
     unet = make_unet()
     outputs = {}
-    for cells in ("auto", "first", "random"):
-        with apply_agentsd(unet, cells=cells):
-            outputs[cells] = [call(unet, batch=batch) for batch in (1, 2)]
+    for how in ("auto", "first", "random"):
+        with apply_agentsd(unet, recipe=cells(how)):
+            outputs[how] = [call(unet, batch=batch) for batch in (1, 2)]
     assert torch.equal(outputs["auto"][0], outputs["first"][0])
     assert torch.equal(outputs["auto"][1], outputs["random"][1])
     assert not torch.equal(outputs["auto"][1], outputs["first"][1])
@@ -230,7 +240,9 @@ def test_phases_in_a_run_of_each_scheduler(pipe, sample, scheduler, monkeypatch)
     pipe.scheduler = scheduler.from_config(pipe.scheduler.config)
     calls = []
     attn = pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
-    attn.register_forward_pre_hook(lambda module, args: calls.append(module._agentsd.group.phase))
+    attn.register_forward_pre_hook(
+        lambda module, args: calls.append(PHASES[type(module._agentsd.work.plan).__name__])
+    )
     steps = []
     pipe.unet.register_forward_pre_hook(lambda module, args: steps.append(float(args[1])))
     sample(pipe, num_inference_steps=10)
@@ -261,7 +273,7 @@ def test_a_run_without_an_early_step_is_said_once(make_pipeline):
     ("make", "settings", "error", "message"),
     [
         (make_unet, {"ratio": 1.5}, ValueError, "ratio=1.5"),
-        (make_unet, {"levels": 4}, ValueError, "levels=4.*3 levels"),
+        (make_unet, {"recipe": replace(FAST, levels=4)}, ValueError, "levels=4.*3 levels"),
         (dict, {}, TypeError, "dict has no U-Net"),
         (lambda: torch.nn.Linear(1, 1), {}, TypeError, "Linear has no U-Net"),
     ],
@@ -302,17 +314,18 @@ def test_tomesd_and_strange_processors_are_refused(pipe):
     assert isinstance(attn.processor, PAGIdentitySelfAttnProcessor2_0)
 
 
-@pytest.mark.parametrize("late", ["tome", "downsample"])
-def test_the_processor_that_was_there_does_the_later_steps(pipe, sample, late):
+@pytest.mark.parametrize("operator", [Merge(0.5, cells="first"), Downsample()])
+def test_the_processor_that_was_there_does_the_later_steps(pipe, sample, operator):
+    recipe = Recipe(Phases(Agents(0.5, cells="first"), operator, early_frac=0))
     stock = sample(pipe)
     pipe.unet.set_attn_processor(AttnProcessor())
-    apply_agentsd(pipe, early_frac=0, ratio=0.5, late=late, cells="first")
-    kinds = {type(p.wrapped) for p in pipe.unet.attn_processors.values() if isinstance(p, AgentAttnProcessor)}
+    apply_agentsd(pipe, recipe=recipe)
+    kinds = {type(p.wrapped) for p in pipe.unet.attn_processors.values() if is_ours(p)}
     assert kinds == {AttnProcessor}
     with_unfused = sample(pipe)
     remove_agentsd(pipe)
     pipe.unet.set_attn_processor(AttnProcessor2_0())
-    apply_agentsd(pipe, early_frac=0, ratio=0.5, late=late, cells="first")
+    apply_agentsd(pipe, recipe=recipe)
     torch.testing.assert_close(sample(pipe), with_unfused, rtol=0, atol=1e-4)
     assert not torch.allclose(with_unfused, stock, atol=1e-3)
 
@@ -321,16 +334,14 @@ def test_no_tensor_is_kept_and_the_model_is_let_go():
     unet = make_unet()
     handle = apply_agentsd(unet)
     call(unet)
-    for attn, layer in handle._layers:
+    for site, layer in zip(handle._sites, handle._layers, strict=True):
         assert layer.block_input is None
-        assert layer.group.partition is None
-        assert layer.group.cuts is None
-        assert layer.group.kept is None
-        assert attn._agentsd is layer
+        assert layer.work.plan is None
+        assert site.attn._agentsd is layer
     gone = weakref.ref(unet)
     gc.disable()
     try:
-        del unet, attn, layer
+        del unet, site, layer
         handle = None
         assert gone() is None  # no reference cycle holds the weights
     finally:
@@ -350,16 +361,16 @@ def test_an_exception_in_the_middle_leaves_the_next_run_clean(pipe, sample):
     with pytest.raises(ZeroDivisionError):
         sample(pipe)
     hook.remove()
-    assert all(layer.block_input is None for _, layer in pipe.unet._agentsd._layers)
+    assert all(layer.block_input is None for layer in pipe.unet._agentsd._layers)
     assert torch.equal(sample(pipe), picture)
 
 
-@pytest.mark.parametrize("mode", ["exact", "fast"])
-def test_gradient_checkpointing_recomputes_the_same_cells(mode):
+@pytest.mark.parametrize("settings", [EXACT_AGENTS, {}])
+def test_gradient_checkpointing_recomputes_the_same_cells(settings):
     grads = {}
     for checkpointing in (False, True):
         unet = make_unet().train()
-        apply_agentsd(unet, mode=mode, early_frac=1.0, cells="random")
+        apply_agentsd(unet, recipe=Recipe(Agents(cells="random", **settings)))
         if checkpointing:
             unet.enable_gradient_checkpointing()
         rng = torch.Generator().manual_seed(0)
@@ -374,14 +385,22 @@ def test_gradient_checkpointing_recomputes_the_same_cells(mode):
 
 def test_handle_tells_its_settings(pipe):
     handle = apply_agentsd(pipe, 0.3, 0.05, -0.25, 0.6)
-    assert handle.config == AgentConfig(ratio=0.3, k=0.05, scale=-0.25, early_frac=0.6)
+    assert handle.recipe == Recipe(Phases(Agents(0.3, 0.05, -0.25), Downsample(), 0.6))
     assert "ratio=0.3" in repr(handle)
 
 
-def test_settings_from_a_config_or_its_folder(pipe, tmp_path):
-    config = AgentConfig(ratio=0.2, early_frac=1.0)
-    config.save(tmp_path)
-    for source in (config, tmp_path, str(tmp_path)):
-        assert apply_agentsd(pipe, config=source).config == config
+def test_settings_change_the_named_recipe_wherever_it_has_them(pipe):
+    handle = apply_agentsd(pipe, ratio=0.2, early_frac=0.5, mode="exact", seed=3)
+    early, late = Agents(0.2, **EXACT_AGENTS), Merge(0.2, ranking="layer")
+    assert handle.recipe == Recipe(Phases(early, late, 0.5), levels=1, seed=3)
+    assert apply_agentsd(pipe, mode="exact").recipe == EXACT
+    assert apply_agentsd(pipe).recipe == FAST
+
+
+def test_settings_from_a_recipe_or_its_folder(pipe, tmp_path):
+    recipe = Recipe(Phases(Agents(0.2), Downsample(), early_frac=1.0))
+    recipe.save(tmp_path)
+    for source in (recipe, tmp_path, str(tmp_path), tmp_path / "agentsd.yaml"):
+        assert apply_agentsd(pipe, recipe=source).recipe == recipe
     with pytest.raises(ValueError, match="pass it alone"):
-        apply_agentsd(pipe, ratio=0.3, config=config)
+        apply_agentsd(pipe, ratio=0.3, recipe=recipe)

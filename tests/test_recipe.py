@@ -1,120 +1,330 @@
-from dataclasses import replace
+"""Recipes: what is checked when they are made, their files, and layers that run each its own."""
 
+import copy
+import math
+import pickle
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
 import pytest
 import torch
 import yaml
 from test_patch import call, snapshot
 from tiny import make_unet
 
-from agentsd import AgentConfig, LayerConfigs, apply_agentsd
-from agentsd.layers import load_config
+from agentsd import (
+    Agents,
+    ByDistance,
+    Downsample,
+    Merge,
+    Phases,
+    PooledAgents,
+    Recipe,
+    apply_agentsd,
+)
+from agentsd.modules import AgentModule, AttnZero, FocusedLinear
+from agentsd.recipe import EXACT, FAST, MODES, OPERATORS, TURBO
 
 DOWN = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
 MID = "mid_block.attentions.0.transformer_blocks.0.attn1"
 UP = "up_blocks.2.attentions.1.transformer_blocks.0.attn1"
-MERGE_ALL = AgentConfig(ratio=0.5, early="tome", late="tome", cells="first", late_ratio=0.3)
-AGENTS = AgentConfig(ratio=0.0, late="none", cells="first")
-UNTOUCHED = AgentConfig(early="none", late="none")
+MERGE_ALL = Phases(Merge(0.5, cells="first"), Merge(0.3, cells="first"))
+AGENTS = Phases(Agents(0.0, cells="first"), None)
+UNTOUCHED = Phases(Merge(0.0), None)
+POOLED = (PooledAgents(4), PooledAgents(16))
+
+
+def test_defaults_are_the_papers():
+    agents = Agents()
+    assert (agents.ratio, agents.k, agents.scale, agents.stride) == (0.4, 0.075, -0.15, 4)
+    early, late = EXACT.attention.stages
+    assert early == replace(agents, at_most=None, agent_ratio=0.95, ranking="layer")
+    assert (late.ratio, late.stride, late.ranking) == (0.4, 2, "layer")
+    assert (EXACT.attention.early_frac, EXACT.levels) == (0.4, 1)
+
+
+def test_what_runs_depends_on_the_mode():
+    early, late = FAST.attention.stages
+    assert (early, late, FAST.levels) == (Agents(), Downsample(), None)
+    assert TURBO.attention.stages == (Agents(feed_forward=True), Downsample())
+    assert MODES["downsample"] == Recipe(Downsample())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "error", "way_out"),
+    [
+        (Agents, "ratio", 1.0, ValueError, r"\[0, 1\)"),
+        (Merge, "ratio", 1.0, ValueError, r"\[0, 1\)"),
+        (PooledAgents, "ratio", 1.0, ValueError, r"\[0, 1\)"),
+        (Agents, "ratio", -0.1, ValueError, r"\[0, 1\)"),
+        (Agents, "ratio", math.nan, ValueError, "finite"),
+        (Agents, "ratio", "0.4", TypeError, "pass a float"),
+        (Agents, "ratio", True, TypeError, "pass a float"),
+        (Agents, "ratio", None, TypeError, "pass a float"),
+        (Agents, "k", -1, ValueError, "0 or more"),
+        (Agents, "k", math.inf, ValueError, "finite"),
+        (AgentModule, "k", -1, ValueError, "0 or more"),
+        (Agents, "scale", 0.54, ValueError, "exponent of the head width"),
+        (PooledAgents, "scale", 0.54, ValueError, "exponent of the head width"),
+        (Agents, "agent_ratio", 0, ValueError, r"\(0, 1\)"),
+        (Agents, "stride", 1, ValueError, "2 or more"),
+        (Merge, "stride", 0, ValueError, "2 or more"),
+        (Downsample, "stride", 2.0, TypeError, "pass a int"),
+        (Agents, "at_most", 0, ValueError, "1 or more, or None"),
+        (Downsample, "at_most", -1, ValueError, "1 or more, or None"),
+        (Agents, "ranking", "model", ValueError, "'level' or 'layer'"),
+        (Merge, "ranking", 1, TypeError, "pass a str"),
+        (Agents, "cells", "last", ValueError, "'first'"),
+        (Agents, "feed_forward", 1, TypeError, "pass a bool"),
+        (PooledAgents, "count", 0, ValueError, "1 or more, or None"),
+        (PooledAgents, "count", 4.5, TypeError, "pass a int"),
+        (AgentModule, "count", 0, ValueError, "1 or more, or None"),
+        (FocusedLinear, "convolution", "no", TypeError, "pass a bool"),
+        (Recipe, "levels", 0, ValueError, "1 "),
+        (Recipe, "levels", 1.0, TypeError, "pass a int"),
+        (Recipe, "seed", -1, ValueError, r"2\*\*63"),
+        (Recipe, "measured", 3, ValueError, "figures by name"),
+    ],
+)
+def test_bad_value_names_itself_and_the_way_out(kind, name, value, error, way_out):
+    other = {"attention": Agents()} if kind is Recipe else {}
+    with pytest.raises(error, match=rf"{name}=.*{way_out}") as caught:
+        kind(**other | {name: value})
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Phases(Agents(), None, 1.5), ValueError, r"early_frac=1\.5.*\[0, 1\]"),
+        (lambda: Phases(Agents(), None, None), TypeError, "early_frac=None.*pass a float"),
+        (lambda: Phases(Agents(), Agents()), ValueError, "early and late are both Agents.*pass that alone"),
+        (lambda: Phases(None, None), ValueError, "early and late are both None"),
+        (lambda: Phases("agents", None), TypeError, "early='agents' is a str: pass an operator"),
+        (lambda: Phases(Agents(), FAST), TypeError, "late=Recipe.* is a Recipe: pass an operator"),
+        (lambda: Phases(Agents, None), TypeError, "early=<class.* is a type: pass an operator"),
+        (lambda: ByDistance(POOLED, 0.5), ValueError, "thresholds=0.5: pass a list or a tuple"),
+        (lambda: ByDistance((4, None), (0.5,)), TypeError, "stages=4 is a int: pass an operator"),
+        (lambda: ByDistance(POOLED, (0.6, 0.3)), ValueError, "thresholds make 3: name so many"),
+        (lambda: ByDistance((*POOLED, None), (0.3, 0.6)), ValueError, "pass falling shares"),
+        (lambda: ByDistance(POOLED, (-0.5,)), ValueError, "pass falling shares"),
+        (lambda: ByDistance(POOLED, (math.nan,)), ValueError, "pass falling shares"),
+        (lambda: ByDistance(POOLED, ("0.5",)), ValueError, "pass falling shares"),
+        (lambda: ByDistance((None, None), (0.5,)), ValueError, "they are all the same"),
+        (lambda: ByDistance(POOLED, (0.5,), "image"), ValueError, "per='image'.*'batch' or 'sample'"),
+        (lambda: ByDistance((*POOLED, None), (0.6, 0.3), "sample"), ValueError, "differ in their count"),
+        (
+            lambda: ByDistance((PooledAgents(4), PooledAgents(16, k=0.1)), (0.6,), "sample"),
+            ValueError,
+            "differ in their count alone",
+        ),
+        (
+            lambda: ByDistance((Agents(), Agents(stride=2)), (0.6,), "sample"),
+            ValueError,
+            "per='sample' needs PooledAgents",
+        ),
+        (lambda: PooledAgents(cells="first"), ValueError, "ranking and cells are of merged tokens"),
+        (lambda: Agents(feed_forward=True, ranking="layer"), ValueError, "it needs ranking='level'"),
+        (lambda: Recipe("fast"), TypeError, "'fast' is a str: pass Phases"),
+        (lambda: Recipe(layers={MID: "agents"}), TypeError, "'agents' is a str: pass Phases"),
+        (lambda: Recipe(), ValueError, "the recipe would do nothing"),
+        (lambda: Recipe(levels=1), ValueError, "attention=None patches no level"),
+        (lambda: Recipe(Phases(AgentModule(), AttnZero())), ValueError, "one trained module"),
+        (lambda: Recipe(Agents(), layers={MID: Agents()}), ValueError, "stand in place of attention"),
+        (lambda: Recipe(layers={MID: Agents()}, levels=1), ValueError, "stand in place of attention"),
+        (lambda: Recipe(layers={}), ValueError, "name a self-attention layer at least"),
+        (lambda: Recipe(layers={1: Agents()}), ValueError, r"layers=\[1\]: name each by a string"),
+    ],
+)
+def test_a_recipe_of_no_sense_is_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_numpy_numbers_and_integers_are_numbers(tmp_path):
+    phases = Phases(Agents(ratio=np.float64(0.5), scale=0), Downsample(np.int64(2)), early_frac=1)
+    recipe = Recipe(phases, seed=np.int64(3), measured={"error": np.float32(0.5), "all": [np.float64(1)]})
+    read = Recipe.load(recipe.save(tmp_path))
+    assert read == recipe
+    assert read.measured == recipe.measured
+    assert type(read.seed) is int
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        *MODES.values(),
+        Recipe(Phases(None, Merge(0.7, cells="first"), 0.25), levels=3, seed=7),
+        Recipe(ByDistance((PooledAgents(4), PooledAgents(16), None), (0.6, 0.3))),
+        Recipe(ByDistance((PooledAgents(4, ratio=0.4), PooledAgents(16, ratio=0.4)), (0.6,), "sample")),
+        Recipe(Phases(FocusedLinear(convolution=False), Agents(at_most=None))),
+        Recipe(Phases(AgentModule(bias=False), None)),
+        Recipe(layers={UP: MERGE_ALL, MID: AttnZero()}),
+    ],
+)
+def test_saved_and_loaded(tmp_path, recipe):
+    path = recipe.save(tmp_path)
+    assert path == tmp_path / "agentsd.yaml"
+    assert Recipe.load(path) == Recipe.load(tmp_path) == Recipe.load(str(tmp_path)) == recipe
+    assert Recipe.from_mapping(recipe.to_mapping()) == recipe
+
+
+@pytest.mark.parametrize("recipe", [FAST, Recipe(layers={UP: MERGE_ALL}, measured={"error": 0.1})])
+def test_a_recipe_is_hashed_copied_and_pickled(recipe):
+    for twin in (copy.deepcopy(recipe), pickle.loads(pickle.dumps(recipe))):
+        assert twin == recipe
+        assert hash(twin) == hash(recipe)
+        assert twin.measured == recipe.measured
 
 
 def test_a_file_holds_what_differs_and_reads_back_the_same(tmp_path):
-    pooled = AgentConfig(agents="pool", agent_counts=(9,), parts=("bias",))
-    layers = LayerConfigs({UP: MERGE_ALL, DOWN: pooled, MID: AgentConfig()}, {"error": 0.01, "cost": "time"})
+    pooled = Phases(PooledAgents(9, ratio=0.4), Downsample())
+    layers = Recipe(layers={UP: MERGE_ALL, DOWN: pooled}, measured={"error": 0.01, "cost": "time"})
     path = layers.save(tmp_path / "layers.yaml")
     content = yaml.safe_load(path.read_text())
-    assert list(content["layers"]) == [UP, DOWN, MID]
-    merges = {"ratio": 0.5, "early": "tome", "late": "tome", "late_ratio": 0.3, "cells": "first"}
-    assert content["layers"][UP] == merges
-    assert content["layers"][DOWN] == {"agents": "pool", "agent_counts": [9], "parts": ["bias"]}
-    assert content["layers"][MID] == {}
-    assert LayerConfigs.load(path) == layers
-    assert load_config(path) == load_config(str(path)) == layers
+    assert list(content) == ["version", "layers", "measured"]
+    assert content["version"] == 1
+    assert list(content["layers"]) == [UP, DOWN]
+    merges = [{"merge": {"ratio": 0.5, "cells": "first"}}, {"merge": {"ratio": 0.3, "cells": "first"}}]
+    assert content["layers"][UP] == {"early": merges[0], "late": merges[1], "early_frac": 0.4}
+    pools = {"pooled_agents": {"count": 9, "ratio": 0.4}}
+    assert content["layers"][DOWN] == {"early": pools, "late": {"downsample": {}}, "early_frac": 0.4}
+    assert Recipe.load(path) == Recipe.load(str(path)) == layers
+    assert Recipe.load(path).measured == {"error": 0.01, "cost": "time"}
 
 
 def test_a_file_by_hand_needs_no_settings_and_no_figures(tmp_path):
     path = tmp_path / "layers.yml"
-    path.write_text(f"layers:\n  {MID}:\n")
-    assert LayerConfigs.load(path) == LayerConfigs({MID: AgentConfig()})
+    path.write_text(f"version: 1\nlayers:\n  {MID}: agents\n  {UP}: stock\n  {DOWN}: {{merge: }}\n")
+    assert Recipe.load(path) == Recipe(layers={MID: Agents(), UP: None, DOWN: Merge()})
+    path.write_text("version: 1\nattention: {early: agents, late: stock}\n")
+    assert Recipe.load(path) == Recipe(Phases(Agents(), None))
+
+
+def test_ones_own_operator_is_read_and_written(tmp_path, monkeypatch):
+    @dataclass(frozen=True)
+    class Coarse(Downsample):
+        name: ClassVar[str] = "coarse"
+        stride: int = 4
+
+    monkeypatch.setitem(OPERATORS, "coarse", Coarse)
+    recipe = Recipe(Coarse(at_most=9))
+    assert Recipe.load(recipe.save(tmp_path)) == recipe
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("layers: [", "is not YAML"),
-        ("", "has no `layers:`"),
-        ("- 1", "has no `layers:`"),
-        ("layers: 3", "has no `layers:`"),
-        ("layers: {}", "name a self-attention layer at least"),
+        ("", "layers.yaml: version 'NoneType' of a recipe is not read here, only 1"),
+        ("- 1", "layers.yaml: version 'list' of a recipe is not read here"),
+        ("layers: {a: agents}", "version None of a recipe is not read here"),
+        ("version: 2", "version 2 of a recipe is not read here, only 1"),
+        ("version: 1", "layers.yaml: attention=None: the recipe would do nothing"),
+        ("version: 1\nratio: 0.3", "layers.yaml: 'ratio' is unknown; the settings are attention, layers"),
+        ("version: 1\nsteps: 3", "'steps' is unknown"),
+        ("version: 1\nlayers: 3", "layers=3: write"),
+        ("version: 1\nlayers: {}", "name a self-attention layer at least"),
+        ("version: 1\nattention: {agents: {rato: 0.3}}", r"'rato' is unknown; the settings are agent_ratio"),
+        ("version: 1\nattention: {agents: {ratio: 3}}", r"layers.yaml: ratio=3: pass a share"),
+        ("version: 1\nattention: {agents: {ratio: x}}", r"layers.yaml: ratio='x' is a str: pass a float"),
+        ("version: 1\nattention: {agents: 3}", "agents: 3 is no mapping of its settings"),
+        ("version: 1\nattention: {agents: {}, merge: {}}", "name one operator, of agents, pooled_agents"),
+        ("version: 1\nattention: {early: agents, lat: merge}", "'lat' is unknown; the settings are early"),
+        ("version: 1\nattention: {early: agents, late: agents}", "early and late are both"),
+        ("version: 1\nattention: {stages: [agents, stock]}", "thresholds"),
+        ("version: 1\nattention: {stages: 3, thresholds: [0.5]}", "stages=3: pass a list or a tuple"),
+        ("version: 1\nattention: agent", r"\['agent'\]: name one operator, of agents, pooled_agents, merge"),
+        ("version: 1\nlayers: {a: 5}", "5: name an operator"),
+        ("version: 1\nlayers: {1: agents}", r"layers=\[1\]: name each by a string"),
         (
-            "layers: {a: {rato: 0.3}}",
-            r"layers.yaml, a: settings: \['rato'\] is unknown; the settings are agent",
+            "version: 1\nlayers: {a: {early: agents, early_frac: 0.3}, b: {early: agents}}",
+            r"layers differ in their steps.*0\.3.*give all the same",
         ),
-        ("layers: {a: {ratio: 3}}", r"layers.yaml, a: ratio=3: pass a share"),
-        ("layers: {a: {ratio: x}}", r"layers.yaml, a: ratio='x' is a str: pass a float"),
-        ("layers: {a: 5}", "a: settings: 5 is unknown"),
-        ("layers: {1: {}}", r"layers=\[1\]: name each by a string"),
-        ("layers: {a: {early_frac: 0.3}, b: {}}", r"layers differ in their steps.*0\.3.*give all the same"),
-        ("layers: {a: {}}\nmeasured: 3", "measured=3: it holds figures by name"),
+        ("version: 1\nattention: agents\nmeasured: 3", "measured=3: it holds figures by name"),
     ],
 )
 def test_a_wrong_file_is_named_with_the_way_out(tmp_path, content, message):
     path = tmp_path / "layers.yaml"
     path.write_text(content)
-    with pytest.raises(ValueError, match=message):
-        LayerConfigs.load(path)
+    with pytest.raises(ValueError, match=message) as caught:
+        Recipe.load(path)
+    assert str(path) in str(caught.value)
 
 
-def test_a_missing_file_says_how_to_make_one(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no such file; agentsd.calibrate\(...\).save\(path\)"):
-        LayerConfigs.load(tmp_path / "none.yaml")
+def test_a_missing_file_says_how_to_make_one(tmp_path, pipe):
+    for make in (Recipe.load, lambda path: apply_agentsd(pipe, recipe=path)):
+        with pytest.raises(FileNotFoundError, match=r"none.yaml: no such file; Recipe.save\(path\) wr"):
+            make(tmp_path / "none.yaml")
+    with pytest.raises(FileNotFoundError, match=r"agentsd.yaml: no such file"):
+        Recipe.load(tmp_path)
+
+
+@pytest.mark.parametrize("other", [replace(AGENTS, early_frac=0.5), ByDistance((Agents(), None), (0.5,))])
+def test_layers_share_their_steps(other):
+    with pytest.raises(ValueError, match="layers differ in their steps"):
+        Recipe(layers={MID: AGENTS, UP: other})
+    assert Recipe(layers={MID: Merge(), UP: other}).timing == other
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("settings", "message"),
     [
-        {"early_frac": 0.5},
-        {"schedule": "distance", "agent_counts": (16, 0), "thresholds": (0.5,)},
+        ({"mode": "quick"}, "mode='quick': choose 'exact' or 'fast' or 'turbo' or 'downsample'"),
+        ({"mode": "downsample", "ratio": 0.3}, "ratio=0.3: this recipe has no ratio"),
+        ({"mode": "downsample", "early_frac": 0.3}, "early_frac=0.3: this recipe has no early_frac"),
+        ({"early_frac": 1.5}, r"early_frac=1\.5.*\[0, 1\]"),
+        ({"seed": -1}, r"seed=-1.*2\*\*63"),
+        ({"recipe": FAST, "mode": "fast"}, "'mode': 'fast'.* beside recipe=.*pass it alone"),
     ],
 )
-def test_layers_share_their_steps(other):
-    with pytest.raises(ValueError, match="layers differ in their steps"):
-        LayerConfigs({MID: AgentConfig(), UP: AgentConfig(**other)})
+def test_the_door_refuses_what_a_recipe_has_not(pipe, settings, message):
+    with pytest.raises(ValueError, match=message):
+        apply_agentsd(pipe, **settings)
+    assert not hasattr(pipe.unet, "_agentsd")
+
+
+def test_settings_by_layer_stand_alone(pipe):
+    with pytest.raises(ValueError, match="pass it alone"):
+        apply_agentsd(pipe, ratio=0.3, recipe=Recipe(layers={UP: AGENTS}))
 
 
 def test_only_the_named_layers_are_patched_and_all_is_undone(pipe, sample, tmp_path):
     before, stock = snapshot(pipe.unet), sample(pipe)
-    layers = LayerConfigs({UP: MERGE_ALL, DOWN: AGENTS})
-    handle = apply_agentsd(pipe, config=layers)
+    layers = Recipe(layers={UP: MERGE_ALL, DOWN: AGENTS})
+    handle = apply_agentsd(pipe, recipe=layers)
     assert handle.layer_names == [DOWN, UP]
-    assert handle.config is layers
+    assert handle.recipe is layers
     patched = {name for name, module in pipe.unet.named_modules() if hasattr(module, "_agentsd")}
     assert patched == {"", DOWN, UP}
     picture = sample(pipe)
     assert not torch.equal(picture, stock)
     handle.remove()
     assert snapshot(pipe.unet) == before
-    with apply_agentsd(pipe, config=layers.save(tmp_path / "layers.yaml")):
+    with apply_agentsd(pipe, recipe=layers.save(tmp_path / "layers.yaml")):
         assert torch.equal(sample(pipe), picture)
     assert torch.equal(sample(pipe), stock)
 
 
 def test_a_layer_that_does_nothing_is_bit_equal_to_stock(pipe, sample):
     stock = sample(pipe)
-    with apply_agentsd(pipe, config=LayerConfigs({UP: UNTOUCHED, MID: UNTOUCHED})):
-        assert torch.equal(sample(pipe), stock)
+    for nothing in (UNTOUCHED, None):
+        with apply_agentsd(pipe, recipe=Recipe(layers={UP: nothing, MID: nothing})):
+            assert torch.equal(sample(pipe), stock)
 
 
-@pytest.mark.parametrize("config", [AgentConfig(levels=3), AgentConfig(levels=3, ratio=0.2, late="agent")])
-def test_all_layers_alike_are_one_config(pipe, sample, config):
-    handle = apply_agentsd(pipe, config=config)
+@pytest.mark.parametrize("schedule", [FAST.attention, Agents(0.2)])
+def test_all_layers_alike_are_one_schedule(pipe, sample, schedule):
+    handle = apply_agentsd(pipe, recipe=Recipe(schedule, levels=3))
     names, picture = handle.layer_names, sample(pipe)
     assert len(names) == 7
-    apply_agentsd(pipe, config=LayerConfigs(dict.fromkeys(names, replace(config, levels=None))))
+    apply_agentsd(pipe, recipe=Recipe(layers=dict.fromkeys(names, schedule)))
     assert torch.equal(sample(pipe), picture)
 
 
-def output_of(unet, name, config, t):
-    """What the named layer makes of the inputs it got, under the config alone: replayed on a stock model."""
+def output_of(unet, name, schedule, t):
+    """What the named layer makes of the inputs it got, under that alone: replayed on a stock model."""
     block = unet.get_submodule(name.removesuffix(".attn1"))
     seen = {}
     hooks = [
@@ -129,34 +339,35 @@ def output_of(unet, name, config, t):
     twin = alone.get_submodule(name.removesuffix(".attn1"))
     twin.register_forward_pre_hook(lambda module, args: (seen["x"], *args[1:]))
     twin.attn1.register_forward_hook(lambda module, args, out: seen.update(expected=out))
-    apply_agentsd(alone, config=LayerConfigs({name: config}))
+    apply_agentsd(alone, recipe=Recipe(layers={name: schedule}))
     call(alone, t)
     return seen["out"], seen["expected"]
 
 
 @pytest.mark.parametrize("t", [999, 1])
 def test_each_layer_runs_its_own_settings(t):
-    unet, settings = make_unet(), {DOWN: AGENTS, MID: MERGE_ALL, UP: replace(MERGE_ALL, ratio=0.7)}
-    apply_agentsd(unet, config=LayerConfigs(settings))
-    for name, config in settings.items():
-        out, expected = output_of(unet, name, config, t)
+    more = Phases(Merge(0.7, cells="first"), MERGE_ALL.late)
+    unet, settings = make_unet(), {DOWN: AGENTS, MID: MERGE_ALL, UP: more}
+    apply_agentsd(unet, recipe=Recipe(layers=settings))
+    for name, schedule in settings.items():
+        out, expected = output_of(unet, name, schedule, t)
         assert torch.equal(out, expected)
     if t == 999:  # the merged tokens of a destination are equal: the ratios show
         kept = {
-            name: output_of(unet, name, config, t)[0][0].unique(dim=0).shape[0]
-            for name, config in settings.items()
+            name: output_of(unet, name, schedule, t)[0][0].unique(dim=0).shape[0]
+            for name, schedule in settings.items()
         }
         assert kept == {DOWN: 256, MID: 16 - 8, UP: 256 - int(256 * 0.7)}
 
 
 def test_layers_of_other_settings_share_no_ranking_in_fast_mode():
-    fast = replace(MERGE_ALL, mode="fast")
     unet = make_unet()
-    handle = apply_agentsd(unet, config=LayerConfigs({DOWN: fast, UP: replace(fast, ratio=0.2)}))
-    assert len({id(layer.group) for _, layer in handle._layers}) == 2
+    other = replace(MERGE_ALL, early=Merge(0.2, cells="first"))
+    handle = apply_agentsd(unet, recipe=Recipe(layers={DOWN: MERGE_ALL, UP: other}))
+    assert len({id(layer.work) for layer in handle._layers}) == len(handle._groups) == 2
     call(unet)
-    same = apply_agentsd(unet, config=LayerConfigs({DOWN: fast, UP: replace(fast)}))
-    assert len({id(layer.group) for _, layer in same._layers}) == 1
+    same = apply_agentsd(unet, recipe=Recipe(layers={DOWN: MERGE_ALL, UP: replace(MERGE_ALL)}))
+    assert len({id(layer.work) for layer in same._layers}) == len(same._groups) == 1
 
 
 def test_an_unknown_layer_is_refused_and_the_patch_in_force_stays(pipe, sample):
@@ -165,10 +376,5 @@ def test_an_unknown_layer_is_refused_and_the_patch_in_force_stays(pipe, sample):
     with pytest.raises(
         ValueError, match=r"layers=\['mid.attn1'\]: UNet2DConditionModel has no such self-att"
     ):
-        apply_agentsd(pipe, config=LayerConfigs({UP: AGENTS, "mid.attn1": AGENTS}))
+        apply_agentsd(pipe, recipe=Recipe(layers={UP: AGENTS, "mid.attn1": AGENTS}))
     assert torch.equal(sample(pipe), picture)
-
-
-def test_settings_by_layer_stand_alone(pipe):
-    with pytest.raises(ValueError, match="pass it alone"):
-        apply_agentsd(pipe, ratio=0.3, config=LayerConfigs({UP: AGENTS}))

@@ -1,8 +1,12 @@
+"""Where in its run a call is."""
+
+import math
+
 import diffusers
 import pytest
 import torch
 
-from agentsd.schedule import StepReader, early_threshold
+from agentsd.steps.run import TRAINING_TIMESTEPS, RunReader, early_threshold
 
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 SCHEDULERS = [
@@ -21,7 +25,7 @@ SCHEDULERS = [
 
 def walk(scheduler, reader=None, start=0):
     """Read each of a scheduler's timesteps in the pipeline's order."""
-    reader = reader or StepReader(0.4)
+    reader = reader or RunReader(0.4)
     return [reader.read(t, scheduler) for t in scheduler.timesteps[start:]]
 
 
@@ -51,7 +55,7 @@ def test_threshold(early_frac, count):
 
 
 def test_a_bare_unet_is_scheduled_by_its_training_timesteps():
-    reader = StepReader(0.4)
+    reader = RunReader(0.4)
     assert [reader.read(t, None).early for t in (999, 600, 599, 0)] == [True, True, False, False]
     assert not reader.read(0, None).opens_without_early
     assert reader.read(torch.tensor([999, 3]), None).early  # of a batch the noisiest counts
@@ -60,7 +64,7 @@ def test_a_bare_unet_is_scheduled_by_its_training_timesteps():
 def test_runs_are_told_apart():
     scheduler = diffusers.DDIMScheduler(**BETAS)
     scheduler.set_timesteps(10)
-    reader = StepReader(0.4)
+    reader = RunReader(0.4)
     assert not any(s.opens_without_early for s in walk(scheduler, reader))
     assert not any(s.opens_without_early for s in walk(scheduler, reader)[:2])  # the run breaks off here
     late = walk(scheduler, reader, start=5)  # img2img that starts late
@@ -70,13 +74,78 @@ def test_runs_are_told_apart():
     assert sum(s.early for s in walk(scheduler, reader)) == 8
 
 
-def test_a_scheduler_that_makes_its_list_anew_at_each_look_opens_no_new_runs():
-    class Fickle:
-        @property
-        def timesteps(self):
-            return torch.arange(900, -1, -100)
+class Fickle:
+    """A scheduler that makes its list anew at each look."""
 
-    reader, scheduler = StepReader(0.4), Fickle()
-    steps = [reader.read(t, scheduler) for t in scheduler.timesteps]
+    @property
+    def timesteps(self):
+        return torch.arange(900, -1, -100)
+
+
+@pytest.mark.parametrize("read", [lambda t: t, float, lambda t: t.clone(), lambda t: t.expand(2)])
+def test_a_scheduler_that_makes_its_list_anew_at_each_look_opens_no_new_runs(read):
+    reader, scheduler = RunReader(0.4), Fickle()
+    steps = [reader.read(read(t), scheduler) for t in scheduler.timesteps]
     assert [s.early for s in steps] == [True] * 4 + [False] * 6
+    assert [s.opens for s in steps] == [True] + [False] * 9
     assert not any(s.opens_without_early for s in steps)
+
+
+@pytest.mark.parametrize(("kind", "options"), SCHEDULERS)
+def test_an_element_leads_to_its_own_list_whatever_scheduler_is_named(kind, options):
+    scheduler, other = kind(**BETAS, **options), diffusers.DDIMScheduler(**BETAS)
+    scheduler.set_timesteps(10)
+    other.set_timesteps(7)
+    known = walk(scheduler)
+    for named in (None, other):
+        reader = RunReader(0.4)
+        assert [reader.read(t, named) for t in scheduler.timesteps] == known
+        reader = RunReader(0.4)
+        assert [reader.read(t.expand(4), named) for t in scheduler.timesteps] == known
+
+
+@pytest.mark.parametrize(("kind", "options"), SCHEDULERS)
+def test_a_copy_of_an_element_is_found_on_the_schedulers_list(kind, options):
+    scheduler = kind(**BETAS, **options)
+    scheduler.set_timesteps(10)
+    known = walk(scheduler)
+    for copied in (
+        float,
+        torch.Tensor.clone,
+        lambda t: t.float()[None],
+        lambda t: torch.full((3,), float(t)),
+    ):
+        reader = RunReader(0.4)
+        assert [reader.read(copied(t), scheduler) for t in scheduler.timesteps] == known
+    assert [s.opens for s in known] == [True] + [False] * (len(known) - 1)
+    assert [s.off_list for s in known] == [False] * len(known)
+
+
+def test_repeats_are_told():
+    scheduler = diffusers.PNDMScheduler(**BETAS, skip_prk_steps=True, steps_offset=1)
+    scheduler.set_timesteps(5)
+    assert [s.repeats for s in walk(scheduler)] == [False, False, True, False, False, False]
+
+
+def test_a_list_that_is_changed_in_place_is_read_again():
+    scheduler = diffusers.DDIMScheduler(**BETAS)
+    scheduler.set_timesteps(10)
+    reader = RunReader(0.4)
+    assert sum(s.early for s in walk(scheduler, reader)) == 4
+    scheduler.timesteps.copy_(torch.arange(90, -1, -10))
+    assert [s.timestep for s in walk(scheduler, reader)] == list(range(90, -1, -10))
+    assert sum(s.early for s in walk(scheduler, reader)) == 4
+
+
+def test_a_timestep_that_is_on_no_list_is_told():
+    scheduler = diffusers.DDIMScheduler(**BETAS)
+    scheduler.set_timesteps(10)
+    reader = RunReader(0.4)
+    assert [(s.off_list, s.early) for s in (reader.read(t, scheduler) for t in (555, 455))] == [
+        (True, True),  # 600 is the last that is early
+        (True, False),
+    ]
+    assert not reader.read(500, scheduler).off_list
+    assert not any(RunReader(0.4).read(t).off_list for t in (0, 3, 999))
+    assert early_threshold(TRAINING_TIMESTEPS, 0.4) == 599
+    assert math.isinf(early_threshold(TRAINING_TIMESTEPS, 0.0))

@@ -155,11 +155,21 @@ def make_scheduler() -> PNDMScheduler:
     return PNDMScheduler(**BETAS, skip_prk_steps=True, steps_offset=1)
 
 
+PHASES = {
+    "AgentsPlan": "agent",
+    "PooledPlan": "agent",
+    "CorePlan": "agent",
+    "MergePlan": "merge",
+    "DownsamplePlan": "downsample",
+    "NoneType": "stock",
+}
+
+
 def watch_phases(handle: Any) -> dict[str, list[str]]:
-    """Which phases each patched layer goes through, filled as the model runs."""
+    """What each patched layer runs, a word for each call, filled as the model runs."""
     seen: dict[str, list[str]] = {name: [] for name in handle.layer_names}
-    for attn, layer in handle._layers:
-        attn.register_forward_pre_hook(
-            lambda m, args, layer=layer: seen[layer.name].append(layer.group.phase)
+    for site, layer in zip(handle._sites, handle._layers, strict=True):
+        site.attn.register_forward_pre_hook(
+            lambda m, args, layer=layer: seen[layer.name].append(PHASES[type(layer.work.plan).__name__])
         )
     return seen

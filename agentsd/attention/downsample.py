@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
+import torch
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
@@ -48,7 +49,8 @@ class Downsample(Operator):
 @lru_cache(maxsize=32)
 def _first_of_cells(height: int, width: int, stride: int, device: Any) -> Tensor:
     """Positions (n,) of the first token of each cell: the same in every call."""
-    return split_grid(height, width, stride, draw_cells(height, width, stride, None)).dst.to(device)
+    with torch.inference_mode(False):  # else a later call's backward could not keep them
+        return split_grid(height, width, stride, draw_cells(height, width, stride, None)).dst.to(device)
 
 
 class DownsamplePlan(Plan):

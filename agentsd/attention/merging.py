@@ -10,6 +10,8 @@ from torch.nn.functional import embedding_bag
 
 from .matching import Ranking
 
+_HALF = (torch.float16, torch.bfloat16)  # a weight would be rounded to that
+
 
 class Cut(NamedTuple):
     """Which tokens form each merged token, when the first `r` sources of a ranking are merged.
@@ -50,7 +52,7 @@ def cut_ranking(ranking: Ranking, r: int, dtype: torch.dtype = torch.float32) ->
     ordered, members = home.sort(stable=True)
     edges = torch.searchsorted(ordered, rows, out_int32=True)
     share = None
-    if dtype not in (torch.float16, torch.bfloat16):  # a weight would be rounded to half precision
+    if dtype not in _HALF:
         share = (edges[1:] - edges[:-1]).to(dtype).reciprocal().index_select(0, ordered)
     return Cut(home, members.int(), edges, share)
 
@@ -62,7 +64,7 @@ def merge(x: Tensor, cut: Cut) -> Tensor:
     """
     batch, _, channels = x.shape
     rows = x.reshape(-1, channels)
-    if cut.share is None:
+    if cut.share is None or x.dtype in _HALF:
         mean = embedding_bag(cut.members, rows, cut.edges, mode="mean", include_last_offset=True)
     else:  # twice as fast on a CPU as the mean
         mean = embedding_bag(

@@ -97,6 +97,7 @@ class LoadedWeights:
     def __init__(self, layers: Layers, loaded: dict[str, Tensor]) -> None:
         self._before: dict[str, Tensor] = {}
         self._given: dict[str, Tensor] = {}
+        self._fused = _fused(layers)
         for name, weight in weights_of(layers).items():
             given = loaded[name].to(weight.device, weight.dtype)
             if f".{CORE}." not in name:
@@ -104,9 +105,9 @@ class LoadedWeights:
             weight.data = given.clone()
 
     def restore(self, layers: Layers) -> None:
-        """Put back what was there before; what `fuse_lora` has added to a weight since then stays added."""
+        """Put back what was there before; what a LoRA's fusing has changed since then stays changed."""
         weights = weights_of(layers)
-        fused = _fused(layers)
+        fused = self._fused | _fused(layers)
         for name, before in self._before.items():
             weight = weights[name]
             data = before.to(weight.device, weight.dtype)

@@ -1,0 +1,105 @@
+"""CONTRIBUTING's operator in one file: short, run as it is written, and compared with a loop."""
+
+import importlib
+import re
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from test_patch import call
+from tiny import make_unet
+
+from agentsd import Agents, Phases, Recipe, apply_agentsd, recipe
+
+PAGE = Path(__file__).parents[1] / "CONTRIBUTING.md"
+LIMIT = 60
+
+
+@pytest.fixture(scope="module")
+def text():
+    """The block under the heading."""
+    section = PAGE.read_text(encoding="utf-8").split("\n## Adding an operator\n")[1].split("\n## ")[0]
+    [block] = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    return block
+
+
+@pytest.fixture
+def page(text, tmp_path, monkeypatch):
+    """The block as a module of its own; what it registers is forgotten afterwards."""
+    (tmp_path / "operator_of_the_page.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(recipe, "OPERATORS", dict(recipe.OPERATORS))
+    yield importlib.import_module("operator_of_the_page")
+    del sys.modules["operator_of_the_page"]
+
+
+def averaged_attention(attn, x, height, width, stride):
+    """Softmax attention in float64 to the mean of each cell, of what there is of it at the border."""
+    weights = {name: weight.double() for name, weight in attn.named_parameters()}
+    x = x.double()
+    rows = []
+    for top, left in product(range(0, height, stride), range(0, width, stride)):
+        inside = product(range(top, min(top + stride, height)), range(left, min(left + stride, width)))
+        rows.append(x[:, [y * width + z for y, z in inside]].mean(1))
+    cells = torch.stack(rows, 1)
+    query, key, value = (
+        (tokens @ weights[f"to_{part}.weight"].T).unflatten(2, (attn.heads, -1))
+        for part, tokens in (("q", x), ("k", cells), ("v", cells))
+    )
+    scores = torch.einsum("bnhd,bmhd->bhnm", query, key) / query.shape[-1] ** 0.5
+    out = torch.einsum("bhnm,bmhd->bnhd", scores.softmax(-1), value).flatten(2)
+    return out @ weights["to_out.0.weight"].T + weights["to_out.0.bias"]
+
+
+def test_it_is_one_short_file(text):
+    assert 20 < len(text.splitlines()) <= LIMIT
+
+
+@pytest.mark.parametrize(("size", "stride"), [((16, 16), 2), ((15, 13), 2), ((7, 16), 3)])
+def test_a_layer_attends_to_averages(page, size, stride):
+    unet = make_unet()
+    attn = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
+    seen = {}
+    attn.register_forward_hook(lambda m, args, out: seen.update(x=args[0], out=out))
+    stock = call(unet, size=size)
+    with apply_agentsd(unet, recipe=Recipe(page.AverageKeys(stride))):
+        assert not torch.equal(call(unet, size=size), stock)
+    with torch.no_grad():
+        expected = averaged_attention(attn, seen["x"], *size, stride)
+    torch.testing.assert_close(seen["out"].double(), expected, rtol=0, atol=1e-6)
+    assert torch.equal(call(unet, size=size), stock)
+
+
+def test_it_is_an_operator_like_the_packages_own(page, tmp_path):
+    phases = Recipe(Phases(page.AverageKeys(4), Agents()))
+    assert Recipe.load(phases.save(tmp_path)) == phases
+    assert "average_keys:\n" in (tmp_path / recipe.FILE_NAME).read_text()
+    unet = make_unet()
+    with apply_agentsd(unet, recipe=tmp_path):
+        early, late = call(unet, 999), call(unet, 1)
+    with apply_agentsd(unet, recipe=Recipe(page.AverageKeys(4))):
+        assert torch.equal(call(unet, 999), early)
+        assert not torch.equal(call(unet, 1), late)
+    with pytest.raises(ValueError, match="stride=1: pass 2 or more"):
+        page.AverageKeys(1)
+    with pytest.raises(TypeError, match="stride='2' is a str: pass a int"):
+        page.AverageKeys("2")
+
+
+def test_types_are_checked_without_postponed_annotations_too(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe, "OPERATORS", dict(recipe.OPERATORS))
+    eager = text.replace("from __future__ import annotations\n", "").replace("-> AverageKeysPlan", "")
+    namespace = {"__name__": __name__}
+    exec(compile(eager, "eager", "exec"), namespace)
+    with pytest.raises(TypeError, match="stride='2' is a str: pass a int"):
+        namespace["AverageKeys"]("2")
+
+
+def test_the_architecture_names_files_that_exist():
+    section = PAGE.read_text(encoding="utf-8").split("\n## Architecture\n")[1].split("\n## ")[0]
+    names = set(re.findall(r"`([a-z/_]+\.py)`", section))
+    assert len(names) >= 10
+    package = PAGE.parent / "agentsd"
+    assert not [name for name in names if not (package / name).exists() and not list(package.rglob(name))]
