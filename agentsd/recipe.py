@@ -155,6 +155,8 @@ class Recipe:
             )
         if not layers:
             raise ValueError("layers={}: name a self-attention layer at least, or leave layers out")
+        if stock := [name for name, schedule in layers.items() if schedule is None]:
+            raise ValueError(f"layers={stock} would run stock attention: leave them out")
         if odd := [name for name in layers if not isinstance(name, str)]:
             raise ValueError(f"layers={odd}: name each by a string, as in AgentHandle.layer_names")
         if len(timings := {_timing(schedule) for schedule in layers.values()} - {None}) > 1:

@@ -27,7 +27,6 @@ from agentsd.demo.data import STYLES, caption_of, split_of, trained_concepts
 from agentsd.demo.diffusion import (
     DiffusionLoss,
     build_scheduler,
-    canvas_size,
     shared_suffix,
     style_leak,
     tokenize,

@@ -196,8 +196,11 @@ def test_a_file_holds_what_differs_and_reads_back_the_same(tmp_path):
 
 def test_a_file_by_hand_needs_no_settings_and_no_figures(tmp_path):
     path = tmp_path / "layers.yml"
-    path.write_text(f"version: 1\nlayers:\n  {MID}: agents\n  {UP}: stock\n  {DOWN}: {{merge: }}\n")
-    assert Recipe.load(path) == Recipe(layers={MID: Agents(), UP: None, DOWN: Merge()})
+    path.write_text(f"version: 1\nlayers:\n  {MID}: agents\n  {DOWN}: {{merge: }}\n")
+    assert Recipe.load(path) == Recipe(layers={MID: Agents(), DOWN: Merge()})
+    path.write_text(f"version: 1\nlayers:\n  {MID}: agents\n  {UP}:\n")
+    with pytest.raises(ValueError, match="would run stock attention: leave them out"):
+        Recipe.load(path)
     path.write_text("version: 1\nattention: {early: agents, late: stock}\n")
     assert Recipe.load(path) == Recipe(Phases(Agents(), None))
 
@@ -309,9 +312,8 @@ def test_only_the_named_layers_are_patched_and_all_is_undone(pipe, sample, tmp_p
 
 def test_a_layer_that_does_nothing_is_bit_equal_to_stock(pipe, sample):
     stock = sample(pipe)
-    for nothing in (UNTOUCHED, None):
-        with apply_agentsd(pipe, recipe=Recipe(layers={UP: nothing, MID: nothing})):
-            assert torch.equal(sample(pipe), stock)
+    with apply_agentsd(pipe, recipe=Recipe(layers={UP: UNTOUCHED, MID: UNTOUCHED})):
+        assert torch.equal(sample(pipe), stock)
 
 
 @pytest.mark.parametrize("schedule", [FAST.attention, Agents(0.2)])

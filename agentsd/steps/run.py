@@ -148,7 +148,7 @@ def _own_list(timestep: Any) -> Tensor | None:
     """The list that a timestep is an element of, or None."""
     if not isinstance(timestep, Tensor) or timestep.device.type == "meta":
         return None
-    single = timestep.numel() == 1 or not any(timestep.stride())
+    single = not any(timestep.stride())  # a slice of one may be of any tensor, as in a training loop
     storage = timestep.untyped_storage()
     count = storage.nbytes() // timestep.element_size()
     if not single or count < 2 or timestep.storage_offset() >= count:

@@ -1,0 +1,234 @@
+"""The calls of a patched U-Net: what each of them runs, and which are refused."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from .attention import Operator, PooledAgents
+from .attention.operator import Place, Plan
+from .attention.processor import AgentAttnProcessor, LayerState, Work, is_ours
+from .hosts import Site, checkpoints, is_plain, latent_and_timestep
+from .recipe import ByDistance, Phases, Recipe
+from .steps.distance import LatentDistance
+from .steps.run import RunReader, Step
+
+
+@dataclass
+class Group:
+    """Layers on one token grid that share a plan: a whole level, or one layer that makes its own.
+
+    Attributes:
+        site: the group's first layer.
+        index: its number; part of the key of its random cells.
+        stages: what it runs in each stage of a run.
+        coarseness: side of its tokens, in tokens of the finest patched level.
+        seed: of the random cells.
+        work: of the call under way.
+    """
+
+    site: Site
+    index: int
+    stages: tuple[Operator | None, ...]
+    coarseness: int
+    seed: int
+    work: Work = field(default_factory=Work)
+
+    def begin(self, latent: Tensor, timestep: float, stages: tuple[int, ...]) -> None:
+        """Make the plan of a call on a latent (B, ..., H, W), whose images are in these stages."""
+        grid = self.site.grid(latent)
+        frames = latent.shape[2] if latent.ndim == 5 else 1  # a video's frames are images to the layers
+        each = [self.stages[stage if len(self.stages) > 1 else 0] for stage in stages for _ in range(frames)]
+        key = (self.seed, self.index, timestep)
+        place = Place(grid, self.coarseness, latent.shape[0] * frames, latent.device, key)
+        self.work.grid = grid
+        operator = each[0]
+        if len(set(each)) > 1 and isinstance(operator, PooledAgents):
+            every = [stage for stage in self.stages if isinstance(stage, PooledAgents)]
+            self.work.plan = operator.plan_each(place, each, every)  # type: ignore[arg-type]
+        else:
+            self.work.plan = None if operator is None else operator.plan(place)
+
+
+class Run(threading.local):
+    """A thread's run: where it is, and how far its latents moved."""
+
+    def __init__(self, timing: Phases | ByDistance | None) -> None:
+        self.timing = timing
+        self.reader = RunReader(timing.early_frac if isinstance(timing, Phases) else 0.0)
+        self.distance = None
+        if isinstance(timing, ByDistance):
+            self.distance = LatentDistance(timing.thresholds, timing.per == "sample")
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy begins anew
+        return Run, (self.timing,)
+
+    def stages(self, step: Step, latent: Tensor) -> tuple[int, ...]:
+        """The stage of each image."""
+        if self.distance is not None:
+            return self.distance.read(latent, step.opens, step.repeats)
+        return (0 if step.early or self.timing is None else 1,) * latent.shape[0]
+
+
+class Graph:
+    """Lives as long as a call's graph does; `computed` once its backward has begun."""
+
+    computed = False
+
+    def begin(self, grad: Tensor) -> None:
+        """Hook of the output's gradient."""
+        self.computed = True
+
+
+class Calls:
+    """Hooks around the calls of a U-Net, which run outside of a compiled graph: tensors may be read here."""
+
+    def __init__(
+        self, recipe: Recipe, pipe: Any, sites: list[Site], layers: list[LayerState], groups: list[Group]
+    ) -> None:
+        self._sites, self._layers, self._groups = sites, layers, groups
+        self._pipe = None if pipe is None else weakref.ref(pipe)
+        self._scheduler: Any = None
+        self._rules = [rule for rule in (recipe.steps, recipe.guidance) if rule is not None]
+        self._timing = recipe.timing
+        self._run = Run(recipe.timing)
+        self._caller: dict[str, int] = {}
+        self._step: Step | None = None
+        self._limits: ExitStack | None = None  # what is set for the call under way
+        self._recomputes = False
+        self._awaited: weakref.ref[Graph] | None = None
+        self._kept: list[Plan | None] = []  # of a call whose backward is still to come
+        self._said: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        gone = dict.fromkeys(("_pipe", "_limits", "_awaited", "_scheduler", "_step"))
+        return self.__dict__ | gone | {"_caller": {}, "_kept": []}
+
+    @torch.compiler.disable
+    def begin(self, unet: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Plan the U-Net call that starts."""
+        self._enter(unet)
+        latent, timestep = latent_and_timestep(unet, args, kwargs)
+        pipe = self._pipe() if self._pipe is not None else None
+        self._scheduler = getattr(pipe, "scheduler", self._scheduler)
+        step = self._step = self._run.reader.read(timestep, self._scheduler)
+        self._tell(step)
+        for rule in self._rules:
+            args, kwargs = rule.before(step, args, kwargs)
+        if self._rules:
+            latent, _ = latent_and_timestep(unet, args, kwargs)
+        stages = self._run.stages(step, latent)
+        for group in self._groups:
+            group.begin(latent, step.timestep, stages)
+        for site, layer in zip(self._sites, self._layers, strict=True):
+            layer.held = self.claim(site.attn, layer)
+        if any(group.site.block._compiled_call_impl is not None for group in self._groups):
+            # Blocks that are compiled one by one run the same code, and each kind of block is a recompilation
+            # of it: of a group the one that ranks and the others, in either phase.
+            limit = torch._dynamo.config.recompile_limit + 4 * len(self._groups)
+            self._limits = ExitStack()
+            self._limits.enter_context(torch._dynamo.config.patch(recompile_limit=limit))
+        return (args, kwargs) if self._rules else None
+
+    def _enter(self, unet: Module) -> None:
+        """Refuse a call that can't be served beside another; else take note of it."""
+        me = threading.get_ident()
+        other = self._caller.setdefault("thread", me)
+        if other != me and any(thread.ident == other for thread in threading.enumerate()):
+            raise RuntimeError(
+                "agentsd: this U-Net is in a call of another thread; let threads take turns (a lock around "
+                "the pipeline's call), or give each a U-Net of its own (copy.deepcopy)"
+            )
+        self._caller["thread"] = me
+        if self._limits is not None:  # the last call died before its end
+            self._limits.close()
+            self._limits = None
+        graph = self._awaited() if self._awaited is not None else None
+        awaits = graph is not None and not graph.computed
+        self._recomputes = checkpoints(unet)
+        self._kept = [group.work.plan for group in self._groups] if awaits else []
+        if awaits and torch.is_grad_enabled():
+            raise RuntimeError(
+                "agentsd: a second forward before the backward of the first, under gradient checkpointing "
+                "which would compute the first again with the second's tokens; call backward() after each "
+                "forward (gradients add up), or unet.disable_gradient_checkpointing()"
+            )
+
+    def _tell(self, step: Step) -> None:
+        phases = self._timing
+        if not isinstance(phases, Phases) or not 0 < phases.early_frac < 1:
+            return
+        if step.opens_without_early:
+            self._say_once(
+                "agentsd: this run has no early step (img2img of low strength has none), so what runs early "
+                f"never runs in it; raise early_frac={phases.early_frac:g} (1.0: every step)"
+            )
+        if step.off_list:
+            self._say_once(
+                f"agentsd: timestep {step.timestep:g} is not one of the scheduler's, so early steps are "
+                "guessed; pass an element of scheduler.timesteps to the U-Net, or apply agentsd to the "
+                "pipeline"
+            )
+
+    @torch.compiler.disable
+    def end(self, unet: Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Let go of everything that belongs to the call that ends."""
+        if self._caller.get("thread") != threading.get_ident():
+            return None  # refused
+        if self._limits is not None:
+            self._limits.close()
+            self._limits = None
+        for layer in self._layers:
+            if layer.block_input is not None and output is not None:
+                self._say_once(
+                    f"agentsd: {layer.name} was computed without its attention processor (T-GATE does so); "
+                    "it was left untouched"
+                )
+            if layer.mismatch:
+                self._say_once(
+                    f"agentsd: {layer.name} got {layer.mismatch} tokens where the latent's size gives "
+                    f"{layer.work.tokens}; it was left untouched"
+                )
+            layer.block_input, layer.mismatch = None, 0
+        self._keep_or_forget(output)
+        self._caller.clear()
+        if not self._rules or output is None or self._step is None:
+            return None
+        for rule in reversed(self._rules):
+            output = rule.after(self._step, output)
+        return output
+
+    def _keep_or_forget(self, output: Any) -> None:
+        """Keep the plans where checkpointing may compute the layers again after the call."""
+        first = output[0] if isinstance(output, tuple) else getattr(output, "sample", None)
+        if isinstance(first, Tensor) and first.requires_grad:
+            if self._recomputes:
+                graph = Graph()
+                first.register_hook(graph.begin)
+                self._awaited = weakref.ref(graph)
+            return
+        for i, group in enumerate(self._groups):
+            group.work.plan = self._kept[i] if self._kept else None
+
+    def claim(self, attn: Any, layer: LayerState) -> bool:
+        """Hold the layer, also where the host has since put a plain processor there."""
+        if not is_ours(attn.processor):
+            if not is_plain(attn.processor):
+                kind = type(attn.processor).__name__
+                self._say_once(f"agentsd: {layer.name} now has a {kind}; it is left untouched")
+                return False
+            attn.set_processor(AgentAttnProcessor(attn.processor))
+        return True
+
+    def _say_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            warnings.warn(message, stacklevel=3)
