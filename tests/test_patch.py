@@ -1,4 +1,5 @@
 import gc
+import inspect
 import weakref
 from dataclasses import replace
 
@@ -404,3 +405,8 @@ def test_settings_from_a_recipe_or_its_folder(pipe, tmp_path):
         assert apply_agentsd(pipe, recipe=source).recipe == recipe
     with pytest.raises(ValueError, match="pass it alone"):
         apply_agentsd(pipe, ratio=0.3, recipe=recipe)
+
+
+def test_the_door_has_eight_parameters():
+    names = list(inspect.signature(apply_agentsd).parameters)
+    assert names == ["pipe", "ratio", "k", "scale", "early_frac", "mode", "recipe", "seed"]
