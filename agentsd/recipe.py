@@ -131,6 +131,9 @@ class Recipe:
         check("seed", self.seed, 0 <= self.seed < 2**63, "pass an integer in [0, 2**63)")
         if not isinstance(self.measured, Mapping):
             raise ValueError(f"measured={self.measured!r}: it holds figures by name")
+        for rule in (self.steps, self.guidance):
+            if rule is not None and not isinstance(rule, CallRule):
+                raise TypeError(f"{rule!r} is a {type(rule).__name__}: pass what has `before` and `after`")
         for schedule in [self.attention, *(self.layers or {}).values()]:
             if schedule is not None and not isinstance(schedule, Schedule):
                 raise TypeError(

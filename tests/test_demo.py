@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -22,16 +23,19 @@ from agentsd.demo.autoencoder import (
     normalise_latents,
     to_pixels,
 )
-from agentsd.demo.config import AutoencoderConfig, DemoConfig, LoopConfig, load_config
+from agentsd.demo.config import AutoencoderConfig, DemoConfig, DiffusionConfig, LoopConfig, load_config
 from agentsd.demo.data import STYLES, caption_of, split_of, trained_concepts
 from agentsd.demo.diffusion import (
     DiffusionLoss,
+    SceneBatches,
     build_scheduler,
+    canvas_size,
     shared_suffix,
     style_leak,
     tokenize,
 )
 from agentsd.demo.loop import CHECKPOINT, compile_loss, lr_factor, train_loop
+from agentsd.demo.scenes import random_scene, triples
 
 
 @pytest.fixture(scope="module")
@@ -320,3 +324,21 @@ def test_compiled_training_has_eager_gradients():
     compile_loss(loss)
     for name, gradient in gradients().items():
         assert (gradient - eager[name]).norm() < 0.1 * eager[name].norm(), name
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_training_scenes_are_a_pure_function_of_the_step(workers):
+    """The oracle composes each scene by its name; other processes compose the same."""
+    stages = ({"until": 0.5, "sizes": {64: 1.0}}, {"until": 1.0, "sizes": {64: 0.3, 96: 0.7}})
+    config = DiffusionConfig(steps=40, batch=2, stages=stages, workers=workers)
+    among = triples("seen")[:5]
+    batches = list(islice(SceneBatches(among, config, seed=3).ahead(18), 6))
+    for step, (shown, pixels) in enumerate(batches, start=18):
+        size = pixels.shape[1]
+        scenes = [random_scene(f"train/3/{step}/{i}", size, among=among) for i in range(2)]
+        assert shown == [scene.triple for scene in scenes]
+        assert all((np.asarray(s.image) == p.numpy()).all() for s, p in zip(scenes, pixels, strict=True))
+    sizes = [canvas_size(config, step, seed=3) for step in range(40)]
+    assert set(sizes[:20]) == {64}
+    assert set(sizes[20:]) == {64, 96}
+    assert [pixels.shape[1] for _, pixels in batches] == sizes[18:24]

@@ -718,3 +718,8 @@ def test_a_rule_may_change_what_a_call_gets_and_gives(pipe, sample):
         del pipe.unet.forward
     assert not torch.equal(stock, picture)
     assert torch.equal(sample(pipe), stock)
+
+
+def test_what_is_no_rule_is_refused_when_the_recipe_is_made():
+    with pytest.raises(TypeError, match="3 is a int: pass what has `before` and `after`"):
+        Recipe(steps=3)

@@ -76,6 +76,8 @@ class DiffusionConfig(LoopConfig):
     leak_weight: float = Field(default=0.1, ge=0)
     """Weight of the squared change that a style makes to the text encoder's hidden states of a concept."""
     snr_gamma: float = Field(default=5.0, gt=0)
+    workers: int = Field(default=0, ge=0)
+    """Processes that compose scenes ahead; a GPU is kept busy by a dozen, a CPU has no use for any."""
     sheet_every: int = Field(default=2000, gt=0)
     """Steps between contact sheets."""
 

@@ -1,20 +1,24 @@
 """The text encoder and the U-Net, trained together on scenes."""
 
 import json
+import random
 from bisect import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers import DDPMScheduler, PNDMScheduler, UNet2DConditionModel
 from diffusers.training_utils import compute_snr
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from .autoencoder import encode, to_pixels
+from .autoencoder import encode
 from .config import DiffusionConfig
 from .loop import compile_loss, train_loop
 from .scenes import Triple, random_scene, scene_caption
@@ -146,11 +150,38 @@ def style_leak(text_encoder: Any, styled: Tensor, styleless: Tensor, suffix: Ten
     return (with_style - without).square().mean()
 
 
-def canvas_size(config: DiffusionConfig, step: int, draw: float) -> int:
-    """Return the canvas of a training step in pixels; `draw` in [0, 1) chooses among its stage's sizes."""
+def canvas_size(config: DiffusionConfig, step: int, seed: int) -> int:
+    """Return the canvas of a training step in pixels, drawn among its stage's sizes."""
     stage = next(s for s in config.stages if step < s.until * config.steps or s is config.stages[-1])
     shares = list(accumulate(stage.sizes.values()))
+    draw = random.Random(f"canvas/{seed}/{step}").random()
     return list(stage.sizes)[bisect(shares, draw * shares[-1])]
+
+
+@dataclass(frozen=True)
+class SceneBatches(Dataset[tuple[list[Triple], Tensor]]):
+    """The training scenes of each step, a pure function of it: what they show, and pixels (B, H, W, 3)."""
+
+    among: Sequence[Triple]
+    config: DiffusionConfig
+    seed: int
+
+    def __getitem__(self, step: int) -> tuple[list[Triple], Tensor]:
+        size = canvas_size(self.config, step, self.seed)
+        names = [f"train/{self.seed}/{step}/{i}" for i in range(self.config.batch)]
+        scenes = [random_scene(name, size, among=self.among) for name in names]
+        pixels = torch.from_numpy(np.stack([np.asarray(scene.image) for scene in scenes]))
+        return [scene.triple for scene in scenes], pixels
+
+    def ahead(self, start: int) -> Iterator[tuple[list[Triple], Tensor]]:
+        """Yield the batches from a step on, composed ahead by other processes if so configured."""
+        workers = self.config.workers
+        steps = range(start, self.config.steps)
+        prefetch = 8 if workers else None
+        loader = DataLoader(
+            self, batch_size=None, sampler=steps, num_workers=workers, prefetch_factor=prefetch
+        )
+        return iter(loader)
 
 
 def train_diffusion(
@@ -174,11 +205,14 @@ def train_diffusion(
         compile_loss(loss.unet)
     empty = tokenize(tokenizer, [""]).to(device)
     spread = torch.arange(config.batch) / config.batch
+    source = SceneBatches(among, config, seed)
+    batches: Iterator[tuple[list[Triple], Tensor]] | None = None
 
     def loss_at(generator: torch.Generator, step: int) -> Tensor:
-        size = canvas_size(config, step, torch.rand((), generator=generator).item())
-        scenes = [random_scene(f"train/{seed}/{step}/{i}", size, among=among) for i in range(config.batch)]
-        pixels = to_pixels([scene.image for scene in scenes]).to(device)
+        nonlocal batches
+        batches = batches or source.ahead(step)
+        shown, images = next(batches)
+        pixels = images.to(device).permute(0, 3, 1, 2).float() / 127.5 - 1
         latents = encode(autoencoder, pixels) * autoencoder.config.scaling_factor
         noise = torch.randn(latents.shape, generator=generator)
         # Evenly spread over the schedule, so that a small batch meets every level of noise.
@@ -187,8 +221,8 @@ def train_diffusion(
         share = torch.rand(config.batch, generator=generator)
         coloured = (share >= config.colour_dropout).tolist()
         parts = [
-            (scene.triple.concept, scene.triple.style, scene.triple.colour if kept else None)
-            for scene, kept in zip(scenes, coloured, strict=True)
+            (triple.concept, triple.style, triple.colour if kept else None)
+            for triple, kept in zip(shown, coloured, strict=True)
         ]
         styled = tokenize(tokenizer, [scene_caption(*part) for part in parts])
         styleless = tokenize(tokenizer, [scene_caption(concept, None, on) for concept, _, on in parts])

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,10 @@ from .data import PIPELINE
 
 if TYPE_CHECKING:
     from diffusers import StableDiffusionPipeline
+
+
+SHARD = "15MB"
+"""The largest file of weights."""
 
 
 @contextmanager
@@ -65,7 +70,8 @@ def export_pipeline(pipe: Any, folder: Path, training: dict[str, Any]) -> None:
     pipe.tokenizer.backend_tokenizer.model.save(str(folder / "tokenizer"))  # for transformers 4
     for name in ("unet", "vae", "text_encoder"):
         half = type(getattr(pipe, name)).from_pretrained(folder / name, dtype=torch.float16)
-        half.save_pretrained(folder / name)
+        shutil.rmtree(folder / name)
+        half.save_pretrained(folder / name, max_shard_size=SHARD)
     for config in (folder / "model_index.json", *folder.glob("*/config.json")):
         settings = json.loads(config.read_text(encoding="utf-8"))
         settings.pop("_name_or_path", None)  # a folder of the machine that made it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ class Step:
     off_list: bool = False
 
 
+@runtime_checkable
 class CallRule(Protocol):
     """What stands around a U-Net call: it may change what goes in, and what comes out."""
 
