@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 import weakref
@@ -142,7 +143,7 @@ class Calls:
         """Refuse a call that can't be served beside another; else take note of it."""
         me = threading.get_ident()
         other = self._caller.setdefault("thread", me)
-        if other != me and any(thread.ident == other for thread in threading.enumerate()):
+        if other != me and _is_inside(other, unet):  # or it was interrupted, and has left
             raise RuntimeError(
                 "agentsd: this U-Net is in a call of another thread; let threads take turns (a lock around "
                 "the pipeline's call), or give each a U-Net of its own (copy.deepcopy)"
@@ -232,3 +233,13 @@ class Calls:
         if message not in self._said:
             self._said.add(message)
             warnings.warn(message, stacklevel=3)
+
+
+def _is_inside(thread: int, unet: Module) -> bool:
+    """Whether a thread is in a call of the U-Net."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is unet:
+            return True
+        frame = frame.f_back
+    return False

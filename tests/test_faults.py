@@ -723,3 +723,21 @@ def test_a_rule_may_change_what_a_call_gets_and_gives(pipe, sample):
 def test_what_is_no_rule_is_refused_when_the_recipe_is_made():
     with pytest.raises(TypeError, match="3 is a int: pass what has `before` and `after`"):
         Recipe(steps=3)
+
+
+def test_a_thread_that_was_interrupted_in_a_call_keeps_no_other_out(pipe, sample):
+    expected = sample(pipe)
+    apply_agentsd(pipe, ratio=0.0, early_frac=0.0, mode="exact")  # stock's picture
+
+    def interrupt(module, args):
+        hook.remove()
+        raise KeyboardInterrupt
+
+    hook = pipe.unet.mid_block.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        sample(pipe)
+    made = []
+    thread = threading.Thread(target=lambda: made.append(sample(pipe)))
+    thread.start()
+    thread.join()
+    assert torch.equal(made[0], expected)
