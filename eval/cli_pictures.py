@@ -7,10 +7,11 @@ from typing import Annotated
 import typer
 
 from . import options as o
-from . import output, results
 from .command import app, clear_errors, console, given
-from .config import CompareSettings, FidSettings, MediatorSettings, RunSettings, load_settings
-from .methods import Method
+from .pages import output
+from .pages import rows as results
+from .pictures.methods import Method
+from .settings import CompareSettings, FidSettings, MediatorSettings, RunSettings, load_settings
 
 
 @app.command()
@@ -36,8 +37,8 @@ def compare(
 ) -> None:
     """Make the same pictures with each method, side by side in one PNG, and print times and differences."""
     settings = load_settings(CompareSettings, config, given(locals()))
-    from . import compare as job
-    from .models import load_pipeline
+    from .pictures.models import load_pipeline
+    from .studies import compare as job
 
     rivals = job.methods_of(settings)
     output.check_writable(settings.out)
@@ -52,7 +53,7 @@ def compare(
 
 
 def _run_table(settings: RunSettings, methods: list[Method], name: str) -> list[results.Row]:
-    from . import table as job
+    from .studies import table as job
 
     rows = job.run(settings, methods, name, console)
     if not rows:
@@ -95,7 +96,7 @@ def table(
 ) -> None:
     """Make pictures with each method and ratio, and a row of quality and cost for each (Table 10)."""
     settings = load_settings(RunSettings, config, given(locals()))
-    from . import table as job
+    from .studies import table as job
 
     _run_table(settings, job.table_methods(settings), "table")
 
@@ -130,7 +131,7 @@ def ablate(
 ) -> None:
     """Vary one setting of AgentSD at one ratio, beside stock (Tables 11, 12 and 13)."""
     settings = load_settings(RunSettings, config, given(locals()))
-    from . import table as job
+    from .studies import table as job
 
     _run_table(settings, job.ablation_methods(settings, what), f"ablate-{what}")
 
@@ -164,7 +165,7 @@ def mediators(
 ) -> None:
     """Search when the number of pooled agents should grow: distance against multiply-adds, drawn."""
     settings = load_settings(MediatorSettings, config, given(locals()))
-    from . import mediators as job
+    from .studies import mediators as job
 
     rows = _run_table(settings, job.methods_of(settings), "mediators")
     if any(row.get("frechet") is not None for row in rows):
@@ -192,7 +193,7 @@ def fid(
 ) -> None:
     """Measure the Fréchet and kernel distance between two folders of pictures, or a table's features."""
     settings = load_settings(FidSettings, None, given(locals()))
-    from . import fid as job
+    from .quality import fid as job
 
     sets = job.sets_of((first, second), settings)
     with output.progress(console) as bars:
@@ -208,6 +209,6 @@ def report(
     pictures: Annotated[int, typer.Option(help="How many seeds' pictures are shown.", min=1)] = 12,
 ) -> None:
     """Write one self-contained HTML page: tables, quality against time, pictures side by side."""
-    from .report import write_report
+    from .pages.report import write_report
 
     console.print(f"page: {write_report(folder, pictures)}", soft_wrap=True)

@@ -6,9 +6,10 @@ from typing import Annotated
 import typer
 
 from . import options as o
-from . import output, results
 from .command import app, clear_errors, console, given
-from .config import CalibrateSettings, RedundancySettings, SubjectSettings, load_settings
+from .pages import output
+from .pages import rows as results
+from .settings import CalibrateSettings, RedundancySettings, SubjectSettings, load_settings
 
 
 @app.command()
@@ -33,8 +34,8 @@ def redundancy(
 ) -> None:
     """Measure how alike the queries of each self-attention layer are at each step, and draw the map."""
     settings = load_settings(RedundancySettings, config, given(locals()))
-    from . import redundancy as job
-    from .models import load_pipeline
+    from .pictures.models import load_pipeline
+    from .studies import redundancy as job
 
     output.check_writable(settings.out / "redundancy.jsonl")
     pipe = load_pipeline(settings)
@@ -75,8 +76,8 @@ def calibrate(
 ) -> None:
     """Find what each self-attention layer should run in each phase, on your prompts, for a goal."""
     settings = load_settings(CalibrateSettings, config, given(locals()))
-    from . import calibration as job
-    from .models import load_pipeline
+    from .pictures.models import load_pipeline
+    from .studies import calibration as job
 
     output.check_writable(settings.out)
     pipe = load_pipeline(settings)
@@ -116,8 +117,8 @@ def subject(
 ) -> None:
     """Teach the model a subject with and without agent attention, and compare how it draws it (Fig. 8)."""
     settings = load_settings(SubjectSettings, config, given(locals()))
-    from .subject import run
-    from .subject_report import summary
+    from .studies.subject import run
+    from .studies.subject_report import summary
 
     rows, told = run(settings, console)
     for part in (*summary(rows), *told):

@@ -6,9 +6,10 @@ from typing import Annotated
 import typer
 
 from . import options as o
-from . import output, results
 from .command import app, clear_errors, console, given
-from .config import LatencySettings, ProfileSettings, load_settings
+from .pages import output
+from .pages import rows as results
+from .settings import LatencySettings, ProfileSettings, load_settings
 
 
 @app.command()
@@ -40,7 +41,7 @@ def latency(
 ) -> None:
     """Measure cost alone: seconds, multiply-adds and, on a GPU, memory; the methods take turns."""
     settings = load_settings(LatencySettings, config, given(locals()))
-    from . import latency as job
+    from .cost import latency as job
 
     rivals = job.methods_of(settings)
     output.check_writable(settings.out / "latency.jsonl")
@@ -81,8 +82,8 @@ def profile(
 ) -> None:
     """Print where the time of one U-Net call goes, part by part, under each method."""
     settings = load_settings(ProfileSettings, config, given(locals()))
-    from . import breakdown as job
-    from .latency import load
+    from .cost import breakdown as job
+    from .cost.latency import load
 
     rivals = job.methods_of(settings)
     output.check_writable(settings.out / "profile.jsonl")

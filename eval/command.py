@@ -8,8 +8,8 @@ import torch
 import typer
 from rich.console import Console
 
-from . import output
 from .errors import EvalError
+from .pages import output
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 console = Console()

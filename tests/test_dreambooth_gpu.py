@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from agentsd_eval.architectures import build
+from agentsd_eval.cost.architectures import build
 from diffusers import StableDiffusionPipeline
 from PIL import Image
 from transformers import CLIPTextConfig, CLIPTextModel

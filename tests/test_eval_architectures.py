@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from agentsd_eval.architectures import build, random_embeds
-from agentsd_eval.config import LatencySettings
-from agentsd_eval.methods import finest_attention_downsample
-from agentsd_eval.workload import Case, workload
+from agentsd_eval.cost.architectures import build, random_embeds
+from agentsd_eval.cost.workload import Case, workload
+from agentsd_eval.pictures.methods import finest_attention_downsample
+from agentsd_eval.settings import LatencySettings
 
 
 # Parameters of the published U-Nets and of their shared autoencoder.

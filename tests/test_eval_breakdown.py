@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from agentsd_eval import breakdown
-from agentsd_eval.breakdown import REST, TOTAL, Clock, parts_of, watched
-from agentsd_eval.config import ProfileSettings
+from agentsd_eval.cost import breakdown
+from agentsd_eval.cost.breakdown import REST, TOTAL, Clock, parts_of, watched
 from agentsd_eval.errors import EvalError
+from agentsd_eval.settings import ProfileSettings
 from test_eval_methods import fingerprint
 
 

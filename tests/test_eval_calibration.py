@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from agentsd_eval import models
 from agentsd_eval.cli import app
+from agentsd_eval.pictures import models
 from typer.testing import CliRunner
 
 from agentsd import Recipe, apply_agentsd, calibrate

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from agentsd_eval.cli import app
-from agentsd_eval.clip import ClipScore
-from agentsd_eval.features import features_of, load_network
+from agentsd_eval.quality.clip import ClipScore
+from agentsd_eval.quality.features import features_of, load_network
 from diffusers.models.attention_processor import AttnProcessor
 from PIL import Image
 from tiny import make_image_encoder, make_image_processor, make_text_encoder
@@ -315,7 +315,7 @@ def test_a_broken_picture_is_named_before_anything_is_made(
 
 def test_wrong_inception_weights_are_refused(tmp_path: Path) -> None:
     from agentsd_eval.errors import EvalError
-    from agentsd_eval.features import check_inception_weights
+    from agentsd_eval.quality.features import check_inception_weights
 
     (tmp_path / "weights.pth").write_bytes(b"not these")
     with pytest.raises(EvalError, match=r"has SHA-256 \w{8}\.\.\., but pytorch-fid's .* has 6726825d"):
@@ -326,7 +326,7 @@ def test_real_fid_takes_its_network_from_a_file(
     photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stand-in for pytorch-fid, which needs torchvision: its door for weights, and its output's shape."""
-    from agentsd_eval import features
+    from agentsd_eval.quality import features
 
     weights = {"projection": torch.randn(3, 2048, generator=torch.Generator().manual_seed(0))}
     torch.save(weights, tmp_path / "weights.pth")

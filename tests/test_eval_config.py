@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from agentsd_eval import latency, table
-from agentsd_eval.config import CompareSettings, LatencySettings, RunSettings, load_settings
+from agentsd_eval.cost import latency
 from agentsd_eval.errors import EvalError
-from agentsd_eval.pictures import pictures_of
+from agentsd_eval.pictures.prompts import pictures_of
+from agentsd_eval.settings import CompareSettings, LatencySettings, RunSettings, load_settings
+from agentsd_eval.studies import table
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from agentsd_eval.cli import app
-from agentsd_eval.memory import memory_per_image
+from agentsd_eval.cost.memory import memory_per_image
 from typer.testing import CliRunner
 
 pytestmark = pytest.mark.gpu

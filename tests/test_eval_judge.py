@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from agentsd_eval.cli import app
-from agentsd_eval.judge import _mean_of
-from agentsd_eval.table import change, plan
+from agentsd_eval.quality.judge import _mean_of
+from agentsd_eval.studies.table import change, plan
 from typer.testing import CliRunner
 
 

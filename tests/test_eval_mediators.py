@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from agentsd_eval.cli import app
-from agentsd_eval.config import MediatorSettings
 from agentsd_eval.errors import EvalError
-from agentsd_eval.mediators import draw, envelope, methods_of, thresholds_of
+from agentsd_eval.settings import MediatorSettings
+from agentsd_eval.studies.mediators import draw, envelope, methods_of, thresholds_of
 from typer.testing import CliRunner
 
 from agentsd import PooledAgents

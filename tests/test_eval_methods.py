@@ -6,9 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from agentsd_eval.config import CompareSettings
 from agentsd_eval.errors import EvalError
-from agentsd_eval.methods import Method, check_scheduler, expand, finest_attention_downsample, parse_method
+from agentsd_eval.pictures.methods import (
+    Method,
+    check_scheduler,
+    expand,
+    finest_attention_downsample,
+    parse_method,
+)
+from agentsd_eval.settings import CompareSettings
 from diffusers import DDIMScheduler, HeunDiscreteScheduler, PNDMScheduler
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from pydantic import ValidationError

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from agentsd_eval import metrics
+from agentsd_eval.quality import metrics
 
 
 def two_sets() -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from agentsd_eval.output import check_writable, make_table
+from agentsd_eval.pages.output import check_writable, make_table
 from rich.console import Console
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from agentsd_eval import redundancy
 from agentsd_eval.cli import app
-from agentsd_eval.config import RedundancySettings
-from agentsd_eval.divergence import MAX_SCORE, attention_map, js_score, js_score_sampled
 from agentsd_eval.errors import EvalError
-from agentsd_eval.pictures import from_prompts
+from agentsd_eval.pictures.prompts import from_prompts
+from agentsd_eval.settings import RedundancySettings
+from agentsd_eval.studies import redundancy
+from agentsd_eval.studies.divergence import MAX_SCORE, attention_map, js_score, js_score_sampled
 from diffusers import DiTTransformer2DModel, HeunDiscreteScheduler
 from PIL import Image
 from test_eval_methods import fingerprint
@@ -60,7 +60,7 @@ def test_score_is_the_mean_over_all_pairs(tokens: int, width: float) -> None:
 def test_score_of_wide_attention_does_not_depend_on_its_blocks(monkeypatch: Any) -> None:
     attention = attention_map(*queries_and_keys(2, 64, 1.0))
     whole = js_score(attention)
-    monkeypatch.setattr("agentsd_eval.divergence._CACHED", 64 * 5)
+    monkeypatch.setattr("agentsd_eval.studies.divergence._CACHED", 64 * 5)
     assert js_score(attention) == pytest.approx(whole, abs=1e-7)
 
 
@@ -96,7 +96,7 @@ def test_sampling_never_pairs_a_query_with_itself() -> None:
 def test_sampling_in_blocks_changes_nothing(monkeypatch: Any) -> None:
     query, key = queries_and_keys(2, 48, 1.0)
     whole = js_score_sampled(query, key, 100, torch.Generator().manual_seed(0))
-    monkeypatch.setattr("agentsd_eval.divergence._BLOCK", 48 * 7)
+    monkeypatch.setattr("agentsd_eval.studies.divergence._BLOCK", 48 * 7)
     parts = js_score_sampled(query, key, 100, torch.Generator().manual_seed(0))
     assert parts == pytest.approx(whole, abs=1e-6)
 

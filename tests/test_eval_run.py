@@ -18,13 +18,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from agentsd_eval import output, results, table
-from agentsd_eval.config import RunSettings
 from agentsd_eval.errors import EvalError
-from agentsd_eval.generate import Share, fingerprint, generate
-from agentsd_eval.pictures import from_classes, from_prompts, from_references, pictures_of
-from agentsd_eval.sampling import initial_latents, sample, warm_up
-from agentsd_eval.store import Store
+from agentsd_eval.pages import output
+from agentsd_eval.pages import rows as results
+from agentsd_eval.pictures.generate import Share, fingerprint, generate
+from agentsd_eval.pictures.prompts import from_classes, from_prompts, from_references, pictures_of
+from agentsd_eval.pictures.sampling import initial_latents, sample, warm_up
+from agentsd_eval.pictures.store import Store
+from agentsd_eval.settings import RunSettings
+from agentsd_eval.studies import table
 
 PICTURES = from_prompts(["a cat", "a dog"], 7, 10)
 SETTINGS = RunSettings(steps=3, batch_size=3, ratios=(0.5,), scheduler="model")
@@ -81,12 +83,14 @@ def test_a_killed_run_resumes_to_the_same_pictures(
 
 def test_a_finished_run_makes_nothing_again(pipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
     fill(pipe, tmp_path)
-    monkeypatch.setattr("agentsd_eval.generate.sample", lambda *args, **kwargs: pytest.fail("made again"))
+    monkeypatch.setattr(
+        "agentsd_eval.pictures.generate.sample", lambda *args, **kwargs: pytest.fail("made again")
+    )
     fill(pipe, tmp_path)
 
 
 def test_a_row_that_joins_later_has_stock_timed_again(pipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("agentsd_eval.generate.RETIMED", 2)
+    monkeypatch.setattr("agentsd_eval.pictures.generate.RETIMED", 2)
     whole = contents(fill(pipe, tmp_path).folder)
     path = Store(tmp_path).path(METHODS[1], 0).parent
     shutil.rmtree(path)
@@ -174,7 +178,7 @@ def test_a_pictures_noise_is_its_own(pipe: Any) -> None:
 
 @pytest.mark.parametrize("scheduler", ["model", "ddim", "ddpm", "euler", "dpm++"])
 def test_a_picture_hardly_depends_on_its_batch(pipe: Any, scheduler: str) -> None:
-    from agentsd_eval.models import set_scheduler
+    from agentsd_eval.pictures.models import set_scheduler
 
     set_scheduler(pipe, scheduler)
     for method in METHODS[0], METHODS[2]:  # tomesd's random cells belong to the batch

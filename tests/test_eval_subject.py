@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from agentsd_eval import subject, subject_plan, subject_report
 from agentsd_eval.cli import app
-from agentsd_eval.config import SubjectSettings, load_settings
-from agentsd_eval.output import progress
-from agentsd_eval.sampling import Seconds
-from agentsd_eval.store import Store
+from agentsd_eval.pages.output import progress
+from agentsd_eval.pictures.sampling import Seconds
+from agentsd_eval.pictures.store import Store
+from agentsd_eval.settings import SubjectSettings, load_settings
+from agentsd_eval.studies import subject, subject_plan, subject_report
 from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner

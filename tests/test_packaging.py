@@ -11,5 +11,8 @@ ROOT = Path(__file__).parents[1]
 def test_every_package_is_in_the_wheel():
     """An editable install would hide one that is not."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    found = [path.parent.relative_to(ROOT) for path in (ROOT / "agentsd").rglob("__init__.py")]
-    assert sorted(listed) == sorted([*(".".join(path.parts) for path in found), "agentsd_eval"])
+    found = []
+    for name, folder in (("agentsd", "agentsd"), ("agentsd_eval", "eval")):
+        inside = (path.parent.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("__init__.py"))
+        found += [".".join((name, *path.parts)) for path in inside]
+    assert sorted(listed) == sorted(found)

@@ -14,16 +14,17 @@ from rich.progress import Progress
 from agentsd.demo import load_references
 from agentsd.dreambooth.checkpoints import list_checkpoints
 
-from . import metrics, results
-from .config import SubjectSettings
-from .errors import EvalError
-from .features import features_of, load_network
-from .models import load_pipeline
-from .output import check_writable, progress, save_image, write_bytes
-from .pictures import Picture
-from .results import Row
-from .sampling import sample, size_of, warm_up
-from .store import Store, weights_digest
+from ..errors import EvalError
+from ..pages import rows as results
+from ..pages.output import check_writable, progress, save_image, write_bytes
+from ..pages.rows import Row
+from ..pictures.models import load_pipeline
+from ..pictures.prompts import Picture
+from ..pictures.sampling import sample, size_of, warm_up
+from ..pictures.store import Store, weights_digest
+from ..quality import metrics
+from ..quality.features import features_of, load_network
+from ..settings import SubjectSettings
 from .subject_plan import (
     TRAININGS,
     Figures,

@@ -10,13 +10,13 @@ import torch
 from PIL import Image
 from rich.table import Table
 
-from . import fidelity
-from .config import CompareSettings
-from .grid import draw_grid
-from .methods import Method, check_scheduler, expand
-from .output import make_table
-from .pictures import Picture, from_prompts, from_references
-from .sampling import Seconds, sample, warm_up
+from ..pages.grid import draw_grid
+from ..pages.output import make_table
+from ..pictures.methods import Method, check_scheduler, expand
+from ..pictures.prompts import Picture, from_prompts, from_references
+from ..pictures.sampling import Seconds, sample, warm_up
+from ..quality import fidelity
+from ..settings import CompareSettings
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,20 @@ from rich.console import Console
 
 from agentsd.calibration.cost import multiply_adds
 
-from . import metrics, results
-from .config import RunSettings
-from .errors import EvalError
-from .generate import Share, fingerprint, generate
-from .judge import Judge, load_real
-from .memory import memory_per_image
-from .methods import Method, expand, parse_method
-from .models import find_device, load_pipeline
-from .output import check_writable, progress
-from .pictures import Picture, pictures_of
-from .results import Column, Row, distance_name, figure
-from .sampling import Seconds, sample, size_of
-from .store import Entry, Store
+from ..cost.memory import memory_per_image
+from ..errors import EvalError
+from ..pages import rows as results
+from ..pages.output import check_writable, progress
+from ..pages.rows import Column, Row, distance_name, figure
+from ..pictures.generate import Share, fingerprint, generate
+from ..pictures.methods import Method, expand, parse_method
+from ..pictures.models import find_device, load_pipeline
+from ..pictures.prompts import Picture, pictures_of
+from ..pictures.sampling import Seconds, sample, size_of
+from ..pictures.store import Entry, Store
+from ..quality import metrics
+from ..quality.judge import Judge, load_real
+from ..settings import RunSettings
 
 PAPER_VALUES: dict[str, tuple[float, ...]] = {
     "k": (0.0, 0.025, 0.075, 0.15),

@@ -12,11 +12,11 @@ from agentsd.demo import SUBJECT, load_references
 from agentsd.dreambooth import DreamBoothConfig
 from agentsd.dreambooth.data import find_pictures, load_picture
 
-from .config import SubjectSettings
-from .errors import EvalError
-from .methods import Method, parse_method
-from .pictures import Picture, from_references
-from .store import Store
+from ..errors import EvalError
+from ..pictures.methods import Method, parse_method
+from ..pictures.prompts import Picture, from_references
+from ..pictures.store import Store
+from ..settings import SubjectSettings
 
 
 @dataclass(frozen=True)

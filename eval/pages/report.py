@@ -14,10 +14,11 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from PIL import Image
 
-from . import latency, table
-from .errors import EvalError
+from ..cost import latency
+from ..errors import EvalError
+from ..studies import table
 from .output import write_bytes
-from .results import Column, Row, cells, distance_name
+from .rows import Column, Row, cells, distance_name
 
 _SIDE = 256  # pixels on a side of a picture in the page, at most
 _RESULTS = {

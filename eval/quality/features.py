@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from .errors import EvalError
+from ..errors import EvalError
+from ..pages.output import explain_os_error
 from .fidelity import to_tensor
-from .output import explain_os_error
 
 _BATCH = 16
 _INCEPTION_SHA256 = "6726825d"  # head of the hash, as in pytorch-fid's own file name

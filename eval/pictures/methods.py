@@ -15,8 +15,8 @@ from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from agentsd import Recipe, apply_agentsd, remove_agentsd
 from agentsd.hosts import EVERY_LEVEL, find_sites
 
-from .config import Backend, Settings, recipe_of
-from .errors import EvalError
+from ..errors import EvalError
+from ..settings import Backend, Settings, recipe_of
 
 Reseed = Callable[[int], None]
 _MODES = {"agentsd": "exact", "agentsd-fast": "fast", "agentsd-turbo": "turbo"}

@@ -10,12 +10,12 @@ from agentsd.attention import Downsample, Operator
 from agentsd.hosts import EVERY_LEVEL, find_sites
 from agentsd.recipe import stages_of
 
-from .config import CalibrateSettings, recipe_of
-from .errors import EvalError
-from .methods import parse_method
-from .output import explain_os_error, make_table
+from ..errors import EvalError
+from ..pages.output import explain_os_error, make_table
+from ..pictures.methods import parse_method
+from ..pictures.sampling import size_of
+from ..settings import CalibrateSettings, recipe_of
 from .redundancy import short_name
-from .sampling import size_of
 
 
 def prompts_of(settings: CalibrateSettings) -> list[str]:
@@ -24,7 +24,7 @@ def prompts_of(settings: CalibrateSettings) -> list[str]:
         return list(settings.prompts)
     from agentsd.demo import load_references
 
-    from .pictures import from_references
+    from ..pictures.prompts import from_references
 
     return [picture.prompt for picture in from_references(load_references(), settings.images, settings.seed)]
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import numpy as np
 
+from ..errors import EvalError
+from ..pages.output import check_writable
+from ..pages.rows import Column, Row, distance_name, figure
+from ..pictures.models import find_device
+from ..settings import FidSettings
 from . import metrics
-from .config import FidSettings
-from .errors import EvalError
 from .feature_file import SUFFIX, load_features
 from .features import features_of, load_network, picture_files
-from .models import find_device
-from .output import check_writable
-from .results import Column, Row, distance_name, figure
 
 
 def sets_of(places: Sequence[Path], settings: FidSettings) -> list[list[Path] | np.ndarray]:

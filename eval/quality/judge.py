@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from PIL import Image
 
+from ..pictures.methods import Method
+from ..pictures.prompts import Picture
+from ..pictures.store import Store
+from ..settings import RunSettings
 from . import fidelity, metrics
 from .clip import ClipScore
-from .config import RunSettings
 from .feature_file import SUFFIX, save_features
 from .features import Network, features_of, load_network, picture_files
-from .methods import Method
-from .pictures import Picture
-from .store import Store
 
 _SPLITS = 5
 _FEWEST = 3  # pictures that a kernel distance without one of them needs

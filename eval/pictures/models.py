@@ -13,8 +13,8 @@ from diffusers import (
     PNDMScheduler,
 )
 
-from .config import Settings
-from .errors import EvalError
+from ..errors import EvalError
+from ..settings import Settings
 
 _SCHEDULERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "plms": (PNDMScheduler, {"skip_prk_steps": True}),

@@ -14,13 +14,13 @@ from rich.table import Table
 
 from agentsd.calibration.cost import multiply_adds
 
+from ..pages.rows import Column, Row, figure, method_text, to_terminal
+from ..pictures.methods import Method, Reseed, check_scheduler, parse_method
+from ..pictures.models import find_device, load_pipeline, set_scheduler
+from ..pictures.sampling import Seconds, Stopwatch
+from ..settings import Backend, CostSettings, LatencySettings
 from .architectures import build
-from .config import Backend, CostSettings, LatencySettings
 from .memory import memory_per_image
-from .methods import Method, Reseed, check_scheduler, parse_method
-from .models import find_device, load_pipeline, set_scheduler
-from .results import Column, Row, figure, method_text, to_terminal
-from .sampling import Seconds, Stopwatch
 from .workload import PHASES, Case, Run, forward_call, workload
 
 

@@ -22,7 +22,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from .errors import EvalError
+from ..errors import EvalError
 
 
 def progress(console: Console, disable: bool = False) -> Progress:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .errors import EvalError
-from .output import write_bytes
+from ..errors import EvalError
+from ..pages.output import write_bytes
 
 SUFFIX = ".npz"
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from ..settings import LatencySettings
 from .architectures import random_embeds
-from .config import LatencySettings
 
 PHASES = {"forward early": 999, "forward late": 1}
 """The timestep at which a call of each phase is made."""

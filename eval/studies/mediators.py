@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from .config import MediatorSettings
-from .errors import EvalError
-from .methods import Method, parse_method
-from .results import Row, distance_name
+from ..errors import EvalError
+from ..pages.rows import Row, distance_name
+from ..pictures.methods import Method, parse_method
+from ..settings import MediatorSettings
 
 
 def thresholds_of(stages: int, step: float) -> Iterator[tuple[float, ...]]:

@@ -8,9 +8,9 @@ from typing import Any
 
 from PIL import Image
 
-from .config import RunSettings
+from ..settings import RunSettings
 from .methods import Method, check_scheduler
-from .pictures import Picture
+from .prompts import Picture
 from .sampling import Seconds, sample, size_of, warm_up
 from .store import Store, weights_digest
 

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from transformers import CLIPModel, CLIPProcessor
 
-from .errors import EvalError
+from ..errors import EvalError
 
 _BATCH = 16
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from .config import Settings
+from ..settings import Settings
 from .output import make_table, write_bytes
 
 _PACKAGES = ("agentsd", "torch", "diffusers", "transformers", "tomesd", "DeepCache")

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .config import RunSettings
-from .errors import EvalError
-from .output import read_lines
+from ..errors import EvalError
+from ..pages.output import read_lines
+from ..settings import RunSettings
 
 if TYPE_CHECKING:
     from agentsd.demo import Reference

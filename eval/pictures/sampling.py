@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from PIL import Image
 
-from .config import SamplingSettings
+from ..settings import SamplingSettings
 from .methods import Method
-from .pictures import Picture
+from .prompts import Picture
 
 
 @dataclass(frozen=True)

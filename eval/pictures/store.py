@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from PIL import Image
 
-from .errors import EvalError
+from ..errors import EvalError
+from ..pages.output import explain_os_error, png_bytes, write_bytes
 from .methods import Method
-from .output import explain_os_error, png_bytes, write_bytes
-from .pictures import Picture
+from .prompts import Picture
 from .sampling import Seconds
 
 

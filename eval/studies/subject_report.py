@@ -9,12 +9,13 @@ import torch
 from PIL import Image
 from rich.table import Table
 
-from . import metrics, results
-from .config import SubjectSettings
-from .grid import draw_grid
-from .results import Column, Row, figure
-from .sampling import Seconds
-from .store import Entry
+from ..pages import rows as results
+from ..pages.grid import draw_grid
+from ..pages.rows import Column, Row, figure
+from ..pictures.sampling import Seconds
+from ..pictures.store import Entry
+from ..quality import metrics
+from ..settings import SubjectSettings
 from .subject_plan import Figures, Variant, as_trained, baseline, pictures_of, store_of
 from .table import change
 

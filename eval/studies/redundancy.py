@@ -19,13 +19,13 @@ from torch.nn import Module
 
 from agentsd.hosts import EVERY_LEVEL, Site, find_model, find_sites, latent_and_timestep
 
-from .config import RedundancySettings
+from ..errors import EvalError
+from ..pages.rows import Column, Row, figure, to_markdown, to_terminal
+from ..pictures.methods import parse_method
+from ..pictures.prompts import Picture, from_prompts, from_references
+from ..pictures.sampling import sample
+from ..settings import RedundancySettings
 from .divergence import MAX_SCORE, attention_map, js_score, js_score_sampled
-from .errors import EvalError
-from .methods import parse_method
-from .pictures import Picture, from_prompts, from_references
-from .results import Column, Row, figure, to_markdown, to_terminal
-from .sampling import sample
 
 _ALL = "all layers"
 _THIRDS = ("first third", "middle third", "last third")

@@ -15,10 +15,10 @@ from rich.table import Table
 from agentsd.attention import agents, merge, pooled, processor, ranking
 from agentsd.hosts import EVERY_LEVEL, find_sites
 
-from .config import ProfileSettings
-from .errors import EvalError
-from .methods import Method, expand
-from .results import Column, Row, figure, to_terminal
+from ..errors import EvalError
+from ..pages.rows import Column, Row, figure, to_terminal
+from ..pictures.methods import Method, expand
+from ..settings import ProfileSettings
 from .workload import Case, forward_call
 
 TOTAL = "whole call"

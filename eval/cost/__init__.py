@@ -1,0 +1,1 @@
+"""Latency, where the time goes, memory, and the bare architectures it is measured on."""

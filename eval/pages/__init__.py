@@ -1,0 +1,1 @@
+"""Tables on screen and on disk, labelled pictures, and the report."""

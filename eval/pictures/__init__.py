@@ -1,0 +1,1 @@
+"""What makes a run's pictures: methods, prompts, sampling, and the folder they are kept in."""

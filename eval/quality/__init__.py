@@ -1,0 +1,1 @@
+"""What pictures are judged by: features, distances, fidelity, prompts."""
