@@ -1,0 +1,52 @@
+"""How different two pictures look: squared differences of a network's features at several scales."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+
+from ..fidelity import to_tensor
+
+SIDE = 224
+"""Pixels on a side that pictures are brought to, as the network was trained."""
+STAGES = (0, 2, 4, 10, 15)
+"""Blocks of EfficientNet-Lite0 whose outputs are compared: the last ones at strides 2, 4, 8, 16 and 32."""
+NAME = "perceptual distance (EfficientNet-Lite0)"
+
+
+class StageFeatures:
+    """Pictures to the features of five stages of EfficientNet-Lite0, each of length 1 at every place."""
+
+    def __init__(self, network: nn.Module) -> None:
+        """`network` is the model that `efficientnet_lite_pytorch` makes, in eval mode."""
+        self._network = network
+        self._device = next(network.parameters()).device
+
+    @torch.inference_mode()
+    def __call__(self, images: Sequence[Image.Image]) -> list[Tensor]:
+        """Return a tensor (B, C, h, w) for each stage."""
+        size = (SIDE, SIDE)
+        large = [image.convert("RGB").resize(size, Image.Resampling.BICUBIC) for image in images]
+        pixels = (torch.cat([to_tensor(image) for image in large]).to(self._device) - 127) / 128
+        return [F.normalize(stage, dim=1) for stage in self._stages(pixels)]
+
+    def _stages(self, pixels: Tensor) -> Iterator[Tensor]:
+        network = self._network
+        hidden = network._swish(network._bn0(network._conv_stem(pixels)))
+        for number, block in enumerate(network._blocks):
+            hidden = block(hidden)
+            if number in STAGES:
+                yield hidden
+
+
+def stage_distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+    """Return the perceptual distance (B,) of stages (B, C, h, w): 0 for equal pictures, at most 4.
+
+    The squared difference of channels of length 1, a mean over the places of a stage and over the stages, as
+    in LPIPS (Zhang et al. 2018, Eq. 1) with all its weights equal.
+    """
+    return torch.stack(
+        [(one - other).square().sum(1).mean((1, 2)) for one, other in zip(a, b, strict=True)]
+    ).mean(0)

@@ -1,0 +1,65 @@
+"""Worth: the cost of fewer steps that come as near, over a method's own cost."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Array = np.ndarray
+
+
+def geometric_mean(values: Array) -> Array:
+    """Return the geometric mean over the last axis; perceptual distances have a few large ones in a run."""
+    return np.exp(np.log(np.maximum(values, 1e-12)).mean(-1))
+
+
+def cost_at(distance: float, costs: Array, distances: Array) -> float:
+    """Return what fewer steps cost at a distance: linear between the points in the logarithms of both.
+
+    `costs` (N,) rise. Of points that do not fall in distance the cheaper one counts. Beyond the ends it is
+    the nearest end's cost.
+    """
+    nearer = np.concatenate([[True], distances[1:] < np.minimum.accumulate(distances)[:-1]])
+    near, cost = -np.log(distances[nearer]), np.log(costs[nearer])
+    return float(np.exp(np.interp(-np.log(distance), near, cost)))
+
+
+@dataclass(frozen=True)
+class Worth:
+    """What a method is worth, with a 95% interval; below 1 fewer steps are the better buy.
+
+    `beyond` says that its distance lies outside of all that fewer steps were measured at ("more" or "less"
+    than `value`), or is None.
+    """
+
+    value: float
+    low: float
+    high: float
+    beyond: str | None = None
+
+
+def worth(ours: Array, cost: float, plain: Sequence[Array], costs: Sequence[float], resamples: int) -> Worth:
+    """Return the cost of fewer steps at a method's distance, over its own cost.
+
+    Args:
+        ours: a method's distances (P,) to the converged pictures, one a seed.
+        cost: what a picture of the method costs.
+        plain: for each number of steps of the same sampler, its distances (P,) for the same seeds.
+        costs: what a picture of each costs.
+        resamples: of the seeds, drawn with replacement for all alike (paired bootstrap).
+    """
+    order = np.argsort(costs)
+    rising = np.asarray(costs, float)[order]
+    logs = np.log(np.maximum(np.stack([np.asarray(plain)[i] for i in order]), 1e-12))
+    own = np.log(np.maximum(np.asarray(ours, float), 1e-12))
+
+    def value(picked: Array) -> float:
+        return cost_at(np.exp(own[picked].mean()), rising, np.exp(logs[:, picked].mean(1))) / cost
+
+    everyone = np.arange(len(own))
+    random = np.random.default_rng(0)
+    drawn = [value(random.integers(len(own), size=len(own))) for _ in range(resamples)]
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    mean, curve = own.mean(), logs.mean(1)
+    beyond = "more" if mean < curve.min() else "less" if mean > curve.max() else None
+    return Worth(value(everyone), float(low), float(high), beyond)

