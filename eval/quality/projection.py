@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 FILE = Path(__file__).with_name("basis.npy")
-SHA256 = "unset"
+SHA256 = "c343aebe9d5e7fb5d07935b1996bdfe5b0c70360fa5b6591bcbf58ec03f75a6b"
 """Of the file, so that a figure is known to be of this basis."""
 COMPONENTS = 48
 
@@ -21,7 +21,7 @@ def fit_basis(features: np.ndarray, components: int = COMPONENTS) -> np.ndarray:
 
 @cache
 def load_basis() -> np.ndarray:
-    """Return the shipped basis (48, 1280), fitted on 4,096 scenes of the demonstration model's concepts.
+    """Return the shipped basis (48, 1280), fitted on 4,096 scenes of all 857 concepts.
 
     Raises:
         ValueError: the file is not the one that this version was released with.

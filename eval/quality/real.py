@@ -1,0 +1,53 @@
+"""The pictures that a row's are compared with: a folder's, or fresh scenes for the embedded model."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from ..settings import RunSettings
+from .features import picture_files
+from .scenes import fresh_scenes, measures_of
+
+_MEASURED = 1000
+
+
+@dataclass(frozen=True)
+class Real:
+    """Real pictures, and what is known of them.
+
+    Attributes:
+        pictures: loaded, or their files.
+        crop: height and width that photographs are brought to.
+        measures: middles and sides (M, 3) of scenes' sprites.
+        cache: folder of their features, where other runs find them.
+    """
+
+    pictures: Sequence[Image.Image] | Sequence[Path]
+    crop: tuple[int, int] | None = None
+    measures: np.ndarray | None = None
+    cache: Path | None = None
+
+
+def load_real(settings: RunSettings, height: int, width: int) -> Real | None:
+    """Return the pictures to measure distances to, or None: another model without --reference has none.
+
+    Photographs of a folder are brought to the size of the generated ones (the paper doesn't say what it
+    does): scaled to cover it, then cut from the centre. Scenes are made at that size.
+    """
+    if settings.reference:
+        return Real(picture_files(settings.reference), (height, width))
+    if settings.model != "demo" or height != width:
+        return None
+    from agentsd.demo.data import trained_concepts
+
+    images = [scene.image for scene in fresh_scenes(trained_concepts(), height, settings.references)]
+    return Real(images, measures=measures_of(images[:_MEASURED]), cache=user_cache() / "features")
+
+
+def user_cache() -> Path:
+    """Return the folder of what is dear to make and the same for every run."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "agentsd"
