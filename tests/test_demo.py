@@ -12,10 +12,10 @@ import yaml
 from pydantic import ValidationError
 from torch import nn
 
-from agentsd.demo import load_pipeline, load_references
-from agentsd.demo import train as recipe
-from agentsd.demo.accuracy import accuracy, autoencoded, contact_sheet, generate, nearest
-from agentsd.demo.autoencoder import (
+from agentsd_demo import load_pipeline, load_references
+from agentsd_demo import train as recipe
+from agentsd_demo.accuracy import accuracy, autoencoded, contact_sheet, generate, nearest
+from agentsd_demo.autoencoder import (
     AutoencoderLoss,
     build_autoencoder,
     decode,
@@ -23,9 +23,9 @@ from agentsd.demo.autoencoder import (
     normalise_latents,
     to_pixels,
 )
-from agentsd.demo.config import AutoencoderConfig, DemoConfig, DiffusionConfig, LoopConfig, load_config
-from agentsd.demo.data import STYLES, caption_of, split_of, trained_concepts
-from agentsd.demo.diffusion import (
+from agentsd_demo.config import AutoencoderConfig, DemoConfig, DiffusionConfig, LoopConfig, load_config
+from agentsd_demo.data import STYLES, caption_of, split_of, trained_concepts
+from agentsd_demo.diffusion import (
     DiffusionLoss,
     SceneBatches,
     build_scheduler,
@@ -34,8 +34,8 @@ from agentsd.demo.diffusion import (
     style_leak,
     tokenize,
 )
-from agentsd.demo.loop import CHECKPOINT, compile_loss, lr_factor, train_loop
-from agentsd.demo.scenes import random_scene, triples
+from agentsd_demo.loop import CHECKPOINT, compile_loss, lr_factor, train_loop
+from agentsd_demo.scenes import random_scene, triples
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_the_pipeline_is_an_ordinary_small_stable_diffusion(pipe):
 
 
 def test_loading_says_nothing():
-    code = "from agentsd.demo import load_pipeline; load_pipeline()"
+    code = "from agentsd_demo import load_pipeline; load_pipeline()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")
 

@@ -4,7 +4,7 @@ import torch
 from agentsd_eval.quality.perceptual import Looks, StageFeatures, stage_distance
 from PIL import Image, ImageChops, ImageFilter
 
-from agentsd.demo.scenes import compose, triples
+from agentsd_demo.scenes import compose, triples
 
 
 @pytest.fixture(scope="module")

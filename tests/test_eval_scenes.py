@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 from agentsd_eval.quality.scenes import fresh_scenes, measures_of, place_distance, read_pictures, wasserstein
 
-from agentsd.demo.accuracy import efficientnet_lite0
-from agentsd.demo.reading import ConceptReader
-from agentsd.demo.scenes import Triple, compose, random_scene, triples
+from agentsd_demo.accuracy import efficientnet_lite0
+from agentsd_demo.reading import ConceptReader
+from agentsd_demo.scenes import Triple, compose, random_scene, triples
 
 CONCEPTS = ["strawberry", "panda face", "banana"]
 

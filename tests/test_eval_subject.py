@@ -23,9 +23,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from agentsd import Agents, Merge, Phases, Recipe
-from agentsd.demo import SUBJECT, load_references
-from agentsd.demo.accuracy import accuracy, efficientnet_lite0
-from agentsd.demo.subject import View
+from agentsd_demo import SUBJECT, load_references
+from agentsd_demo.accuracy import accuracy, efficientnet_lite0
+from agentsd_demo.subject import View
 from agentsd.dreambooth import training
 from agentsd.dreambooth.data import find_pictures
 

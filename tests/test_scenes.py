@@ -5,11 +5,11 @@ import colorsys
 import numpy as np
 import pytest
 
-from agentsd.demo import load_pipeline
-from agentsd.demo.accuracy import efficientnet_lite0
-from agentsd.demo.data import load_references
-from agentsd.demo.reading import ConceptReader, fit_background, read_scene, shares, spread
-from agentsd.demo.scenes import COLOURS, SIDES, Triple, compose, random_scene, scene_caption, triples
+from agentsd_demo import load_pipeline
+from agentsd_demo.accuracy import efficientnet_lite0
+from agentsd_demo.data import load_references
+from agentsd_demo.reading import ConceptReader, fit_background, read_scene, shares, spread
+from agentsd_demo.scenes import COLOURS, SIDES, Triple, compose, random_scene, scene_caption, triples
 
 FOX = Triple("fox face", "3d", "blue")
 

@@ -47,7 +47,7 @@ def load_pipeline(settings: Settings) -> Any:
     device = find_device(settings.device)
     dtype = getattr(torch, settings.dtype)
     if settings.model == "demo":
-        from agentsd.demo import load_pipeline as load_demo
+        from agentsd_demo import load_pipeline as load_demo
 
         try:
             pipe: Any = load_demo(dtype=dtype, device=device)

@@ -9,7 +9,7 @@ from ..pages.output import read_lines
 from ..settings import RunSettings
 
 if TYPE_CHECKING:
-    from agentsd.demo.scenes import Triple
+    from agentsd_demo.scenes import Triple
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,6 @@ def pictures_of(settings: RunSettings) -> list[Picture]:
         raise EvalError(
             f"the model {settings.model!r} has no prompts of its own: give --prompts or --classes FILE"
         )
-    from agentsd.demo.scenes import triples
+    from agentsd_demo.scenes import triples
 
     return from_triples(triples(), settings.images, settings.seed)

@@ -47,7 +47,7 @@ def load_network(name: str, device: torch.device, inception_weights: Path | None
 
 
 def _efficientnet_lite0(device: torch.device) -> Network:
-    from agentsd.demo.accuracy import load_efficientnet_lite0
+    from agentsd_demo.accuracy import load_efficientnet_lite0
 
     model = load_efficientnet_lite0().to(device)
 

@@ -235,9 +235,9 @@ def scene_reader(pictures: Sequence[Picture]) -> Any:
     """Return what reads scenes, or None where pictures were not asked for as scenes."""
     if not pictures or any(picture.triple is None for picture in pictures):
         return None
-    from agentsd.demo.accuracy import efficientnet_lite0
-    from agentsd.demo.data import trained_concepts
-    from agentsd.demo.reading import ConceptReader
+    from agentsd_demo.accuracy import efficientnet_lite0
+    from agentsd_demo.data import trained_concepts
+    from agentsd_demo.reading import ConceptReader
 
     return ConceptReader(trained_concepts(), efficientnet_lite0())
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from agentsd.demo.accuracy import load_efficientnet_lite0
+from agentsd_demo.accuracy import load_efficientnet_lite0
 
 from .fidelity import to_tensor
 

@@ -42,7 +42,7 @@ def load_real(settings: RunSettings, height: int, width: int) -> Real | None:
         return Real(picture_files(settings.reference), (height, width))
     if settings.model != "demo" or height != width:
         return None
-    from agentsd.demo.data import trained_concepts
+    from agentsd_demo.data import trained_concepts
 
     images = [scene.image for scene in fresh_scenes(trained_concepts(), height, settings.references)]
     return Real(images, measures=measures_of(images[:_MEASURED]), cache=user_cache() / "features")

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from agentsd.demo.reading import Box, ConceptReader, read_scene
-from agentsd.demo.scenes import Scene, Triple, random_scene, triples
+from agentsd_demo.reading import Box, ConceptReader, read_scene
+from agentsd_demo.scenes import Scene, Triple, random_scene, triples
 
 FRESH = 4096
 """Scenes that pictures are compared with."""

@@ -22,7 +22,7 @@ def prompts_of(settings: CalibrateSettings) -> list[str]:
     """Return the prompts of the settings, else captions of the embedded model, spread evenly."""
     if settings.prompts:
         return list(settings.prompts)
-    from agentsd.demo import load_references
+    from agentsd_demo import load_references
 
     from ..pictures.prompts import from_references
 

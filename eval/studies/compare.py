@@ -43,7 +43,7 @@ def pictures_to_compare(settings: CompareSettings) -> list[Picture]:
     """Return the pictures named by the settings: their prompts, else captions of the embedded model."""
     if settings.prompts:
         return from_prompts(settings.prompts, len(settings.prompts), settings.seed)
-    from agentsd.demo import load_references
+    from agentsd_demo import load_references
 
     return from_references(load_references(), settings.images, settings.seed)
 

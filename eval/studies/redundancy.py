@@ -145,7 +145,7 @@ def pictures_of(settings: RedundancySettings) -> list[Picture]:
     """Return a picture for each prompt of the settings, else for captions of the embedded model."""
     if settings.prompts:
         return from_prompts(settings.prompts, len(settings.prompts), settings.seed)
-    from agentsd.demo import load_references
+    from agentsd_demo import load_references
 
     return from_references(load_references(), settings.images, settings.seed)
 

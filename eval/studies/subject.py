@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from agentsd.demo import load_references
+from agentsd_demo import load_references
 from agentsd.dreambooth.checkpoints import list_checkpoints
 
 from ..errors import EvalError

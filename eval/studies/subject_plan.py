@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from agentsd import Merge, Phases, Recipe
-from agentsd.demo import SUBJECT, load_references
+from agentsd_demo import SUBJECT, load_references
 from agentsd.dreambooth import DreamBoothConfig
 from agentsd.dreambooth.data import find_pictures, load_picture
 

@@ -1,4 +1,4 @@
-"""Make the views of the embedded subject from an npm package: `python -m agentsd.demo.subject TWITTER`."""
+"""Make the views of the embedded subject from an npm package: `python -m agentsd_demo.subject TWITTER`."""
 
 from dataclasses import dataclass
 from pathlib import Path

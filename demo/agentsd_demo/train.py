@@ -1,4 +1,4 @@
-"""Train the demonstration model: `python -m agentsd.demo.train --config configs/demo_model.yaml`."""
+"""Train the demonstration model: `python -m agentsd_demo.train --config configs/demo_model.yaml`."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""Make the reference sheets from two npm packages: `python -m agentsd.demo.prepare FLUENT NOTO`."""
+"""Make the reference sheets from two npm packages: `python -m agentsd_demo.prepare FLUENT NOTO`."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Finetune the patched attention of the embedded model, the same short budget for each kind.
 
-`python -m agentsd.demo.adapt FOLDER --attention focused` leaves a recipe and weights in FOLDER, for
+`python -m agentsd_demo.adapt FOLDER --attention focused` leaves a recipe and weights in FOLDER, for
 `apply_agentsd(pipe, recipe=FOLDER)`. A repeated call resumes.
 """
 
@@ -13,10 +13,10 @@ import torch
 import typer
 from rich import print
 
-from ..attention import Downsample
-from ..modules import AgentModule, AttnZero, FocusedLinear
-from ..patch import apply_agentsd
-from ..recipe import Phases, Recipe, Schedule
+from agentsd.attention import Downsample
+from agentsd.modules import AgentModule, AttnZero, FocusedLinear
+from agentsd.patch import apply_agentsd
+from agentsd.recipe import Phases, Recipe, Schedule
 from .config import DiffusionConfig, Stage
 from .diffusion import DiffusionLoss, train_diffusion
 from .pipeline_io import load_pipeline
