@@ -16,7 +16,8 @@ from agentsd_eval.cli import app
 from agentsd_eval.pages.output import progress
 from agentsd_eval.pictures.sampling import Seconds
 from agentsd_eval.pictures.store import Store
-from agentsd_eval.settings import SubjectSettings, load_settings
+from agentsd_eval.presets import load_settings
+from agentsd_eval.settings import SubjectSettings
 from agentsd_eval.studies import subject, subject_plan, subject_report
 from PIL import Image
 from rich.console import Console

@@ -110,12 +110,12 @@ class Judge:
     ) -> tuple[list[Row], list[Row]]:
         """Return a row for each method (the first is stock) and a row for each method and picture.
 
-        Each method's features are written to `features/<method>.npz` in the run's folder, those of the real
-        pictures to `features/real.npz`: what is small enough to be kept with a table.
+        The features of stock and of the default are written to `features/<method>.npz` in the run's folder,
+        those of the real pictures to `features/real.npz`: what is small enough to be kept with a table.
         """
         paths = {m: [store.path(m, picture.index) for picture in self.pictures] for m in methods}
         features = {m: features_of(self.network, paths[m], self._cache, tick=tick) for m in methods}
-        kept = {m.key: features[m] for m in methods}
+        kept = {m.key: features[m] for m in methods if m.is_stock or m.is_default}
         if self.real is not None:
             kept["real"] = self.real_features
         for name, vectors in kept.items():

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -16,6 +17,7 @@ from agentsd.dreambooth.checkpoints import list_checkpoints
 
 from ..errors import EvalError
 from ..pages import rows as results
+from ..pages.maker import describe_maker, describe_run
 from ..pages.output import check_writable, progress, save_image, write_bytes
 from ..pages.rows import Row
 from ..pictures.models import load_pipeline
@@ -37,7 +39,15 @@ from .subject_plan import (
     variants_of,
     views_of,
 )
-from .subject_report import ceiling_row, draw, note, rows_of, sentences, tables_of
+from .subject_report import ceiling_row, draw, note, rows_of, sentences, summary, tables_of
+
+
+def command(settings: SubjectSettings, console: Console) -> None:
+    """Run the study and print its tables."""
+    rows, told = run(settings, console)
+    for part in (*summary(rows), *told):
+        console.print(part)
+    console.print(f"pictures and figures: {settings.out}", soft_wrap=True)
 
 
 def run(settings: SubjectSettings, console: Console) -> tuple[list[Row], list[str]]:
@@ -52,7 +62,7 @@ def run(settings: SubjectSettings, console: Console) -> tuple[list[Row], list[st
     pipe = load_pipeline(settings)
     if "clip_sample" in pipe.scheduler.config:  # diffusers' DDIM does, but a latent is not bound to [-1, 1]
         pipe.scheduler.register_to_config(clip_sample=False)
-    Store(settings.out).claim(_fingerprint(pipe, views, settings))
+    Store(settings.out).claim(_fingerprint(pipe, views, settings), describe_maker(pipe.unet.device))
     with progress(console) as bars:
         for training in TRAININGS:
             train(training, settings, bars)
@@ -60,7 +70,7 @@ def run(settings: SubjectSettings, console: Console) -> tuple[list[Row], list[st
         generate(pipe, variants, [*own, *others], settings, lambda: bars.advance(task))
     figures, ceiling = judge(pipe, variants, views, settings)
     rows = [*rows_of(variants, figures, settings, pipe.unet.device), ceiling_row(ceiling, len(views))]
-    facts = results.describe_run(settings, pipe.unet.device)
+    facts = describe_run(settings, pipe.unet.device)
     told = [*sentences(variants, figures), note(len(views))]
     tables = list(tables_of().values())
     results.write_rows(settings.out, "subject", rows, tables, facts, "\n\n".join(told))
@@ -74,6 +84,7 @@ def _fingerprint(pipe: Any, views: Sequence[Path], settings: SubjectSettings) ->
         "weights": weights_digest(pipe.unet),
         "views": hashlib.sha256(b"".join(path.read_bytes() for path in views)).hexdigest()[:16],
         "device": pipe.unet.device.type,
+        "threads": torch.get_num_threads(),
         **settings.model_dump(mode="json", exclude={"out", "subject", "device"}),
     }
 

@@ -1,0 +1,103 @@
+"""The tables of a run: distances, fidelity and cost, a row for each method."""
+
+from collections.abc import Callable, Sequence
+from statistics import NormalDist
+
+from .rows import Column, Row, distance_name, figure, method_text
+
+FEWEST = 30
+"""Pictures of a row, below which a change and its noise are not told."""
+TOO_FEW = "too few to judge"
+Z95 = NormalDist().inv_cdf(0.975)
+"""Half the width of a 95% interval, in standard errors."""
+
+
+def row_label(row: Row) -> str:
+    """Return what a row is called: a name of the user's own, or its method, ratio and settings."""
+    return row.get("label") or method_text(row)
+
+
+def change(key: str, form: str, factor: float = 1.0) -> Callable[[Row], str]:
+    """Return a column's text: the change against stock with its 95% half-width, "≈" if inside the noise."""
+
+    def text(row: Row) -> str:
+        value, error = row.get(f"{key}_change"), row.get(f"{key}_change_error")
+        if value is None or error is None:
+            return "-"
+        if int(row.get(f"{key}_count") or row.get("images") or FEWEST) < FEWEST:
+            return TOO_FEW
+        half = Z95 * error
+        return f"{format(factor * value, '+' + form)} ± {format(factor * half, form)}" + (
+            " ≈" if abs(value) <= half else ""
+        )
+
+    return text
+
+
+def tables_of(rows: Sequence[Row], features: str | None) -> dict[str, list[Column]]:
+    """Return the columns of each table by its title; a column without a figure is left out."""
+    on_gpu = any(row.get("memory_per_image") is not None for row in rows)
+    tables = {
+        "distance to real pictures": [
+            Column("images", figure("images", "d")),
+            Column(distance_name(features), figure("frechet", ".2f")),
+            Column("Fréchet change", change("frechet", ".2f")),
+            Column("kernel x1000 ± s.e.", _kernel),
+            Column("kernel change", change("kernel", ".2f", 1e3)),
+        ],
+        "prompt and fidelity": [
+            Column("right, seen", figure("right_seen", ".1%")),
+            Column("seen change", change("right_seen", ".1%")),
+            Column("right, held out", figure("right_heldout", ".1%")),
+            Column("held-out change", change("right_heldout", ".1%")),
+            Column("CLIP score", figure("clip", ".2f")),
+            Column("CLIP change", change("clip", ".2f")),
+            Column("PSNR, dB", figure("psnr", ".2f")),
+            Column("SSIM", figure("ssim", ".3f")),
+            Column("feature distance", figure("feature_distance", ".4f")),
+        ],
+        "cost": [
+            Column("attention", figure("backend", "")),
+            Column("s/img", figure("seconds", ".3f")),
+            Column("CPU s/img", figure("cpu_seconds", ".3f")),
+            Column(f"speed-up ({'wall' if on_gpu else 'CPU'} time)", figure("speedup", ".2f")),
+            Column("GMACs/img", _giga),
+            Column("GB/img", figure("memory_per_image", ".2f", "n/a")),
+        ],
+    }
+    first = Column("method", row_label)
+    filled = {
+        title: [c for c in columns if any(c.text(r) != "-" for r in rows)]
+        for title, columns in tables.items()
+    }
+    return {title: [first, *columns] for title, columns in filled.items() if len(columns) > 0}
+
+
+def _giga(row: Row) -> str:
+    return "-" if row.get("multiply_adds") is None else f"{row['multiply_adds'] / 1e9:.1f}"
+
+
+def _kernel(row: Row) -> str:
+    if row.get("kernel") is None:
+        return "-"
+    error = f" ± {1e3 * row['kernel_error']:.2f}" if row.get("images", FEWEST) >= FEWEST else ""
+    return f"{1e3 * row['kernel']:.2f}{error}"
+
+
+NOTE = (
+    "change: against stock, same seeds, ± half of a 95% interval; ≈ marks a change inside the noise. "
+    "Speed-ups are against stock with the attention named in the row."
+)
+
+
+def plan(rows: Sequence[Row]) -> str | None:
+    """Return how many pictures a row needs to show a 2% difference in distance, judged by these rows."""
+    told = [row for row in rows if row.get("pictures_for_2_percent")]
+    if not told:
+        return None
+    if few := [row["images"] for row in told if row.get("images", FEWEST) < FEWEST]:
+        return (
+            f"{min(few)} pictures a row are too few to judge by: take {FEWEST} at least, 256 for an answer."
+        )
+    needed = [row["pictures_for_2_percent"] for row in told]
+    return f"A 2% difference in Fréchet distance shows at 95% from about {max(needed)} pictures a row on."
