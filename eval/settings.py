@@ -1,46 +1,88 @@
-"""Settings of every command: command line over YAML over the defaults that stand here."""
+"""The settings of every command: each field's default, help, option and YAML key stand here, once.
 
+The command line is made of them (`cli.py`). Nothing heavy is imported before a setting is checked.
+"""
+
+from __future__ import annotations
+
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from agentsd import Recipe
-from agentsd.recipe import MODES
-
-from .errors import EvalError
+if TYPE_CHECKING:
+    from agentsd import Recipe
 
 Backend = Literal["sdpa", "unfused"]
-Scheduler = Literal["model", "plms", "ddim", "ddpm", "euler", "dpm++"]
+Scheduler = Literal["model", "plms", "ddim", "ddpm", "euler", "dpm++", "dpm++karras"]
 FeatureName = Literal["efficientnet-lite0", "inception"]
 Ratio = Annotated[float, Field(ge=0, le=0.75)]
 DType = Literal["float32", "float16", "bfloat16"]
 
 
-class Settings(BaseModel):
+@dataclass(frozen=True)
+class Option:
+    """How a field is called on the command line where its own name doesn't do; positional: an argument."""
+
+    name: str
+    positional: bool = False
+
+
+OneRatio = Annotated[Ratio, Field(description="Share of the tokens that is merged.")]
+Methods = Annotated[
+    tuple[str, ...],
+    Option("method"),
+    Field(
+        description="stock, a recipe's name (exact, fast, turbo, downsample ...), tomesd, deepcache "
+        "(deepcache-5: interval 5), or two joined, as fast+deepcache; METHOD@STEPS runs so many steps; limit "
+        "(limit-all): without the finest level's (every) self-attention core, for its cost alone; repeat."
+    ),
+]
+FewerSteps = Annotated[
+    tuple[Annotated[float, Field(gt=0, lt=1)], ...],
+    Field(
+        description="Rows of stock in so large a share of the steps: what a method must beat; repeat, "
+        "or none."
+    ),
+]
+Prompts = Annotated[
+    tuple[str, ...],
+    Option("prompt"),
+    Field(description="A prompt; repeat. Without one, `images` captions of the embedded model."),
+]
+
+
+class CommandSettings(BaseModel):
+    """The settings of a command; those that are `hidden` have no option, but may stand in its YAML."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    hidden: ClassVar[tuple[str, ...]] = ()
+
+
+class Settings(CommandSettings):
     """What every command shares: a model and how it samples (Appendix B.2 of the paper where it speaks)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     model: str = "demo"
-    """"demo" (embedded), a folder, or a hub id of a Stable Diffusion pipeline."""
+    """demo (embedded), a folder, or a hub id of a Stable Diffusion pipeline."""
     dtype: DType = "float32"
     device: str | None = None
-    """None takes the first CUDA device, else the CPU."""
+    """cpu, cuda, cuda:1 ...; without it the first CUDA device, else the CPU."""
     backend: Backend = "sdpa"
-    """Attention of the baseline, and of every layer that a method leaves alone."""
+    """Attention of stock, and of every layer that a method leaves alone."""
     scheduler: Scheduler = "plms"
+    """The sampler; model is the model's own."""
     steps: int = Field(50, ge=1)
-    guidance_scale: float = Field(7.5, ge=0)
+    """Denoising steps."""
+    guidance_scale: Annotated[float, Option("guidance")] = Field(7.5, ge=0)
+    """Guidance scale; 1 or less turns it off."""
     agent: dict[str, Any] = Field(default_factory=dict)
-    """k, scale, early_frac and seed, as `agentsd.apply_agentsd` takes them."""
+    """k, scale, early_frac or seed of the methods that have it, such as k=0.05; repeat."""
     named: dict[str, dict[str, Any] | Path] = Field(default_factory=dict)
     """More methods by a name of one's own: keywords of `agentsd.apply_agentsd`, with `recipe` as it stands in
     a recipe's file; or such a file, or a folder with trained attention. They have no ratio but their own."""
-    cache_interval: int = Field(3, ge=1)
-    """DeepCache runs the whole U-Net at every so many steps."""
 
     @field_validator("agent")
     @classmethod
@@ -55,9 +97,13 @@ class Settings(BaseModel):
     @field_validator("named")
     @classmethod
     def _known_named_settings(cls, named: dict[str, dict[str, Any] | Path]) -> dict[str, Any]:
+        from .pictures.methods import is_part
+
         for name, settings in named.items():
-            if "+" in name or not name.isprintable() or "/" in name:
-                raise ValueError(f"the name {name!r} holds a '+', a '/' or a line break")
+            if set("+/@") & set(name) or not name.isprintable() or not name:
+                raise ValueError(f"the name {name!r} is empty or holds a '+', a '/', an '@' or a line break")
+            if is_part(name):
+                raise ValueError(f"{name!r} is a method already: choose another name")
             if isinstance(settings, dict):
                 recipe_of(settings)
             elif not settings.exists():
@@ -66,6 +112,7 @@ class Settings(BaseModel):
 
 
 _DOOR = ("ratio", "k", "scale", "early_frac", "seed")
+_LARGEST = 3.4e38  # of the 32-bit floats that tensors hold
 
 
 def recipe_of(settings: Mapping[str, Any]) -> Recipe:
@@ -73,14 +120,27 @@ def recipe_of(settings: Mapping[str, Any]) -> Recipe:
 
     Raises ValueError for an unknown keyword or a bad value.
     """
+    from agentsd import Recipe
+    from agentsd.recipe import MODES
+
     given = dict(settings)
     content, mode = given.pop("recipe", None), given.pop("mode", None)
-    if unknown := sorted(set(given) - set(_DOOR)):
+    if unknown := sorted(map(str, set(given) - set(_DOOR))):
         raise ValueError(f"unknown {unknown}; known: {', '.join(sorted((*_DOOR, 'mode', 'recipe')))}")
+    for name, value in given.items():
+        if (
+            isinstance(value, int | float)
+            and math.isfinite(value)
+            and abs(value) > _LARGEST
+            and name != "seed"
+        ):
+            raise ValueError(f"{name}={value!r} is beyond a 32-bit float: pass a smaller number")
     try:
         if content is not None:
             if given or mode is not None:
                 raise ValueError(f"{sorted(settings)}: a recipe holds all settings: leave out the others")
+            if not isinstance(content, dict):
+                raise ValueError(f"recipe={content!r}: write what a recipe's file holds")
             return Recipe.from_mapping({"version": 1} | content)
         if mode is not None and mode not in MODES:
             raise ValueError(f"mode={mode!r}: choose {' or '.join(map(repr, MODES))}")
@@ -93,52 +153,71 @@ class SamplingSettings(Settings):
     """What the commands share that make pictures."""
 
     height: int | None = Field(None, ge=8, multiple_of=8)
+    """Pixels, a multiple of 8; without it the model's own."""
     width: int | None = Field(None, ge=8, multiple_of=8)
-    """Pixels; None takes the model's own size."""
+    """Pixels, a multiple of 8; without it the model's own."""
     seed: int = Field(0, ge=0)
     """Picture i starts from the noise of seed + i, whatever the method, batch size or process."""
 
 
 class CompareSettings(SamplingSettings):
-    """Same-seed pictures of a few methods side by side (Fig. 6)."""
+    """Make the same pictures with each method, side by side in one PNG, and print times and differences."""
 
-    methods: tuple[str, ...] = ("stock", "tomesd", "agentsd", "agentsd-fast")
-    ratio: Ratio = 0.4
-    prompts: tuple[str, ...] = ()
-    """Empty takes `images` captions of the embedded model's reference pictures."""
+    methods: Methods = ("stock", "tomesd", "exact", "fast")
+    fewer_steps: FewerSteps = (0.8, 0.6, 0.4)
+    ratio: OneRatio = 0.4
+    prompts: Prompts = ()
     images: int = Field(6, ge=1)
+    """How many of the embedded model's captions."""
     out: Path = Path("outputs/compare.png")
+    """The PNG to write."""
 
 
 class RunSettings(SamplingSettings):
-    """The pictures of a table or an ablation, what they are judged by, and where everything is kept."""
+    """Make pictures with each method and ratio, and a row of quality and cost for each (Table 10)."""
 
-    methods: tuple[str, ...] = ("stock", "tomesd", "agentsd")
-    ratios: tuple[Ratio, ...] = (0.1, 0.2, 0.3, 0.4, 0.5)
-    """Table 10: every method at every ratio."""
-    ablate_ratio: Ratio = 0.5
-    ablate_values: tuple[float, ...] = ()
-    """Tables 11 to 13: AgentSD at one ratio with one setting varied; empty takes the paper's values."""
+    hidden: ClassVar[tuple[str, ...]] = ("ablate_ratio", "ablate_values")
+    methods: Methods = ("stock", "tomesd", "exact")
+    fewer_steps: FewerSteps = (0.8, 0.6, 0.4)
+    ratios: Annotated[tuple[Ratio, ...], Option("ratio")] = (0.1, 0.2, 0.3, 0.4, 0.5)
+    """Share of the tokens that is merged: every method at every ratio; repeat."""
+    ablate_ratio: Annotated[Ratio, Option("ratio")] = 0.5
+    """Share of the tokens that is merged."""
+    ablate_values: Annotated[tuple[float, ...], Option("value")] = ()
+    """A value to try; repeat. Without one, the paper's."""
     images: int = Field(64, ge=2)
     """Pictures for each row."""
     batch_size: int = Field(8, ge=1)
+    """Pictures made at once."""
     prompts: Path | None = None
-    """A text file, one prompt a line."""
+    """A text file, one prompt a line; without it, and for the embedded model, its captions."""
     classes: Path | None = None
     """A text file, one class name a line, each asked for by `template` for `per_class` pictures."""
     template: str = "A high quality photograph of a {cls}."
+    """The prompt for a class."""
     per_class: int = Field(2, ge=1)
+    """Pictures for each class."""
     reference: Path | None = None
-    """Folder of real pictures; None takes the embedded model's own, and for other models none."""
+    """A folder of real pictures; without it the embedded model's own, and for other models none."""
+    references: int = Field(4096, ge=8)
+    """Fresh scenes that the embedded model's pictures are compared with."""
+    converged_steps: int | None = Field(None, ge=2)
+    """Steps of stock's converged pictures, such as 100, that every row is compared with; without it, rows are
+    compared with stock's pictures alone."""
+    other_seeds: bool = False
+    """Compare rows with stock's own pictures of the same prompts under other seeds, too."""
     features: FeatureName = "efficientnet-lite0"
+    """The network that distances are measured by; inception is that of real FID."""
     inception_weights: Path | None = None
-    """pytorch-fid's weights; None lets pytorch-fid download them."""
+    """pytorch-fid's weights file; without it, pytorch-fid downloads it."""
     clip: str | None = None
-    """Folder or hub id of a CLIP model, for the CLIP score."""
+    """A CLIP model (folder or hub id) for the CLIP score."""
     count_on: int = Field(1, ge=1)
     """Multiply-adds are counted on so many pictures; they differ where the latent's distance decides."""
     bootstrap: int = Field(200, ge=2)
+    """Resamples for the error of a distance."""
     out: Path = Path("runs/default")
+    """The run's folder; the same folder resumes it."""
 
     @field_validator("template")
     @classmethod
@@ -148,14 +227,25 @@ class RunSettings(SamplingSettings):
         return template
 
 
-class MediatorSettings(RunSettings):
-    """The search over the latent-distance schedule of pooled agents."""
+class AblateSettings(RunSettings):
+    """Vary one setting of exact mode at one ratio, beside stock (Tables 11, 12 and 13)."""
 
+    hidden: ClassVar[tuple[str, ...]] = ("methods", "ratios")
+    what: Annotated[Literal["k", "scale", "early"], Option("WHAT", positional=True)]
+    """k (Table 11), scale (Table 12) or early (Table 13)."""
+
+
+class MediatorSettings(RunSettings):
+    """Search when the number of pooled agents should grow: distance against multiply-adds, drawn."""
+
+    hidden: ClassVar[tuple[str, ...]] = ("methods", "ratios", "ablate_ratio", "ablate_values")
     scheduler: Scheduler = "ddpm"
     """As the paper's, it adds noise; under a deterministic one latents don't move less and less."""
-    mediator_counts: tuple[Annotated[int, Field(ge=1)], ...] = Field((16, 64, 256), min_length=1)
-    """Agents in each stage, few first."""
-    mediator_step: float = Field(0.25, gt=0, le=1)
+    mediator_counts: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Option("count")] = Field(
+        (16, 64, 256), min_length=1
+    )
+    """Agents in a stage, few first; repeat."""
+    mediator_step: Annotated[float, Option("threshold-step")] = Field(0.25, gt=0, le=1)
     """Thresholds are tried at 1, 1 - step, ... 0 of the first distance; the paper's step is 0.1."""
 
 
@@ -163,12 +253,13 @@ class CostSettings(Settings):
     """What the commands share that measure cost without looking at pictures."""
 
     arch: Literal["sd15", "sdxl"] | None = None
-    """A bare architecture with random weights in place of `model`."""
-    methods: tuple[str, ...] = ("stock", "tomesd", "agentsd", "agentsd-fast")
-    ratio: Ratio = 0.4
-    sizes: tuple[int, ...] = ()
-    """Pixels on a side, multiples of 8; empty takes the model's own."""
+    """A bare architecture with random weights in place of a model."""
+    methods: Methods = ("stock", "tomesd", "exact", "fast")
+    ratio: OneRatio = 0.4
+    sizes: Annotated[tuple[int, ...], Option("size")] = ()
+    """Pixels on a side, multiples of 8; repeat. Without one, the model's own."""
     repeats: int = Field(5, ge=1)
+    """Timed rounds; the median counts."""
 
     @field_validator("sizes")
     @classmethod
@@ -179,19 +270,26 @@ class CostSettings(Settings):
 
 
 class LatencySettings(CostSettings):
-    """Cost alone: seconds, multiply-adds and, on a GPU, memory."""
+    """Measure cost alone: seconds, multiply-adds and, on a GPU, memory; the methods take turns."""
 
-    backends: tuple[Backend, ...] = ("sdpa",)
-    """Each method is measured under each of these, in place of `backend`."""
-    batches: tuple[int, ...] = (1,)
-    scopes: tuple[Literal["forward", "pipeline", "training"], ...] = ("forward", "pipeline")
-    """One guided U-Net call in the early and in the late phase, a whole pipeline call, or a training step
-    (forward and backward at an early timestep, without guidance and optimizer)."""
+    hidden: ClassVar[tuple[str, ...]] = ("backend",)
+    fewer_steps: FewerSteps = (0.8, 0.6, 0.4)
+    backends: Annotated[tuple[Backend, ...], Option("backend")] = ("sdpa",)
+    """Attention of stock and of layers left alone: each method is measured under each; repeat."""
+    batches: Annotated[tuple[int, ...], Option("batch")] = (1,)
+    """Pictures at once; repeat."""
+    scopes: Annotated[tuple[Literal["forward", "pipeline", "training"], ...], Option("scope")] = (
+        "forward",
+        "pipeline",
+    )
+    """One guided U-Net call in the early and in the later phase (forward), a whole run (pipeline), or a
+    training step: forward and backward at an early timestep, without guidance and optimizer; repeat."""
     gradient_checkpointing: bool = False
     """In training steps."""
     compile: bool = False
     """Compile the U-Net under every method, stock too."""
     out: Path = Path("outputs/latency")
+    """Folder for latency.jsonl, .csv and .md."""
 
     @field_validator("batches")
     @classmethod
@@ -202,20 +300,24 @@ class LatencySettings(CostSettings):
 
 
 class ProfileSettings(CostSettings):
-    """Where the time of one U-Net call goes."""
+    """Print where the time of one U-Net call goes, part by part, under each method."""
 
-    phases: tuple[Literal["early", "late"], ...] = ("early", "late")
+    hidden: ClassVar[tuple[str, ...]] = ("scheduler", "steps")
+    phases: Annotated[tuple[Literal["early", "late"], ...], Option("phase")] = ("early", "late")
+    """early or late steps; repeat."""
     stock: bool = True
     """Measure stock too; at 2048 px that takes minutes a call."""
     out: Path = Path("outputs/profile")
+    """Folder for profile.jsonl, .csv and .md."""
 
 
 class RedundancySettings(SamplingSettings):
-    """How alike the queries of each self-attention layer are at each step (Pu et al. 2024, Fig. 1)."""
+    """Measure how alike the queries of each self-attention layer are at each step, and draw the map."""
 
-    prompts: tuple[str, ...] = ()
-    """Empty takes `images` captions of the embedded model's reference pictures."""
+    hidden: ClassVar[tuple[str, ...]] = ("backend", "agent")
+    prompts: Prompts = ()
     images: int = Field(4, ge=1)
+    """How many of the embedded model's captions."""
     measured_steps: int = Field(10, ge=1)
     """Steps that are measured, spread evenly from the first to the last; `steps` or more measures all."""
     exact_tokens: int = Field(1024, ge=0)
@@ -223,23 +325,28 @@ class RedundancySettings(SamplingSettings):
     pairs: int = Field(4096, ge=2)
     """Size of the sample for each layer, step and picture, spread over the heads."""
     out: Path = Path("outputs/redundancy")
+    """Folder for redundancy.png, .jsonl, .csv and .md."""
 
 
 class CalibrateSettings(SamplingSettings):
-    """The search for what each self-attention layer should run; one goal, `speedup` or `max_error`."""
+    """Find what each self-attention layer should run in each phase, on your prompts, for a goal."""
 
-    prompts: tuple[str, ...] = ()
-    """Empty takes `images` captions of the embedded model's reference pictures."""
+    prompts: Prompts = ()
     images: int = Field(3, ge=1)
+    """How many of the embedded model's captions."""
     speedup: float | None = Field(None, gt=1)
+    """The goal: how much cheaper a U-Net call."""
     max_error: float | None = Field(None, gt=0)
+    """Or the goal: the largest error."""
     cost: Literal["time", "multiply_adds"] = "time"
+    """What is to become cheaper."""
     calls: int = Field(6, ge=1)
     """U-Net calls of each prompt's run that are measured, evenly spread."""
     out: Path = Path("outputs/calibrated.yaml")
+    """The YAML file to write."""
 
     @model_validator(mode="after")
-    def _one_goal(self) -> "CalibrateSettings":
+    def _one_goal(self) -> CalibrateSettings:
         if (self.speedup is None) == (self.max_error is None):
             raise ValueError(
                 "give one goal: --speedup, for instance 1.15, or --max-error, for instance 0.001"
@@ -248,23 +355,30 @@ class CalibrateSettings(SamplingSettings):
 
 
 class SubjectSettings(SamplingSettings):
-    """A subject that the model never saw, taught to it with DreamBooth (Fig. 8, appendix B.4).
+    """Teach the model a subject with and without agent attention, and compare how it draws it (Fig. 8).
 
-    Sized for the embedded model; the paper trains SD 1.5 at a constant 1e-6, and takes 100 DDIM steps.
+    Sized for the embedded model; the paper (appendix B.4) trains SD 1.5 at a constant 1e-6, and takes 100
+    DDIM steps.
     """
 
     scheduler: Scheduler = "ddim"
+    """The sampler; model is the model's own."""
     steps: int = Field(20, ge=1)
-    ratio: Ratio = 0.4
+    """Denoising steps."""
+    ratio: OneRatio = 0.4
     subject: Path | None = None
-    """Folder of the subject's pictures, 2 or more; None takes the embedded one."""
+    """Folder of the subject's pictures, 2 or more; without it the embedded one."""
     instance_prompt: str = "an emoji of a sks face"
+    """The prompt that the subject is taught under."""
     class_prompt: str = "an emoji of a face"
+    """The prompt whose pictures preserve the prior."""
     train_steps: int = Field(800, ge=1)
+    """Training steps of each finetuning, at batch 1."""
     learning_rate: float = Field(2e-4, gt=0)
+    """Learning rate of each finetuning."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
     """The paper's is constant; a small model at batch 1 ends better where the last steps are small."""
-    subject_guidance_scale: float = Field(2.5, ge=0)
+    subject_guidance_scale: Annotated[float, Option("subject-guidance")] = Field(2.5, ge=0)
     """Guidance of the subject's pictures; `guidance_scale` is that of the other prompts. The embedded model's
     captions are distilled so that 7.5 does what 2.5 did, but not what is taught to it afterwards."""
     class_images: int = Field(16, ge=1)
@@ -274,6 +388,7 @@ class SubjectSettings(SamplingSettings):
     other_prompts: int = Field(16, ge=2)
     """Captions that the model was trained on, one picture each for each row."""
     out: Path = Path("runs/subject")
+    """The run's folder; the same folder resumes it."""
 
     @field_validator("agent")
     @classmethod
@@ -283,67 +398,27 @@ class SubjectSettings(SamplingSettings):
         return agent
 
 
-class FidSettings(BaseModel):
-    """Two folders of pictures."""
+class FidSettings(CommandSettings):
+    """Measure the Fréchet and kernel distance between two folders of pictures, or a table's features."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+    first: Annotated[Path, Option("DIR_A", positional=True)]
+    """A folder of pictures, or a .npz in a run's features/."""
+    second: Annotated[Path, Option("DIR_B", positional=True)]
+    """Another."""
     features: FeatureName = "inception"
+    """The network; inception is that of real FID."""
     inception_weights: Path | None = None
+    """pytorch-fid's weights file; without it, pytorch-fid downloads it."""
     cache: Path = Path("outputs/features")
+    """Folder for features, computed once."""
     device: str | None = None
+    """cpu, cuda, cuda:1 ...; without it the first CUDA device, else the CPU."""
 
 
-_INPUT_FILES = {"prompts", "classes", "reference", "inception_weights", "subject"}
-SettingsT = TypeVar("SettingsT", bound=BaseModel)
+class ReportSettings(CommandSettings):
+    """Write one self-contained HTML page: tables, quality against time, pictures side by side."""
 
-
-def load_settings(kind: type[SettingsT], path: Path | None, overrides: Mapping[str, Any]) -> SettingsT:
-    """Return settings from a YAML file with `overrides` on top; overrides that are None don't count.
-
-    Files named in the YAML are looked for beside it.
-    Raises EvalError naming each wrong key or value.
-    """
-    values = _read_yaml(path) if path else {}
-    for key in _INPUT_FILES & set(values):
-        if isinstance(values[key], str) and path:
-            values[key] = path.parent / values[key]
-    for name, settings in (values.get("named") or {}).items():
-        if isinstance(settings, str) and path:
-            values["named"][name] = path.parent / settings
-    given = {key: value for key, value in overrides.items() if value is not None}
-    if "agent" in given:
-        given["agent"] = {**values.get("agent", {}), **given["agent"]}
-    try:
-        return kind.model_validate({**values, **given})
-    except ValidationError as error:
-        raise EvalError(_explain(kind, path, error)) from None
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise EvalError(f"can't read the configuration {path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise EvalError(f"{path} is not valid YAML: {error}") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise EvalError(f"{path} must hold `key: value` lines; it holds a {type(values).__name__}")
-    return values
-
-
-def _explain(kind: type[BaseModel], path: Path | None, error: ValidationError) -> str:
-    lines = []
-    for problem in error.errors():
-        key = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] == "extra_forbidden":
-            lines.append(f"unknown key {key!r}; known keys: {', '.join(kind.model_fields)}")
-        else:
-            # Of a mapping the message names the part that is wrong.
-            value = "" if isinstance(problem["input"], dict) else f" = {problem['input']!r}"
-            place = f"{key}{value}: " if key else ""
-            lines.append(place + problem["msg"].removeprefix("Value error, "))
-    where = f" in {path} and the command line" if path else ""
-    return f"wrong settings{where}:\n  " + "\n  ".join(lines)
+    folder: Annotated[Path, Option("RUN_DIR", positional=True)]
+    """A run's folder."""
+    pictures: int = Field(12, ge=1)
+    """How many seeds' pictures are shown."""

@@ -9,9 +9,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from pydantic import ValidationError
-from torch import nn
-
 from agentsd_demo import load_pipeline, load_references
 from agentsd_demo import train as recipe
 from agentsd_demo.accuracy import accuracy, autoencoded, contact_sheet, generate, nearest
@@ -36,6 +33,8 @@ from agentsd_demo.diffusion import (
 )
 from agentsd_demo.loop import CHECKPOINT, compile_loss, lr_factor, train_loop
 from agentsd_demo.scenes import random_scene, triples
+from pydantic import ValidationError
+from torch import nn
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ def test_watching_changes_nothing_and_leaves_no_trace(pipe: Any, sample: Any) ->
 
 
 def test_the_parts_of_each_method(pipe: Any) -> None:
-    settings = ProfileSettings(methods=("agentsd", "agentsd-turbo", "limit"), repeats=1, ratio=0.5)
+    settings = ProfileSettings(methods=("exact", "turbo", "limit"), repeats=1, ratio=0.5)
     methods = breakdown.methods_of(settings)
     ticks: list[None] = []
     cases = breakdown.cases_of(settings, pipe)
@@ -62,11 +62,11 @@ def test_the_parts_of_each_method(pipe: Any) -> None:
             parts = sum(row[method.label] for row in rows[:-1])
             assert parts == pytest.approx(rows[-1][method.label])
     matching = next(row for row in early if row["part"] == "matching: rank")
-    assert matching["stock"] == matching["limit"] == 0 < matching["agentsd r=0.5"]
+    assert matching["stock"] == matching["limit"] == 0 < matching["exact r=0.5"]
 
 
 def test_stock_may_be_left_out(pipe: Any) -> None:
-    settings = ProfileSettings(methods=("agentsd",), phases=("early",), repeats=1, stock=False)
+    settings = ProfileSettings(methods=("exact",), phases=("early",), repeats=1, stock=False)
     methods = breakdown.methods_of(settings)
     (rows,) = breakdown.measure(pipe, breakdown.cases_of(settings, pipe), methods, settings, lambda: None)
     label = methods[0].label

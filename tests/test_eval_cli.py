@@ -37,7 +37,7 @@ def test_compare(model_folder: str, tmp_path: Path) -> None:
         "compare", "--model", model_folder, "--prompt", "a cat", "--prompt", "a dog", "--steps", 3,
         "--ratio", 0.5, "--agent", "k=0.1", "--out", out,
     )  # fmt: skip
-    for method in ("stock", "tomesd r=0.5", "agentsd r=0.5"):
+    for method in ("stock", "tomesd r=0.5", "exact r=0.5"):
         assert method in printed
     with Image.open(out) as image:
         assert image.size[0] > 2 * 160
@@ -51,7 +51,7 @@ def run(model_folder: str, photographs: Path, tmp_path_factory: pytest.TempPathF
     (folder / "prompts.txt").write_text("a cat\na dog\n")
     printed = invoke(
         "table", "--model", model_folder, "--prompts", folder / "prompts.txt", "--reference", photographs,
-        "--method", "agentsd", "--method", "tomesd+deepcache", "--ratio", 0.5, "--steps", 3, "--images", 5,
+        "--method", "exact", "--method", "tomesd+deepcache", "--ratio", 0.5, "--steps", 3, "--images", 5,
         "--batch-size", 2, "--out", folder,
     )  # fmt: skip
     assert "distance to real pictures" in printed
@@ -60,7 +60,7 @@ def run(model_folder: str, photographs: Path, tmp_path_factory: pytest.TempPathF
 
 def test_table_has_a_row_for_each_method_and_a_floor(run: Path) -> None:
     rows = [json.loads(line) for line in (run / "table.jsonl").read_text().splitlines()]
-    assert [row["method"] for row in rows] == ["stock", "agentsd", "tomesd+deepcache", "real/real"]
+    assert [row["method"] for row in rows] == ["stock", "exact", "tomesd+deepcache", "real/real"]
     stock, agent, *_ = rows
     assert (stock["speedup"], stock["ratio"], agent["ratio"], agent["backend"]) == (1.0, None, 0.5, "sdpa")
     assert agent["frechet_change"] == pytest.approx(agent["frechet"] - stock["frechet"])
@@ -70,7 +70,7 @@ def test_table_has_a_row_for_each_method_and_a_floor(run: Path) -> None:
     assert facts["settings"]["steps"] == 3
     assert {"torch", "diffusers", "tomesd", "DeepCache"} <= set(facts["versions"])
     markdown = (run / "table.md").read_text()
-    assert "| agentsd r=0.5 | 5 |" in markdown
+    assert "| exact r=0.5 | 5 |" in markdown
     assert "≈ marks a change inside the noise" in markdown
 
 
@@ -78,16 +78,16 @@ def test_a_second_run_goes_on_with_another_ratio(run: Path, model_folder: str, p
     before = (run / "table.jsonl").read_text().splitlines()
     invoke(
         "table", "--model", model_folder, "--prompts", run / "prompts.txt", "--reference", photographs,
-        "--method", "agentsd", "--ratio", 0.5, "--ratio", 0.25, "--steps", 3, "--images", 5,
+        "--method", "exact", "--ratio", 0.5, "--ratio", 0.25, "--steps", 3, "--images", 5,
         "--batch-size", 2, "--out", run,
     )  # fmt: skip
     after = {r["key"]: r for r in map(json.loads, (run / "table.jsonl").read_text().splitlines()[:-1])}
     old = json.loads(before[1])
-    assert after["agentsd-r0.5-sdpa"]["frechet"] == old["frechet"]
-    assert after["agentsd-r0.5-sdpa"]["seconds"] == old["seconds"]
-    assert after["agentsd-r0.5-sdpa"]["speedup"] == old["speedup"]
+    assert after["exact-r0.5-sdpa"]["frechet"] == old["frechet"]
+    assert after["exact-r0.5-sdpa"]["seconds"] == old["seconds"]
+    assert after["exact-r0.5-sdpa"]["speedup"] == old["speedup"]
     # another process made it at another time: its speed-up is over stock's batches timed again
-    assert after["agentsd-r0.25-sdpa"]["speedup_batches"] == 3
+    assert after["exact-r0.25-sdpa"]["speedup_batches"] == 3
     (run / "table.jsonl").write_text("\n".join(before) + "\n")
 
 
@@ -123,7 +123,7 @@ def test_clip_score_is_the_cosine_of_the_embeddings(clip_folder: Path, photograp
 def test_clip_score_in_the_table(model_folder: str, clip_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("a cat\n")
     printed = invoke(
-        "table", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--method", "agentsd",
+        "table", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--method", "exact",
         "--ratio", 0.5, "--clip", clip_folder, "--steps", 2, "--images", 2, "--out", tmp_path / "run",
     )  # fmt: skip
     assert "CLIP score" in (tmp_path / "run" / "table.md").read_text()
@@ -136,7 +136,7 @@ def test_report_is_one_page_without_links(run: Path) -> None:
     assert page.count("data:image/webp;base64,") == 2 * 3
     assert page.count("<svg") == 1
     assert not re.findall(r'(?:src|href)="(?!data:|#)', page)
-    assert "agentsd r=0.5" in page
+    assert "exact r=0.5" in page
 
 
 def test_ablate(model_folder: str, tmp_path: Path) -> None:
@@ -145,13 +145,13 @@ def test_ablate(model_folder: str, tmp_path: Path) -> None:
         "ablate", "k", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--value", 0,
         "--value", 0.1, "--steps", 2, "--images", 2, "--batch-size", 2, "--out", tmp_path / "run",
     )  # fmt: skip
-    assert "agentsd r=0.5, k=0.1" in printed
+    assert "exact r=0.5, k=0.1" in printed
     assert "Fréchet" not in printed  # no real pictures, no distance
 
 
 def test_latency(model_folder: str, tmp_path: Path) -> None:
     printed = invoke(
-        "latency", "--model", model_folder, "--method", "agentsd", "--method", "deepcache", "--ratio", 0.5,
+        "latency", "--model", model_folder, "--method", "exact", "--method", "deepcache", "--ratio", 0.5,
         "--backend", "sdpa", "--backend", "unfused", "--steps", 3, "--size", 64, "--repeats", 2,
         "--out", tmp_path,
     )  # fmt: skip
@@ -160,7 +160,7 @@ def test_latency(model_folder: str, tmp_path: Path) -> None:
     found = {(row["scope"], row["method"], row["backend"]): row for row in rows}
     assert ("forward late", "deepcache", "sdpa") not in found  # it has no cost within one call
     assert len(found) == 2 * 2 * 2 + 3 * 2
-    early, late = (found[f"forward {phase}", "agentsd", "sdpa"] for phase in ("early", "late"))
+    early, late = (found[f"forward {phase}", "exact", "sdpa"] for phase in ("early", "late"))
     stock = found["forward early", "stock", "sdpa"]
     assert early["multiply_adds"] < late["multiply_adds"] < stock["multiply_adds"]
     # the count doesn't depend on how attention is computed
@@ -177,7 +177,7 @@ def test_a_method_that_memory_does_not_do_for_costs_no_others_figures(
 
     monkeypatch.setattr(AttnProcessor, "__call__", too_much)
     invoke(
-        "latency", "--model", model_folder, "--method", "agentsd", "--backend", "sdpa", "--backend",
+        "latency", "--model", model_folder, "--method", "exact", "--backend", "sdpa", "--backend",
         "unfused", "--scope", "forward", "--size", 64, "--repeats", 1, "--out", tmp_path,
     )  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "latency.jsonl").read_text().splitlines()]
@@ -190,7 +190,7 @@ def test_latency_of_training(model_folder: str, tmp_path: Path) -> None:
     rows = {}
     for name, checkpointing in (("plain", ()), ("checkpointing", ("--gradient-checkpointing",))):
         invoke(
-            "latency", "--model", model_folder, "--method", "agentsd", "--agent", "early_frac=1", "--ratio",
+            "latency", "--model", model_folder, "--method", "exact", "--agent", "early_frac=1", "--ratio",
             0.5, "--scope", "training", "--size", 128, "--repeats", 1, "--out", tmp_path / name,
             *checkpointing,
         )  # fmt: skip
@@ -204,12 +204,12 @@ def test_latency_of_training(model_folder: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_latency_compiled(model_folder: str, tmp_path: Path) -> None:
     printed = invoke(
-        "latency", "--compile", "--model", model_folder, "--method", "agentsd", "--ratio", 0.5, "--scope",
+        "latency", "--compile", "--model", model_folder, "--method", "exact", "--ratio", 0.5, "--scope",
         "forward", "--size", 64, "--repeats", 2, "--out", tmp_path,
     )  # fmt: skip
     assert "forward early, 64 px, batch 1, compiled" in printed
     rows = [json.loads(line) for line in (tmp_path / "latency.jsonl").read_text().splitlines()]
-    assert [row["method"] for row in rows] == ["stock", "agentsd"] * 2
+    assert [row["method"] for row in rows] == ["stock", "exact"] * 2
 
 
 def test_fid_of_two_folders(photographs: Path, run: Path, tmp_path: Path) -> None:

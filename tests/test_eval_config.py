@@ -8,7 +8,8 @@ import pytest
 from agentsd_eval.cost import latency
 from agentsd_eval.errors import EvalError
 from agentsd_eval.pictures.prompts import pictures_of
-from agentsd_eval.settings import CompareSettings, LatencySettings, RunSettings, load_settings
+from agentsd_eval.presets import load_settings
+from agentsd_eval.settings import CompareSettings, LatencySettings, RunSettings
 from agentsd_eval.studies import table
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -70,7 +71,7 @@ def test_presets_are_valid(name: str) -> None:
     if name == "table10":
         assert pictures[3].prompt == "A high quality photograph of a goldfish."
         assert pictures[-1].prompt == "A high quality photograph of a toilet tissue."
-        assert [m.label for m in table.table_methods(settings)][-1] == "agentsd r=0.5"
+        assert [m.label for m in table.table_methods(settings)][-1] == "exact r=0.5"
     for number, what in ((11, "k"), (12, "scale"), (13, "early")):
         if name == f"table{number}":
             values = table.PAPER_VALUES[what]
@@ -83,4 +84,4 @@ def test_presets_of_cost_are_valid(name: str) -> None:
     settings = load_settings(LatencySettings, CONFIGS / f"{name}.yaml", {})
     labels = [method.label for method in latency.methods_of(settings)]
     assert labels[0] == "stock"
-    assert "agentsd-fast+deepcache r=0.4" in labels
+    assert "fast+deepcache r=0.4" in labels

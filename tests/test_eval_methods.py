@@ -28,10 +28,10 @@ SETTINGS = CompareSettings()
 EVERY = (
     "stock",
     "tomesd",
-    "agentsd",
-    "agentsd-fast",
+    "exact",
+    "fast",
     "deepcache",
-    "agentsd+deepcache",
+    "exact+deepcache",
     "tomesd+deepcache",
     "limit",
     "limit-all",
@@ -69,15 +69,15 @@ def test_methods_act_and_leave_no_trace(pipe: Any, sample: Any, name: str, backe
 
 def test_methods_are_removed_after_an_error(pipe: Any) -> None:
     before = fingerprint(pipe.unet)
-    with pytest.raises(KeyError), parse_method("agentsd+deepcache", 0.5, SETTINGS).applied(pipe):
+    with pytest.raises(KeyError), parse_method("exact+deepcache", 0.5, SETTINGS).applied(pipe):
         raise KeyError
     assert fingerprint(pipe.unet) == before
 
 
 def test_a_mode_can_stand_in_the_name(pipe: Any) -> None:
-    with parse_method("agentsd-fast+deepcache", 0.5, SETTINGS).applied(pipe):
+    with parse_method("fast+deepcache", 0.5, SETTINGS).applied(pipe):
         assert pipe.unet._agentsd.recipe == FAST.with_settings(ratio=0.5)
-    with parse_method("agentsd", 0.5, CompareSettings(agent={"k": 0.1})).applied(pipe):
+    with parse_method("exact", 0.5, CompareSettings(agent={"k": 0.1})).applied(pipe):
         assert pipe.unet._agentsd.recipe == EXACT.with_settings(ratio=0.5, k=0.1)
     with pytest.raises(ValidationError, match="mode is chosen by a method's name"):
         CompareSettings(agent={"mode": "turbo"})
@@ -120,9 +120,9 @@ def test_tomesd_is_no_silent_no_op_on_sdxl() -> None:
             "tome",
             "unknown method 'tome' in 'tome'; use stock, tomesd, agentsd, agentsd-fast",
         ),
-        ("agentsd+stock", "unknown method 'stock'"),
-        ("agentsd+tomesd", "one of tomesd and agentsd at most"),
-        ("agentsd+agentsd-fast", "one of tomesd and agentsd at most"),
+        ("exact+stock", "unknown method 'stock'"),
+        ("exact+tomesd", "one of tomesd and agentsd at most"),
+        ("exact+fast", "one of tomesd and agentsd at most"),
         ("deepcache+deepcache", "name a part once"),
     ],
 )
@@ -132,14 +132,14 @@ def test_unknown_methods_are_named(name: str, message: str) -> None:
 
 
 def test_rows_of_a_table() -> None:
-    methods = expand(["agentsd", "deepcache"], [0.2, 0.4], SETTINGS)
-    assert [m.label for m in methods] == ["stock", "agentsd r=0.2", "agentsd r=0.4", "deepcache"]
+    methods = expand(["exact", "deepcache"], [0.2, 0.4], SETTINGS)
+    assert [m.label for m in methods] == ["stock", "exact r=0.2", "exact r=0.4", "deepcache"]
     assert len({m.key for m in methods}) == 4
     other = CompareSettings(agent={"k": 0.1})
-    assert parse_method("agentsd", 0.2, other).key != methods[1].key
+    assert parse_method("exact", 0.2, other).key != methods[1].key
     assert parse_method("tomesd", 0.2, other).key == parse_method("tomesd", 0.2, SETTINGS).key
     spelled_out = CompareSettings(agent={"k": 0.075, "seed": 2})
-    assert parse_method("agentsd", 0.2, spelled_out).key == "agentsd-r0.2-seed2-sdpa"
+    assert parse_method("exact", 0.2, spelled_out).key == "exact-r0.2-seed2-sdpa"
 
 
 def test_deepcache_is_refused_where_it_would_mistake_its_step() -> None:
@@ -147,7 +147,7 @@ def test_deepcache_is_refused_where_it_would_mistake_its_step() -> None:
     plms = PNDMScheduler(**BETAS, skip_prk_steps=True)
     check_scheduler(three, plms, 20)  # the one repeated timestep falls where the cache is used anyway
     check_scheduler(two, DDIMScheduler(**BETAS), 20)
-    check_scheduler(Method(("agentsd",), 0.5), HeunDiscreteScheduler(**BETAS), 20)
+    check_scheduler(Method(("exact",), 0.5), HeunDiscreteScheduler(**BETAS), 20)
     with pytest.raises(EvalError, match=r"DeepCache mistakes call .* use --scheduler ddim"):
         check_scheduler(three, HeunDiscreteScheduler(**BETAS), 20)
 

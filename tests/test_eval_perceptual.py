@@ -1,10 +1,9 @@
 import numpy as np
 import pytest
 import torch
+from agentsd_demo.scenes import compose, triples
 from agentsd_eval.quality.perceptual import Looks, StageFeatures, stage_distance
 from PIL import Image, ImageChops, ImageFilter
-
-from agentsd_demo.scenes import compose, triples
 
 
 @pytest.fixture(scope="module")

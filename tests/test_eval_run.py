@@ -190,7 +190,7 @@ def test_a_picture_hardly_depends_on_its_batch(pipe: Any, scheduler: str) -> Non
 
 def test_ablations_vary_one_setting_as_the_paper() -> None:
     settings = RunSettings(agent={"seed": 2})
-    assert [m.label for m in table.ablation_methods(settings, "k")] == ["stock"] + ["agentsd r=0.5"] * 4
+    assert [m.label for m in table.ablation_methods(settings, "k")] == ["stock"] + ["exact r=0.5"] * 4
     agents = [dict(m.agent) for m in table.ablation_methods(settings, "early")[1:]]
     assert agents == [{"early_frac": f, "seed": 2} for f in (0.2, 0.4, 0.6, 0.8)]
     given = RunSettings(ablate_values=(-0.3,))
@@ -201,9 +201,9 @@ def test_ablations_vary_one_setting_as_the_paper() -> None:
 
 def test_a_row_goes_by_the_users_own_name_or_by_its_settings() -> None:
     settings = RunSettings(ratios=(0.5,), agent={"k": 0.1}, named={"few": {"mode": "turbo"}})
-    methods = table.table_methods(settings.model_copy(update={"methods": ["tomesd", "agentsd", "few"]}))
+    methods = table.table_methods(settings.model_copy(update={"methods": ["tomesd", "exact", "few"]}))
     labels = [table.row_label(table.identity(method, settings)) for method in methods]
-    assert labels == ["stock", "tomesd r=0.5", "agentsd r=0.5, k=0.1", "few"]
+    assert labels == ["stock", "tomesd r=0.5", "exact r=0.5, k=0.1", "few"]
 
 
 def test_prompts(tmp_path: Path) -> None:

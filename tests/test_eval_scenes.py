@@ -1,10 +1,9 @@
 import numpy as np
 import pytest
-from agentsd_eval.quality.scenes import fresh_scenes, measures_of, place_distance, read_pictures, wasserstein
-
 from agentsd_demo.accuracy import efficientnet_lite0
 from agentsd_demo.reading import ConceptReader
 from agentsd_demo.scenes import Triple, compose, random_scene, triples
+from agentsd_eval.quality.scenes import fresh_scenes, measures_of, place_distance, read_pictures, wasserstein
 
 CONCEPTS = ["strawberry", "panda face", "banana"]
 
@@ -35,7 +34,9 @@ def test_what_a_scene_shows_is_read_and_what_it_does_not_is_wrong():
 
 def test_sprites_all_in_the_middle_are_far_from_scattered_ones():
     fresh = measures_of([s.image for s in fresh_scenes(CONCEPTS, 96, 200)])
-    others = measures_of([random_scene(f"o/{i}", 96, among=triples(concepts=CONCEPTS)).image for i in range(200)])
+    others = measures_of(
+        [random_scene(f"o/{i}", 96, among=triples(concepts=CONCEPTS)).image for i in range(200)]
+    )
     still = np.tile([48.0, 48.0, 40.0], (200, 1))
     assert place_distance(others, fresh)[0] < 3 < 6 < place_distance(still, fresh)[0]
 

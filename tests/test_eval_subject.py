@@ -12,20 +12,21 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from agentsd_demo import SUBJECT, load_references
+from agentsd_demo.accuracy import accuracy, efficientnet_lite0
+from agentsd_demo.subject import View
 from agentsd_eval.cli import app
 from agentsd_eval.pages.output import progress
 from agentsd_eval.pictures.sampling import Seconds
 from agentsd_eval.pictures.store import Store
-from agentsd_eval.settings import SubjectSettings, load_settings
+from agentsd_eval.presets import load_settings
+from agentsd_eval.settings import SubjectSettings
 from agentsd_eval.studies import subject, subject_plan, subject_report
 from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner
 
 from agentsd import Agents, Merge, Phases, Recipe
-from agentsd_demo import SUBJECT, load_references
-from agentsd_demo.accuracy import accuracy, efficientnet_lite0
-from agentsd_demo.subject import View
 from agentsd.dreambooth import training
 from agentsd.dreambooth.data import find_pictures
 

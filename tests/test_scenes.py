@@ -4,7 +4,6 @@ import colorsys
 
 import numpy as np
 import pytest
-
 from agentsd_demo import load_pipeline
 from agentsd_demo.accuracy import efficientnet_lite0
 from agentsd_demo.data import load_references

@@ -17,6 +17,7 @@ from agentsd.attention import Downsample
 from agentsd.modules import AgentModule, AttnZero, FocusedLinear
 from agentsd.patch import apply_agentsd
 from agentsd.recipe import Phases, Recipe, Schedule
+
 from .config import DiffusionConfig, Stage
 from .diffusion import DiffusionLoss, train_diffusion
 from .pipeline_io import load_pipeline

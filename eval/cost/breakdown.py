@@ -10,15 +10,19 @@ from unittest.mock import patch
 
 import torch
 from diffusers.models.resnet import ResnetBlock2D
+from rich.console import Console
 from rich.table import Table
 
 from agentsd.attention import agents, merge, pooled, processor, ranking
 from agentsd.hosts import EVERY_LEVEL, find_sites
 
 from ..errors import EvalError
-from ..pages.rows import Column, Row, figure, to_terminal
+from ..pages.maker import describe_run
+from ..pages.output import check_writable, progress
+from ..pages.rows import Column, Row, figure, to_terminal, write_rows
 from ..pictures.methods import Method, expand
 from ..settings import ProfileSettings
+from .latency import load
 from .workload import Case, forward_call
 
 TOTAL = "whole call"
@@ -114,6 +118,26 @@ def _timed(function: Callable[..., Any], part: str, clock: Clock) -> Callable[..
     return timed
 
 
+def command(settings: ProfileSettings, console: Console) -> None:
+    """Measure, and after each case write what is known; print the tables at the end."""
+    rivals = methods_of(settings)
+    check_writable(settings.out / "profile.jsonl")
+    pipe = load(settings)
+    cases = cases_of(settings, pipe)
+    run = describe_run(settings, pipe.unet.device)
+    every: list[Row] = []
+    tables = []
+    with progress(console) as bars:
+        task = bars.add_task("rounds", total=len(cases) * len(rivals) * (settings.repeats + 1))
+        for rows in measure(pipe, cases, rivals, settings, lambda: bars.advance(task)):
+            tables.append(summary(rows, rivals, settings))
+            every += rows
+            write_rows(settings.out, "profile", every, [columns_of(rivals)], run)
+    for table in tables:
+        console.print(table)
+    console.print(f"figures: {settings.out}", soft_wrap=True)
+
+
 def methods_of(settings: ProfileSettings) -> list[Method]:
     """Return the methods, stock first if it is measured.
 
@@ -123,7 +147,7 @@ def methods_of(settings: ProfileSettings) -> list[Method]:
     methods = expand(settings.methods, [settings.ratio], settings)[0 if settings.stock else 1 :]
     if not methods:
         raise EvalError("--no-stock leaves no method to measure: name one with --method, or leave it out")
-    if wrong := [method.name for method in methods if "deepcache" in method.parts]:
+    if wrong := [method.name for method in methods if not method.within_a_call]:
         raise EvalError(f"{wrong[0]} saves whole U-Net calls, not parts of one; see `agentsd-eval latency`")
     return methods
 

@@ -3,25 +3,47 @@
 import copy
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.table import Table
 
 from agentsd.calibration.cost import multiply_adds
 
-from ..pages.rows import Column, Row, figure, method_text, to_terminal
-from ..pictures.methods import Method, Reseed, check_scheduler, parse_method
+from ..pages.cost_table import columns_of
+from ..pages.maker import describe_run
+from ..pages.output import check_writable, progress
+from ..pages.rows import Row, to_terminal, write_rows
+from ..pictures.methods import Method, Reseed, check_scheduler, fewer, parse_method
 from ..pictures.models import find_device, load_pipeline, set_scheduler
 from ..pictures.sampling import Seconds, Stopwatch
 from ..settings import Backend, CostSettings, LatencySettings
 from .architectures import build
 from .memory import memory_per_image
 from .workload import PHASES, Case, Run, forward_call, workload
+
+
+def command(settings: LatencySettings, console: Console) -> None:
+    """Measure, and after each case write what is known; print the tables at the end."""
+    rivals = methods_of(settings)
+    check_writable(settings.out / "latency.jsonl")
+    pipe = load(settings)
+    cases = cases_of(settings, pipe)
+    run = describe_run(settings, pipe.unet.device)
+    rows = []
+    with progress(console) as bars:
+        task = bars.add_task("rounds", total=len(cases) * (settings.repeats + 1))
+        for row in measure(pipe, cases, rivals, settings, lambda: bars.advance(task)):
+            rows.append(row)
+            write_rows(settings.out, "latency", rows, [columns_of(rows, run["clock"])], run)
+    for table in summary(rows, settings, run["clock"]):
+        console.print(table)
+    console.print(f"figures: {settings.out}", soft_wrap=True)
 
 
 def cases_of(settings: LatencySettings, pipe: Any) -> list[Case]:
@@ -35,16 +57,14 @@ def methods_of(settings: LatencySettings) -> list[Method]:
     """Return every method under every backend, stock first under each. Raises EvalError on an unknown one."""
     methods = []
     for backend in settings.backends:
-        for name in ("stock", *settings.methods):
-            method = parse_method(name, settings.ratio, settings, backend)
-            if method not in methods:
-                methods.append(method)
-    return methods
+        named = [parse_method(n, settings.ratio, settings, backend) for n in ("stock", *settings.methods)]
+        methods += [named[0], *fewer(settings.fewer_steps, settings, backend), *named[1:]]
+    return list(dict.fromkeys(methods))
 
 
 def suits(method: Method, case: Case) -> bool:
-    """Whether the method has a cost in this scope: DeepCache has none within one U-Net call."""
-    return case.scope == "pipeline" or "deepcache" not in method.parts
+    """Whether the method has a cost in this scope: what saves calls has none within one."""
+    return case.scope == "pipeline" or method.within_a_call
 
 
 def measure(
@@ -122,7 +142,7 @@ def _turns(pipe: Any, methods: list[Method], case: Case, settings: LatencySettin
                 own = _with_unet_of_its_own(pipe)
                 reseed = stack.enter_context(method.applied(_target(own, case)))
                 own.unet.compile()
-                kept[method] = reseed, workload(own, case, settings)
+                kept[method] = reseed, workload(own, case, settings, method.steps)
 
         @contextmanager
         def turn(method: Method) -> Iterator[Run]:
@@ -133,7 +153,7 @@ def _turns(pipe: Any, methods: list[Method], case: Case, settings: LatencySettin
                 return
             with method.applied(_target(pipe, case)) as reseed:
                 reseed(0)
-                yield workload(pipe, case, settings)
+                yield workload(pipe, case, settings, method.steps)
 
         yield turn
 
@@ -165,7 +185,7 @@ def _untimed(method: Method, pipe: Any, case: Case, settings: LatencySettings) -
 
 def _operations(method: Method, pipe: Any, case: Case, settings: LatencySettings) -> int:
     """Return the multiply-adds of one call."""
-    run = workload(pipe, case, settings)
+    run = workload(pipe, case, settings, method.steps)
     with method.applied(_target(pipe, case)) as reseed:
         reseed(0)
         return multiply_adds(run)
@@ -175,7 +195,7 @@ def _memory(method: Method, pipe: Any, case: Case, settings: LatencySettings) ->
     """Return GB for each image; None without a GPU."""
 
     def call(batch: int) -> None:
-        run = workload(pipe, replace(case, batch=batch), settings)
+        run = workload(pipe, replace(case, batch=batch), settings, method.steps)
         with method.applied(_target(pipe, case)) as reseed:
             reseed(0)
             run()
@@ -184,7 +204,7 @@ def _memory(method: Method, pipe: Any, case: Case, settings: LatencySettings) ->
 
 
 def _stock(methods: list[Method], backend: Backend | str) -> Method | None:
-    return next((m for m in methods if not m.parts and m.backend == backend), None)
+    return next((m for m in methods if m.is_stock and m.backend == backend), None)
 
 
 def _speedup(
@@ -244,45 +264,3 @@ def summary(rows: list[Row], settings: LatencySettings, clock: str) -> Iterator[
         title = f"{settings.arch or settings.model}, {scope}{steps}, {size} px, batch {batch}{compiled}"
         shown = list(group)
         yield to_terminal(title, shown, columns_of(shown, clock))
-
-
-def columns_of(rows: Sequence[Row], clock: str) -> list[Column]:
-    """Return the columns of a table; `clock` ("wall" or "CPU") is what its speed-ups are computed from.
-
-    The case stands in columns where there are several; without a GPU there is no memory column, and
-    speed-ups over SDPA stand apart where there is another kind of attention.
-    """
-    cases = {(row["scope"], row["size"], row["batch"]) for row in rows}
-    backends = {row["backend"] for row in rows}
-    columns = [Column("method", method_text), Column("attention", figure("backend", ""))]
-    if len(cases) > 1:
-        columns += [
-            Column("scope", figure("scope", "")),
-            Column("px", figure("size", "d")),
-            Column("batch", figure("batch", "d")),
-        ]
-    columns += [
-        Column("s", figure("seconds", ".3f", "out of memory")),
-        Column("CPU s", figure("cpu_seconds", ".3f")),
-        Column(f"speed-up ({clock} time)", _speedup_text("speedup")),
-    ]
-    if backends != {"sdpa"}:
-        columns.append(Column("over SDPA stock", _speedup_text("speedup_over_sdpa")))
-    columns.append(Column("GMACs", _giga))
-    for title, key in (("GB/image", "memory_per_image"), ("GB saved for backward", "saved_for_backward")):
-        if any(row.get(key) is not None for row in rows):
-            columns.append(Column(title, figure(key, ".2f")))
-    return columns
-
-
-def _giga(row: Row) -> str:
-    return f"{row['multiply_adds'] / 1e9:.1f}" if "multiply_adds" in row else "-"
-
-
-def _speedup_text(key: str) -> Callable[[Row], str]:
-    def text(row: Row) -> str:
-        if row[key] is None:
-            return "-"
-        return f"{row[key]:.2f}x ({row[f'{key}_low']:.2f}-{row[f'{key}_high']:.2f})"
-
-    return text

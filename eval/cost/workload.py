@@ -23,10 +23,13 @@ class Case:
     batch: int
 
 
-def workload(pipe: Any, case: Case, settings: LatencySettings) -> Run:
-    """Return the call to measure, on random inputs that don't depend on the method."""
+def workload(pipe: Any, case: Case, settings: LatencySettings, steps: int | None = None) -> Run:
+    """Return the call to measure, on random inputs that don't depend on the method.
+
+    `steps` are a whole run's, if not those of the settings.
+    """
     if case.scope == "pipeline":
-        return _pipeline_call(pipe, case, settings)
+        return _pipeline_call(pipe, case, settings, steps or settings.steps)
     if case.scope == "training":
         return _training_call(pipe, case)
     return forward_call(pipe, case, settings.guidance_scale)
@@ -62,7 +65,7 @@ def _training_call(pipe: Any, case: Case) -> Run:
     return run
 
 
-def _pipeline_call(pipe: Any, case: Case, settings: LatencySettings) -> Run:
+def _pipeline_call(pipe: Any, case: Case, settings: LatencySettings, steps: int) -> Run:
     if getattr(pipe, "tokenizer", None) is not None:
         prompt: dict[str, Any] = {"prompt": ["a photograph"] * case.batch}
     else:
@@ -75,7 +78,7 @@ def _pipeline_call(pipe: Any, case: Case, settings: LatencySettings) -> Run:
             **prompt,
             height=case.size,
             width=case.size,
-            num_inference_steps=settings.steps,
+            num_inference_steps=steps,
             guidance_scale=settings.guidance_scale,
             generator=[torch.Generator().manual_seed(i) for i in range(case.batch)],
         )

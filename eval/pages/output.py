@@ -5,10 +5,9 @@ import io
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import yaml
 from PIL import Image
 from rich.console import Console
 from rich.markup import escape as escape
@@ -42,7 +41,7 @@ def progress(console: Console, disable: bool = False) -> Progress:
 def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """Return a terminal table; the first column is text, the others are figures.
 
-    Where the terminal is narrow, cells are wrapped between words; what still does not fit is cut off.
+    Where the terminal is narrow, cells and heads are wrapped between words, then within them.
     """
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
@@ -51,15 +50,10 @@ def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
             table.add_column(escape(column), overflow="fold", no_wrap=longest <= 18)
         else:
             word = max((len(word) for row in rows for word in row[number].split()), default=0)
-            table.add_column(escape(column), justify="right", min_width=word)
+            table.add_column(escape(column), justify="right", overflow="fold", min_width=word)
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
     return table
-
-
-def read_scalar(text: str) -> Any:
-    """Return `text` as YAML reads it: a number, true, null or a string."""
-    return yaml.safe_load(text)
 
 
 def read_lines(path: Path) -> list[str]:
@@ -68,6 +62,8 @@ def read_lines(path: Path) -> list[str]:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except OSError as error:
         raise EvalError(f"can't read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise EvalError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
     if not lines:
         raise EvalError(f"{path} is empty; it needs one entry a line")
     return lines
@@ -98,13 +94,15 @@ def write_bytes(path: Path, content: bytes) -> None:
     """Write a file that is whole or not there: to a neighbour first, then renamed over `path`."""
     neighbour = path.with_name(f".{path.name}.part")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with neighbour.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         neighbour.replace(path)
     except OSError as error:
-        neighbour.unlink(missing_ok=True)
+        with suppress(OSError):  # its folder may not be one
+            neighbour.unlink(missing_ok=True)
         raise explain_os_error(error, path) from error
 
 

@@ -13,10 +13,11 @@ import jinja2
 from markupsafe import Markup
 from matplotlib.figure import Figure
 from PIL import Image
+from rich.console import Console
 
-from ..cost import latency
 from ..errors import EvalError
-from ..studies import table
+from ..settings import ReportSettings
+from . import cost_table, quality_table, run_file
 from .output import write_bytes
 from .rows import Column, Row, cells, distance_name
 
@@ -31,12 +32,18 @@ _RESULTS = {
 _MARKERS = "osD^vP"
 
 
+def command(settings: ReportSettings, console: Console) -> None:
+    """Write the page and print where it is."""
+    console.print(f"page: {write_report(settings.folder, settings.pictures)}", soft_wrap=True)
+
+
 def write_report(folder: Path, pictures: int) -> Path:
     """Write `folder`/report.html from what `table`, `ablate` and `latency` left there; return its path.
 
     `pictures` is the number of seeds shown. Raises EvalError if the folder holds no results.
     """
-    parts = [_part(folder, name, pictures) for name in _RESULTS if (folder / f"{name}.jsonl").exists()]
+    runs = run_file.read(folder).get("results", {})
+    parts = [_part(folder, name, pictures, runs[name]) for name in _RESULTS if name in runs]
     if not parts:
         raise EvalError(f"{folder} holds no results; run agentsd-eval table --out {folder}")
     loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
@@ -46,10 +53,9 @@ def write_report(folder: Path, pictures: int) -> Path:
     return path
 
 
-def _part(folder: Path, name: str, pictures: int) -> dict[str, Any]:
+def _part(folder: Path, name: str, pictures: int, run: Row) -> dict[str, Any]:
     """Return what the page says of one results file."""
     rows = _read_jsonl(folder / f"{name}.jsonl")
-    run = rows[0]["run"]
     part = {
         "title": _RESULTS[name],
         "model": run["settings"].get("arch") or run["settings"]["model"],
@@ -57,13 +63,13 @@ def _part(folder: Path, name: str, pictures: int) -> dict[str, Any]:
         "facts": _facts(run),
     }
     if name == "latency":
-        return part | {"tables": _latency_tables(rows)}
+        return part | {"tables": _latency_tables(rows, run["clock"])}
     features = run["settings"]["features"]
     return part | {
         "tables": [
-            _table(title, rows, columns) for title, columns in table.tables_of(rows, features).items()
+            _table(title, rows, columns) for title, columns in quality_table.tables_of(rows, features).items()
         ],
-        "notes": [table.NOTE, table.plan(rows)],
+        "notes": [quality_table.NOTE, quality_table.plan(rows)],
         "scatter": _scatter(rows, features),
         "grid": _grid(folder, name, rows, pictures),
     }
@@ -77,19 +83,22 @@ def _table(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> dict[s
     return {"title": title, "heads": [column.title for column in columns], "rows": cells(rows, columns)}
 
 
-def _latency_tables(rows: list[Row]) -> list[dict[str, Any]]:
+def _latency_tables(rows: list[Row], clock: str) -> list[dict[str, Any]]:
     tables = []
     for case, group in groupby(rows, lambda row: (row["scope"], row["size"], row["batch"])):
         shown = list(group)
         scope, size, batch = case
-        columns = latency.columns_of(shown, rows[0]["run"]["clock"])
+        columns = cost_table.columns_of(shown, clock)
         tables.append(_table(f"{scope}, {size} px, batch {batch}", shown, columns))
     return tables
 
 
 def _facts(run: Row) -> dict[str, str]:
     settings = {key: value for key, value in run["settings"].items() if value not in (None, {}, [])}
+    commit = run.get("commit")
+    maker = f"commit {commit[:12]}{'' if run['clean'] else ', changed since'}" if commit else "a package"
     return {
+        "program": maker,
         "device": f"{run['device']}, {run['threads']} threads, {run['processes']} processes",
         "versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items()),
         "settings": ", ".join(f"{key} {value}" for key, value in settings.items()),
@@ -140,7 +149,9 @@ def _grid(folder: Path, name: str, rows: Sequence[Row], pictures: int) -> dict[s
         sources = [_data_uri(folder / "pictures" / method["key"] / file_name) for method in methods]
         if all(sources):
             lines.append({"prompt": picture["prompt"], "seed": picture["seed"], "sources": sources})
-    return {"heads": [table.row_label(method) for method in methods], "lines": lines} if lines else None
+    return (
+        {"heads": [quality_table.row_label(method) for method in methods], "lines": lines} if lines else None
+    )
 
 
 def _data_uri(path: Path) -> str | None:

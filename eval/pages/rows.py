@@ -4,23 +4,16 @@ import csv
 import io
 import json
 import math
-import os
-import platform
-import shlex
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.table import Table
 
-from ..settings import Settings
+from . import run_file
 from .output import make_table, write_bytes
 
-_PACKAGES = ("agentsd", "torch", "diffusers", "transformers", "tomesd", "DeepCache")
 Row = dict[str, Any]
 
 
@@ -45,48 +38,24 @@ def figure(key: str, form: str, missing: str = "-") -> Callable[[Row], str]:
 
 
 def method_text(row: Row) -> str:
-    """Return the method and ratio of a row for people, such as "agentsd r=0.4"."""
+    """Return the method and ratio of a row for people, such as "exact r=0.4"."""
     return row["method"] if row["ratio"] is None else f"{row['method']} r={row['ratio']:g}"
 
 
 def distance_name(features: str | None) -> str:
     """Return what the Frechet distance on a feature network is called; only Inception's is FID."""
-    return "FID" if features == "inception" else f"Fréchet ({features})"
-
-
-def describe_run(settings: Settings, device: torch.device) -> Row:
-    """Return what a figure depends on: versions, device, settings and the command itself."""
-    return {
-        "command": shlex.join(["agentsd-eval", *sys.argv[1:]]),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
-        "clock": "wall" if device.type == "cuda" else "CPU",
-        "threads": torch.get_num_threads(),
-        "processes": int(os.environ.get("WORLD_SIZE", "1")),
-        "python": platform.python_version(),
-        "versions": {name: _version(name) for name in _PACKAGES},
-        "settings": settings.model_dump(mode="json", exclude={"out"}),
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _cpu_name() -> str:
-    return f"{os.cpu_count()} cores {platform.machine()}"
+    return "FID" if features == "inception" else f"Fréchet ({features}, 48 components)"
 
 
 def write_rows(
     folder: Path, name: str, rows: Sequence[Row], tables: Sequence[Sequence[Column]], run: Row, note: str = ""
 ) -> None:
-    """Write `name`.jsonl (each row with `run`), `name`.csv and `name`.md; each is whole or not there.
+    """Write `name`.jsonl, `name`.csv and `name`.md, and `run` to run.json; each is whole or not there.
 
     `tables` are the columns of each table of the Markdown file, and `note` what stands below them.
     """
-    lines = [json.dumps({**_json_values(row), "run": run}, ensure_ascii=False) for row in rows]
+    run_file.update(folder, results={name: run})
+    lines = [json.dumps(_json_values(row), ensure_ascii=False) for row in rows]
     write_bytes(folder / f"{name}.jsonl", ("\n".join(lines) + "\n").encode())
     write_csv(folder / f"{name}.csv", rows)
     parts = [to_markdown(rows, columns) for columns in tables]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from PIL import Image
 
 from ..settings import RunSettings
@@ -35,6 +36,7 @@ def fingerprint(pipe: Any, pictures: Sequence[Picture], settings: RunSettings) -
         "weights": weights_digest(pipe.unet),
         "dtype": settings.dtype,
         "device": pipe.unet.device.type,
+        "threads": torch.get_num_threads(),
         "scheduler": settings.scheduler,
         "steps": settings.steps,
         "guidance_scale": settings.guidance_scale,

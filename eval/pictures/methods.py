@@ -1,9 +1,11 @@
 """The methods a row can name: each is applied to a pipeline for the length of a `with` block."""
 
+import difflib
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,33 +16,41 @@ from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 
 from agentsd import Recipe, apply_agentsd, remove_agentsd
 from agentsd.hosts import EVERY_LEVEL, find_sites
+from agentsd.recipe import MODES
 
 from ..errors import EvalError
-from ..settings import Backend, Settings, recipe_of
+from ..settings import Backend, FewerSteps, Settings, recipe_of
 
 Reseed = Callable[[int], None]
-_MODES = {"agentsd": "exact", "agentsd-fast": "fast", "agentsd-turbo": "turbo"}
+DEFAULT = "fast"
+"""The recipe that `apply_agentsd` runs if nothing is said."""
+DEFAULT_RATIO = 0.4
 _DEFAULTS = {"k": 0.075, "scale": -0.15, "early_frac": 0.4, "seed": 0}
+_INTERVAL = 3  # of a deepcache that names none
 
 
 @dataclass(frozen=True)
 class Method:
-    """One or more accelerators at one setting, such as ("agentsd", "deepcache") at ratio 0.4."""
+    """One or more accelerators at one setting, such as ("fast", "deepcache") at ratio 0.4."""
 
     parts: tuple[str, ...]
     ratio: float | None = None
     backend: Backend = "sdpa"
     agent: tuple[tuple[str, Any], ...] = ()
-    cache_interval: int = 3
     recipe: Recipe | None = None
     """What a part runs that has a name of the user's own."""
     folder: Path | None = None
     """Or where it is read from, with trained attention or without."""
+    steps: int | None = None
+    """Denoising steps; None is as many as the run's."""
+    varied: str | None = None
+    """What a row is called where that says more than its name."""
 
     @property
     def name(self) -> str:
-        """The parts joined by "+", or "stock"."""
-        return "+".join(self.parts) or "stock"
+        """The parts joined by "+", or "stock"; "@" stands before a number of steps of its own."""
+        steps = "" if self.steps is None else f"@{self.steps}"
+        return ("+".join(self.parts) or "stock") + steps
 
     @property
     def key(self) -> str:
@@ -53,15 +63,38 @@ class Method:
             words.append(_hash(repr(self.recipe.to_mapping()).encode()))
         if self.folder is not None:
             words.append(_content(self.folder))
-        if "deepcache" in self.parts:
-            words.append(f"n{self.cache_interval}")
         words.append(self.backend)
         return "-".join(words)
 
     @property
     def label(self) -> str:
-        """The name and ratio for people, such as "agentsd r=0.4"."""
+        """What people call it, such as "exact r=0.4"."""
+        if self.varied is not None:
+            return self.varied
         return self.name if self.ratio is None else f"{self.name} r={self.ratio:g}"
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether nothing is changed, not even the number of steps."""
+        return not self.parts and self.steps is None
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it is what `apply_agentsd(pipe)` runs."""
+        return (
+            self.parts == (DEFAULT,) and not self.agent and (self.ratio, self.steps) == (DEFAULT_RATIO, None)
+        )
+
+    @property
+    def interval(self) -> int | None:
+        """The steps between two whole calls of DeepCache, which saves calls; None without it."""
+        found = [_deepcache_interval(part) for part in self.parts]
+        return next((interval for interval in found if interval is not None), None)
+
+    @property
+    def within_a_call(self) -> bool:
+        """Whether what it saves shows in one U-Net call."""
+        return self.interval is None and self.steps is None
 
     @contextmanager
     def applied(self, pipe: Any) -> Iterator[Reseed]:
@@ -74,7 +107,7 @@ class Method:
         with ExitStack() as stack:
             stack.enter_context(_attention_backend(pipe, self.backend))
             for part in self.parts:
-                reseeds.append(stack.enter_context(_PARTS.get(part, _named)(self, pipe)))
+                reseeds.append(stack.enter_context(_patch_of(part)(self, pipe)))
 
             def reseed_all(seed: int) -> None:
                 for reseed in reseeds:
@@ -86,41 +119,79 @@ class Method:
 def parse_method(
     text: str, ratio: float | None, settings: Settings, backend: Backend | None = None
 ) -> Method:
-    """Return the method named by `text`, such as "agentsd+deepcache"; "stock" has no parts.
+    """Return the method named by `text`, such as "fast+deepcache" or "stock@20"; "stock" has no parts.
 
-    A method that merges nothing drops the ratio. Raises EvalError on an unknown name.
+    A method that has no ratio drops it, and so it does with `settings.agent`. Raises EvalError on an unknown
+    name.
     """
-    parts = () if text == "stock" else tuple(text.split("+"))
-    if unknown := [part for part in parts if part not in {*_PARTS, *settings.named}]:
+    joined, at, count = text.partition("@")
+    if at and not re.fullmatch(r"[1-9]\d{0,3}", count):
+        raise EvalError(f"{text!r}: after the @ stands a number of steps, as in stock@20")
+    parts = () if joined == "stock" else tuple(joined.split("+"))
+    if unknown := [part for part in parts if not is_part(part) and part not in settings.named]:
+        known = ["stock", *_PARTS, *MODES, *settings.named]
+        near = difflib.get_close_matches(unknown[0], known, 1)
+        meant = f"did you mean {near[0]}? " if near else ""
         raise EvalError(
-            f"unknown method {unknown[0]!r} in {text!r}; use stock, "
-            f"{', '.join([*_PARTS, *settings.named])} or a composition such as agentsd+deepcache"
+            f"unknown method {unknown[0]!r} in {text!r}; {meant}use {', '.join(known)}, "
+            "a composition such as fast+deepcache, or fewer steps such as stock@20"
         )
-    attending = [part for part in parts if part != "deepcache"]
-    if len(set(parts)) < len(parts) or len(attending) > 1:
-        raise EvalError(
-            f"{text!r} can't be combined: name a part once, and one of tomesd and agentsd at most"
-        )
-    if not set(attending) & {"tomesd", *_MODES}:
+    attending = [part for part in parts if _deepcache_interval(part) is None]
+    if len(set(parts)) < len(parts) or len(attending) > 1 or len(parts) - len(attending) > 1:
+        raise EvalError(f"{text!r} can't be combined: name one method, and deepcache beside it at most")
+    mode = next((MODES[part] for part in parts if part in MODES), None)
+    if "tomesd" not in parts and not (mode and _has(mode, "ratio", ratio)):
         ratio = None
-    agent = settings.agent if set(parts) & set(_MODES) else {}
+    agent = {key: value for key, value in settings.agent.items() if mode and _has(mode, key, value)}
     recipe, folder = None, None
-    for own in (settings.named[part] for part in parts if part not in _PARTS):
+    for own in (settings.named[part] for part in parts if part in settings.named):
         recipe, folder = (recipe_of(own), None) if isinstance(own, dict) else (None, own)
     return Method(
         parts,
         ratio,
         backend or settings.backend,
         tuple(sorted(agent.items())),
-        settings.cache_interval,
         recipe,
         folder,
+        int(count) if at else None,
     )
 
 
-def expand(names: Sequence[str], ratios: Sequence[float], settings: Settings) -> list[Method]:
-    """Return every method at every ratio, "stock" first, without repeats."""
-    methods = [parse_method("stock", None, settings)]
+def is_part(name: str) -> bool:
+    """Whether a method is called that, alone or joined with others."""
+    return name in ("stock", *_PARTS, *MODES) or _deepcache_interval(name) is not None
+
+
+def _has(recipe: Recipe, setting: str, value: Any) -> bool:
+    """Whether a recipe has such a setting."""
+    if value is None:
+        return False
+    if setting == "seed":
+        return any(hasattr(operator, "cells") for operator in recipe.operators)
+    try:
+        recipe.with_settings(**{setting: value})
+    except ValueError:
+        return False
+    return True
+
+
+def _deepcache_interval(part: str) -> int | None:
+    found = re.fullmatch(r"deepcache(?:-([1-9]\d{0,2}))?", part)
+    return found and int(found[1] or _INTERVAL)
+
+
+def fewer(shares: FewerSteps, settings: Settings, backend: Backend | None = None) -> list[Method]:
+    """Return stock in each share of the steps: the baseline that costs nothing to have."""
+    stock = parse_method("stock", None, settings, backend)
+    counts = [max(1, round(share * settings.steps)) for share in shares]
+    return [replace(stock, steps=count) for count in dict.fromkeys(counts) if count < settings.steps]
+
+
+def expand(
+    names: Sequence[str], ratios: Sequence[float], settings: Settings, fewer_steps: FewerSteps = ()
+) -> list[Method]:
+    """Return "stock" first, then in fewer steps, then every method at every ratio, without repeats."""
+    methods = [parse_method("stock", None, settings), *fewer(fewer_steps, settings)]
     for name in names:
         for ratio in ratios:
             method = parse_method(name, ratio, settings)
@@ -181,22 +252,14 @@ def _tomesd(method: Method, pipe: Any) -> Iterator[Reseed]:
 
 
 @contextmanager
-def _agentsd(method: Method, pipe: Any, mode: str) -> Iterator[Reseed]:
-    assert method.ratio is not None
+def _recipe(method: Method, pipe: Any, mode: str | None = None) -> Iterator[Reseed]:
+    """A recipe by its name, or a user's own."""
+    ratio: dict[str, Any] = {} if method.ratio is None else {"ratio": method.ratio}
     try:
-        apply_agentsd(pipe, ratio=method.ratio, mode=mode, **dict(method.agent))
-    except (TypeError, ValueError) as error:
-        raise EvalError(f"{method.label}: {error}") from error
-    try:
-        yield _nothing
-    finally:
-        remove_agentsd(pipe)
-
-
-@contextmanager
-def _named(method: Method, pipe: Any) -> Iterator[Reseed]:
-    try:
-        apply_agentsd(pipe, recipe=method.recipe or method.folder)  # type: ignore[arg-type]
+        if mode is None:
+            apply_agentsd(pipe, recipe=method.recipe or method.folder)  # type: ignore[arg-type]
+        else:
+            apply_agentsd(pipe, mode=mode, **ratio, **dict(method.agent))
     except (TypeError, ValueError, OSError) as error:
         raise EvalError(f"{method.label}: {error}") from error
     try:
@@ -220,7 +283,7 @@ def _deepcache(method: Method, pipe: Any) -> Iterator[Reseed]:
     from DeepCache import DeepCacheSDHelper
 
     helper = DeepCacheSDHelper(pipe=pipe)
-    helper.set_params(cache_interval=method.cache_interval, cache_branch_id=0)
+    helper.set_params(cache_interval=method.interval, cache_branch_id=0)
     # Its disable() leaves a `forward` on every module it wrapped.
     before = {module: module.__dict__.get("forward") for module in pipe.unet.modules()}
     helper.enable()
@@ -263,26 +326,32 @@ def _limit(method: Method, pipe: Any, levels: int) -> Iterator[Reseed]:
 
 _PARTS: dict[str, Callable[[Method, Any], AbstractContextManager[Reseed]]] = {
     "tomesd": _tomesd,
-    **{name: partial(_agentsd, mode=mode) for name, mode in _MODES.items()},
     "deepcache": _deepcache,
     "limit": partial(_limit, levels=1),
     "limit-all": partial(_limit, levels=EVERY_LEVEL),
 }
+"""What is applied here; the other names are recipes'."""
+
+
+def _patch_of(part: str) -> Callable[[Method, Any], AbstractContextManager[Reseed]]:
+    if part in MODES:
+        return partial(_recipe, mode=part)
+    return _deepcache if _deepcache_interval(part) is not None else _PARTS.get(part, _recipe)
 
 
 def check_scheduler(method: Method, scheduler: Any, steps: int) -> None:
-    """Raise EvalError where DeepCache would refresh its cache at the wrong calls.
+    """Raise EvalError where DeepCache would refresh its cache at the wrong calls of a run of `steps`.
 
     DeepCache 0.1.1 finds its step by the first equal timestep. PLMS repeats one timestep, which is
     harmless where both calls reuse the cache (an interval of 3 or more); Heun repeats them all.
     """
-    if "deepcache" not in method.parts:
+    if method.interval is None:
         return
-    scheduler.set_timesteps(steps)
+    scheduler.set_timesteps(method.steps or steps)
     timesteps = scheduler.timesteps.tolist()
     for call, timestep in enumerate(timesteps):
-        if (timesteps.index(timestep) % method.cache_interval == 0) != (call % method.cache_interval == 0):
+        if (timesteps.index(timestep) % method.interval == 0) != (call % method.interval == 0):
             raise EvalError(
                 f"DeepCache mistakes call {call} of {type(scheduler).__name__} for an earlier one (timestep "
-                f"{timestep} repeats) at cache_interval {method.cache_interval}; use --scheduler ddim"
+                f"{timestep} repeats) at interval {method.interval}; use --scheduler ddim"
             )

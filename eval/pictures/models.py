@@ -1,5 +1,6 @@
 """Load the pipeline that a command measures."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,14 @@ _SCHEDULERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ddpm": (DDPMScheduler, {"clip_sample": False}),
     "euler": (EulerDiscreteScheduler, {}),
     "dpm++": (DPMSolverMultistepScheduler, {"algorithm_type": "dpmsolver++"}),
+    "dpm++karras": (
+        DPMSolverMultistepScheduler,
+        {"algorithm_type": "dpmsolver++", "use_karras_sigmas": True},
+    ),
 }
+
+
+_HUB_ID = r"\w[\w.-]*/\w[\w.-]*"
 
 
 def find_device(name: str | None) -> torch.device:
@@ -54,10 +62,10 @@ def load_pipeline(settings: Settings) -> Any:
         except FileNotFoundError as error:
             raise EvalError(str(error)) from error
     else:
-        if not Path(settings.model).exists() and settings.model.strip("/").count("/") != 1:
+        if not Path(settings.model).is_dir() and not re.fullmatch(_HUB_ID, settings.model):
             raise EvalError(
-                f"can't load the model {settings.model!r}: it is no folder, and no hub id (OWNER/NAME); "
-                "'demo' is the embedded one"
+                f"can't load the model {settings.model!r}: there is no such folder, and it is no hub id "
+                "(OWNER/NAME); 'demo' is the embedded one"
             )
         try:
             pipe = AutoPipelineForText2Image.from_pretrained(settings.model, dtype=dtype).to(device)

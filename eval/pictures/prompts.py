@@ -1,12 +1,15 @@
 """The pictures that a run asks for: each has its prompt and a seed of its own."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
 
 from ..errors import EvalError
 from ..pages.output import read_lines
-from ..settings import RunSettings
+from ..settings import CalibrateSettings, CompareSettings, RedundancySettings, RunSettings, Settings
 
 if TYPE_CHECKING:
     from agentsd_demo.scenes import Triple
@@ -51,6 +54,40 @@ def from_classes(classes: Sequence[str], template: str, per_class: int, seed: in
     return from_prompts(prompts, len(prompts), seed)
 
 
+def pictures_to_show(settings: CompareSettings | RedundancySettings | CalibrateSettings) -> list[Picture]:
+    """Return a picture for each prompt of the settings, else for `images` captions of the embedded model."""
+    if settings.prompts:
+        return from_prompts(settings.prompts, len(settings.prompts), settings.seed)
+    return _captions(settings.images, settings.seed)
+
+
+def _captions(images: int, seed: int) -> list[Picture]:
+    from agentsd_demo.scenes import triples
+
+    return from_triples(triples(), images, seed)
+
+
+def note_unknown_words(pipe: Any, pictures: Sequence[Picture], settings: Settings, console: Console) -> None:
+    """Say which words of the prompts the embedded model was never taught."""
+    if settings.model != "demo":
+        return
+    if words := unknown_words(pipe.tokenizer, [picture.prompt for picture in pictures]):
+        named = ", ".join(map(repr, words[:8]))
+        console.print(f"note: the embedded model was never taught {named}; its captions are in agentsd_demo")
+
+
+def unknown_words(tokenizer: Any, prompts: Sequence[str]) -> list[str]:
+    """Return the words of prompts that stand in no caption and are no token by themselves, in order."""
+    from agentsd_demo.scenes import triples
+
+    def words_of(texts: Iterable[str]) -> list[str]:
+        return list(dict.fromkeys(word for text in texts for word in re.findall(r"[^\W_]+", text.lower())))
+
+    taught = set(words_of(triple.caption for triple in triples()))
+    tokens = tokenizer.get_vocab()
+    return [word for word in words_of(prompts) if word not in taught and f"{word}</w>" not in tokens]
+
+
 def pictures_of(settings: RunSettings) -> list[Picture]:
     """Return the pictures of a run: of its classes, its prompts, or the embedded model's captions.
 
@@ -67,6 +104,4 @@ def pictures_of(settings: RunSettings) -> list[Picture]:
         raise EvalError(
             f"the model {settings.model!r} has no prompts of its own: give --prompts or --classes FILE"
         )
-    from agentsd_demo.scenes import triples
-
-    return from_triples(triples(), settings.images, settings.seed)
+    return _captions(settings.images, settings.seed)

@@ -3,7 +3,7 @@
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,11 +65,11 @@ def initial_latents(pipe: Any, seeds: Sequence[int], height: int, width: int) ->
 
 def warm_up(pipe: Any, method: Method, pictures: Sequence[Picture], settings: SamplingSettings) -> None:
     """Make a batch in two steps at most, whose time would hold what is done only once."""
-    few = settings.model_copy(update={"steps": min(settings.steps, 2)})
+    few = replace(method, steps=min(method.steps or settings.steps, 2))
     with warnings.catch_warnings():
         # With early_frac=0.2 neither of two steps is early, and that means nothing.
         warnings.filterwarnings("ignore", "agentsd: this run has no early step")
-        sample(pipe, method, pictures, few)
+        sample(pipe, few, pictures, settings)
 
 
 def sample(
@@ -93,7 +93,7 @@ def sample(
                 prompt=[picture.prompt for picture in pictures],
                 height=height,
                 width=width,
-                num_inference_steps=settings.steps,
+                num_inference_steps=method.steps or settings.steps,
                 guidance_scale=settings.guidance_scale,
                 latents=latents,
                 generator=generators,

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from ..errors import EvalError
+from ..pages import run_file
 from ..pages.output import explain_os_error, png_bytes, write_bytes
 from .methods import Method
 from .prompts import Picture
@@ -41,21 +42,19 @@ class Store:
         self.folder = folder
         self._rank = rank
 
-    def claim(self, fingerprint: dict[str, Any]) -> None:
-        """Mark the folder as that of a run; EvalError names how another run's differs."""
-        path = self.folder / "run.json"
-        if not path.exists():
-            write_bytes(path, json.dumps(fingerprint, indent=1).encode())
-            return
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise EvalError(f"can't read {path}: {error}; remove it if the folder is no run's") from None
+    def claim(self, fingerprint: dict[str, Any], maker: dict[str, Any] | None = None) -> None:
+        """Mark the folder as a run's, and who makes its pictures; EvalError names how another run differs."""
+        run = run_file.read(self.folder)
+        found = run.get("pictures") or fingerprint
         if different := [key for key in fingerprint if found.get(key) != fingerprint[key]]:
             changes = "; ".join(
                 f"{key}: {found.get(key)!r} there, {fingerprint[key]!r} now" for key in different
             )
             raise EvalError(f"{self.folder} holds another run's pictures ({changes}); choose another --out")
+        makers: dict[str, Any] = run.get("makers", {})
+        if "pictures" not in run or (maker and maker not in makers.values()):
+            new = {str(len(makers) + 1): maker} if maker else {}
+            run_file.update(self.folder, pictures=fingerprint, makers=new)
 
     def path(self, method: Method, index: int) -> Path:
         """Return where a picture is, or will be."""
@@ -80,7 +79,7 @@ class Store:
         for manifest in sorted(self.path(method, 0).parent.glob("manifest-*.jsonl")):
             for line in manifest.read_bytes().splitlines():
                 try:
-                    yield Entry(**json.loads(line))
+                    yield _read_entry(line)
                 except (ValueError, TypeError):
                     continue  # a line cut off when the run was killed: its picture is made again
 
@@ -98,10 +97,6 @@ class Store:
         for picture, image in zip(pictures, images, strict=True):
             path = self.path(method, picture.index)
             content = png_bytes(image)
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise explain_os_error(error, path) from error
             write_bytes(path, content)
             entry = Entry(
                 index=picture.index,
@@ -138,6 +133,20 @@ class Store:
     def image(self, method: Method, index: int) -> Image.Image:
         """Return a picture, RGB."""
         return Image.open(self.path(method, index)).convert("RGB")
+
+
+def _read_entry(line: bytes) -> Entry:
+    """Raises ValueError or TypeError on a line that is none of ours."""
+    entry = Entry(**json.loads(line))
+    whole, numbers = (
+        (entry.index, entry.seed, entry.batch, entry.batch_images),
+        (entry.seconds, entry.cpu_seconds),
+    )
+    if not all(type(value) is int and value >= 0 for value in whole) or entry.batch_images < 1:
+        raise ValueError(line)
+    if not all(isinstance(value, int | float) and value > 0 for value in numbers):
+        raise ValueError(line)
+    return entry
 
 
 def _digest(path: Path) -> str | None:

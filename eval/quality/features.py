@@ -1,6 +1,8 @@
 """Pictures to feature vectors, by a named network; computed once and kept under the pictures' content."""
 
 import hashlib
+import importlib
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 from PIL import Image, ImageOps
 
 from ..errors import EvalError
-from ..pages.output import explain_os_error
+from ..pages.output import write_bytes
 from .fidelity import to_tensor
 
 _BATCH = 16
@@ -59,15 +61,9 @@ def _efficientnet_lite0(device: torch.device) -> Network:
 
 def _inception(device: torch.device, weights: Path | None) -> Network:
     """Return pytorch-fid's Inception v3; it resizes to 299x299 itself, bilinearly."""
-    try:
-        from pytorch_fid import inception
-    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision is of another torch
-        raise EvalError(
-            f"real FID needs pytorch-fid ({error}): pip install 'agentsd[fid]', "
-            "or use --features efficientnet-lite0"
-        ) from None
+    check_network("inception", weights)
+    inception: Any = importlib.import_module("pytorch_fid.inception")
     if weights is not None:
-        check_inception_weights(weights)
         # pytorch-fid has no other door for a local file.
         state = torch.load(weights, map_location="cpu", weights_only=True)
         inception.load_state_dict_from_url = lambda *args, **kwargs: state
@@ -82,6 +78,21 @@ def _inception(device: torch.device, weights: Path | None) -> Network:
         return model(pixels.to(device) / 255)[0].flatten(1)
 
     return Network("inception", None, forward)
+
+
+def check_network(name: str, weights: Path | None) -> None:
+    """Raise EvalError now if the network's package or its weights file won't do."""
+    if name != "inception":
+        return
+    try:
+        importlib.import_module("pytorch_fid.inception")
+    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision is of another torch
+        raise EvalError(
+            f"real FID needs pytorch-fid ({error}): pip install 'agentsd[fid]', "
+            "or use --features efficientnet-lite0"
+        ) from None
+    if weights is not None:
+        check_inception_weights(weights)
 
 
 def check_inception_weights(path: Path) -> None:
@@ -125,14 +136,9 @@ def features_of(
         parts += _by_size(network, images)
         tick(len(images))
     found = np.concatenate(parts)
-    neighbour = path.with_suffix(".part")
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with neighbour.open("wb") as file:
-            np.save(file, found)
-        neighbour.replace(path)
-    except OSError as error:
-        raise explain_os_error(error, path) from error
+    content = io.BytesIO()
+    np.save(content, found)
+    write_bytes(path, content.getvalue())
     return found
 
 

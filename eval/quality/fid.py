@@ -4,15 +4,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
 
 from ..errors import EvalError
-from ..pages.output import check_writable
-from ..pages.rows import Column, Row, distance_name, figure
+from ..pages.output import check_writable, progress
+from ..pages.rows import Column, Row, distance_name, figure, to_terminal
 from ..pictures.models import find_device
 from ..settings import FidSettings
 from . import metrics
 from .feature_file import SUFFIX, load_features
-from .features import features_of, load_network, picture_files
+from .features import check_network, features_of, load_network, picture_files
+
+
+def command(settings: FidSettings, console: Console) -> None:
+    """Print the distances."""
+    check_network(settings.features, settings.inception_weights)
+    sets = sets_of((settings.first, settings.second), settings)
+    with progress(console) as bars:
+        task = bars.add_task("features", total=sum(map(len, sets)))
+        row = distances(sets, settings, lambda count: bars.advance(task, count))
+    console.print(to_terminal(f"{settings.first} and {settings.second}", [row], columns(settings)))
 
 
 def sets_of(places: Sequence[Path], settings: FidSettings) -> list[list[Path] | np.ndarray]:

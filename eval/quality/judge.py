@@ -110,8 +110,8 @@ class Judge:
     ) -> tuple[list[Row], list[Row]]:
         """Return a row for each method and a row for each method and picture.
 
-        The features of the real and stock's pictures are written to `features/` in the run's folder: what is
-        small enough to be kept with a table.
+        The features of the real pictures, of stock's and of the default's are written to `features/` in the
+        run's folder: what is small enough to be kept with a table.
         """
 
         def shown_by(method: Method, pictures: Sequence[Picture] = self.pictures) -> Shown:
@@ -123,23 +123,21 @@ class Judge:
         against = Against(
             stock,
             Looks(self._stages, stock.images),
-            None
-            if compared.converged is None
-            else Looks(self._stages, shown_by(compared.converged).images),
+            None if compared.converged is None else Looks(self._stages, shown_by(compared.converged).images),
             metrics.KernelSet(shown_by(compared.stock, compared.others).features)
             if len(compared.others) >= _FEWEST
             else None,
         )
         rows, singles = [], []
+        kept = {} if self.real is None else {"real": self.real_features}
         for method in methods:
             shown = stock if method == compared.stock else shown_by(method)
             row, single = self.row_of(shown, against)
             rows.append(row)
             singles += single
+            if method.is_stock or method.is_default:
+                kept[method.key] = shown.features
             tick(len(self.pictures))
-        kept = {compared.stock.key: stock.features}
-        if self.real is not None:
-            kept["real"] = self.real_features
         for name, vectors in kept.items():
             save_features(self._cache / f"{name}{SUFFIX}", self.network.name, vectors)
         return rows, singles

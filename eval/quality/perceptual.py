@@ -5,10 +5,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from agentsd_demo.accuracy import load_efficientnet_lite0
 from PIL import Image
 from torch import Tensor
-
-from agentsd_demo.accuracy import load_efficientnet_lite0
 
 from .fidelity import to_tensor
 

@@ -28,7 +28,9 @@ def load_basis() -> np.ndarray:
 
     found = hashlib.sha256(BASIS.read_bytes()).hexdigest()
     if found != SHA256:
-        raise ValueError(f"{BASIS} has SHA-256 {found[:12]}..., not {SHA256[:12]}...: install agentsd-demo again")
+        raise ValueError(
+            f"{BASIS} has SHA-256 {found[:12]}..., not {SHA256[:12]}...: install agentsd-demo again"
+        )
     return np.load(BASIS).astype(np.float64)
 
 

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from PIL import Image
-
 from agentsd_demo.reading import Box, ConceptReader, read_scene
 from agentsd_demo.scenes import Scene, Triple, random_scene, triples
+from PIL import Image
 
 FRESH = 4096
 """Scenes that pictures are compared with."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from agentsd import Phases, Recipe, calibrate
@@ -11,22 +12,27 @@ from agentsd.hosts import EVERY_LEVEL, find_sites
 from agentsd.recipe import stages_of
 
 from ..errors import EvalError
-from ..pages.output import explain_os_error, make_table
+from ..pages.output import check_writable, explain_os_error, make_table, progress
 from ..pictures.methods import parse_method
+from ..pictures.models import load_pipeline
+from ..pictures.prompts import pictures_to_show
 from ..pictures.sampling import size_of
 from ..settings import CalibrateSettings, recipe_of
 from .redundancy import short_name
 
 
-def prompts_of(settings: CalibrateSettings) -> list[str]:
-    """Return the prompts of the settings, else captions of the embedded model, spread evenly."""
-    if settings.prompts:
-        return list(settings.prompts)
-    from agentsd_demo import load_references
-
-    from ..pictures.prompts import from_references
-
-    return [picture.prompt for picture in from_references(load_references(), settings.images, settings.seed)]
+def command(settings: CalibrateSettings, console: Console) -> None:
+    """Calibrate, write the YAML file, print what was found."""
+    check_writable(settings.out)
+    pipe = load_pipeline(settings)
+    with progress(console) as bars:
+        task = bars.add_task("trials", total=None)
+        found = run(pipe, settings, lambda done, of: bars.update(task, completed=done, total=of))
+    save(found, settings)
+    console.print(choices(pipe, found))
+    console.print(figures(found, settings))
+    console.print(note(found), markup=False)
+    console.print(f"settings: {settings.out}", soft_wrap=True)
 
 
 def run(pipe: Any, settings: CalibrateSettings, tick: Callable[[int, int], None]) -> Recipe:
@@ -39,7 +45,7 @@ def run(pipe: Any, settings: CalibrateSettings, tick: Callable[[int, int], None]
         with parse_method("stock", None, settings).applied(pipe):
             return calibrate(
                 pipe,
-                prompts_of(settings),
+                [picture.prompt for picture in pictures_to_show(settings)],
                 speedup=settings.speedup,
                 max_error=settings.max_error,
                 cost=settings.cost,

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from PIL import Image
+from rich.console import Console
 from rich.table import Table
 
 from ..pages.grid import draw_grid
-from ..pages.output import make_table
+from ..pages.output import check_writable, make_table, progress, save_image
 from ..pictures.methods import Method, check_scheduler, expand
-from ..pictures.prompts import Picture, from_prompts, from_references
+from ..pictures.models import load_pipeline
+from ..pictures.prompts import Picture, note_unknown_words, pictures_to_show
 from ..pictures.sampling import Seconds, sample, warm_up
 from ..quality import fidelity
 from ..settings import CompareSettings
@@ -39,18 +41,24 @@ class Comparison:
         return statistics.median(seconds.wall for seconds in self.seconds)
 
 
-def pictures_to_compare(settings: CompareSettings) -> list[Picture]:
-    """Return the pictures named by the settings: their prompts, else captions of the embedded model."""
-    if settings.prompts:
-        return from_prompts(settings.prompts, len(settings.prompts), settings.seed)
-    from agentsd_demo import load_references
-
-    return from_references(load_references(), settings.images, settings.seed)
+def command(settings: CompareSettings, console: Console) -> None:
+    """Draw the pictures, print their figures."""
+    rivals = methods_of(settings)
+    check_writable(settings.out)
+    pipe = load_pipeline(settings)
+    pictures = pictures_to_show(settings)
+    note_unknown_words(pipe, pictures, settings, console)
+    with progress(console) as bars:
+        task = bars.add_task("pictures", total=len(rivals) * (len(pictures) + 1))
+        comparisons = compare(pipe, rivals, pictures, settings, lambda: bars.advance(task))
+    save_image(draw(comparisons, pictures), settings.out)
+    console.print(summary(comparisons, settings, pipe.unet.device))
+    console.print(f"pictures: {settings.out}", soft_wrap=True)
 
 
 def methods_of(settings: CompareSettings) -> list[Method]:
     """Return the methods of the settings, stock first. Raises EvalError on an unknown one."""
-    return expand(settings.methods, [settings.ratio], settings)
+    return expand(settings.methods, [settings.ratio], settings, settings.fewer_steps)
 
 
 def compare(

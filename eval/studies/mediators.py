@@ -1,14 +1,28 @@
 """The search over when the number of agents grows (section 5.3 of the attention mediators paper)."""
 
+import io
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
+from rich.console import Console
 
 from ..errors import EvalError
+from ..pages.output import write_bytes
 from ..pages.rows import Row, distance_name
-from ..pictures.methods import Method, parse_method
+from ..pictures.methods import Method, fewer, parse_method
 from ..settings import MediatorSettings
+from .table import show
+
+
+def command(settings: MediatorSettings, console: Console) -> None:
+    """Print the tables, and write them and the plot."""
+    rows = show(settings, methods_of(settings), "mediators", console)
+    if any(row.get("frechet") is not None for row in rows):
+        picture = io.BytesIO()
+        draw(rows, settings.features).savefig(picture, format="png", dpi=150)
+        write_bytes(settings.out / "mediators.png", picture.getvalue())
+        console.print(f"plot: {settings.out / 'mediators.png'}", soft_wrap=True)
 
 
 def thresholds_of(stages: int, step: float) -> Iterator[tuple[float, ...]]:
@@ -34,9 +48,9 @@ def methods_of(settings: MediatorSettings) -> list[Method]:
     if unused := sorted(set(settings.agent) - set(formula)):
         raise EvalError(f"--agent {unused[0]}: mediators have k and scale alone; leave it out")
     stages = [{"pooled_agents": {"count": count} | formula} for count in settings.mediator_counts]
-    methods = [parse_method("stock", None, settings)]
+    methods = [parse_method("stock", None, settings), *fewer(settings.fewer_steps, settings)]
     for thresholds in thresholds_of(len(settings.mediator_counts), settings.mediator_step):
-        name = f"mediators {thresholds}"
+        name = "mediators " + ", ".join(f"{threshold:g}" for threshold in thresholds)
         recipe = {"attention": {"stages": stages, "thresholds": list(thresholds)}}
         named = {name: {"recipe": recipe}}
         methods.append(parse_method(name, None, settings.model_copy(update={"named": named})))

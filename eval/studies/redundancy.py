@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.nn import Module
@@ -20,9 +21,12 @@ from torch.nn import Module
 from agentsd.hosts import EVERY_LEVEL, Site, find_model, find_sites, latent_and_timestep
 
 from ..errors import EvalError
-from ..pages.rows import Column, Row, figure, to_markdown, to_terminal
+from ..pages.maker import describe_run
+from ..pages.output import check_writable, progress, write_bytes
+from ..pages.rows import Column, Row, figure, to_markdown, to_terminal, write_rows
 from ..pictures.methods import parse_method
-from ..pictures.prompts import Picture, from_prompts, from_references
+from ..pictures.models import load_pipeline
+from ..pictures.prompts import Picture, pictures_to_show
 from ..pictures.sampling import sample
 from ..settings import RedundancySettings
 from .divergence import MAX_SCORE, attention_map, js_score, js_score_sampled
@@ -141,13 +145,20 @@ def steps_of(settings: RedundancySettings) -> list[int]:
     return [i * (settings.steps - 1) // max(1, count - 1) for i in range(count)]
 
 
-def pictures_of(settings: RedundancySettings) -> list[Picture]:
-    """Return a picture for each prompt of the settings, else for captions of the embedded model."""
-    if settings.prompts:
-        return from_prompts(settings.prompts, len(settings.prompts), settings.seed)
-    from agentsd_demo import load_references
-
-    return from_references(load_references(), settings.images, settings.seed)
+def command(settings: RedundancySettings, console: Console) -> None:
+    """Measure, write the figures and the map, print the means."""
+    check_writable(settings.out / "redundancy.jsonl")
+    pipe = load_pipeline(settings)
+    pictures = pictures_to_show(settings)
+    with progress(console) as bars:
+        task = bars.add_task("layers", total=score_count(pipe, pictures, settings))
+        rows = measure(pipe, pictures, settings, lambda: bars.advance(task))
+    run = describe_run(settings, pipe.unet.device)
+    write_rows(settings.out, "redundancy", rows, [], run, markdown(rows, settings))
+    write_bytes(settings.out / "redundancy.png", draw(rows, settings))
+    console.print(summary(rows, settings))
+    console.print(note(rows, settings))
+    console.print(f"map and figures: {settings.out}", soft_wrap=True)
 
 
 def score_count(pipe: Any, pictures: Sequence[Picture], settings: RedundancySettings) -> int:

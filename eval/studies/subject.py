@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from agentsd_demo import load_references
 from agentsd.dreambooth.checkpoints import list_checkpoints
 
 from ..errors import EvalError
 from ..pages import rows as results
+from ..pages.maker import describe_maker, describe_run
 from ..pages.output import check_writable, progress, save_image, write_bytes
 from ..pages.rows import Row
 from ..pictures.models import load_pipeline
@@ -24,6 +25,8 @@ from ..pictures.sampling import sample, size_of, warm_up
 from ..pictures.store import Store, weights_digest
 from ..quality import metrics
 from ..quality.features import features_of, load_network
+from ..quality.judge import scene_reader
+from ..quality.scenes import read_pictures
 from ..settings import SubjectSettings
 from .subject_plan import (
     TRAININGS,
@@ -37,7 +40,15 @@ from .subject_plan import (
     variants_of,
     views_of,
 )
-from .subject_report import ceiling_row, draw, note, rows_of, sentences, tables_of
+from .subject_report import ceiling_row, draw, note, rows_of, sentences, summary, tables_of
+
+
+def command(settings: SubjectSettings, console: Console) -> None:
+    """Run the study and print its tables."""
+    rows, told = run(settings, console)
+    for part in (*summary(rows), *told):
+        console.print(part)
+    console.print(f"pictures and figures: {settings.out}", soft_wrap=True)
 
 
 def run(settings: SubjectSettings, console: Console) -> tuple[list[Row], list[str]]:
@@ -52,7 +63,7 @@ def run(settings: SubjectSettings, console: Console) -> tuple[list[Row], list[st
     pipe = load_pipeline(settings)
     if "clip_sample" in pipe.scheduler.config:  # diffusers' DDIM does, but a latent is not bound to [-1, 1]
         pipe.scheduler.register_to_config(clip_sample=False)
-    Store(settings.out).claim(_fingerprint(pipe, views, settings))
+    Store(settings.out).claim(_fingerprint(pipe, views, settings), describe_maker(pipe.unet.device))
     with progress(console) as bars:
         for training in TRAININGS:
             train(training, settings, bars)
@@ -60,7 +71,7 @@ def run(settings: SubjectSettings, console: Console) -> tuple[list[Row], list[st
         generate(pipe, variants, [*own, *others], settings, lambda: bars.advance(task))
     figures, ceiling = judge(pipe, variants, views, settings)
     rows = [*rows_of(variants, figures, settings, pipe.unet.device), ceiling_row(ceiling, len(views))]
-    facts = results.describe_run(settings, pipe.unet.device)
+    facts = describe_run(settings, pipe.unet.device)
     told = [*sentences(variants, figures), note(len(views))]
     tables = list(tables_of().values())
     results.write_rows(settings.out, "subject", rows, tables, facts, "\n\n".join(told))
@@ -74,6 +85,7 @@ def _fingerprint(pipe: Any, views: Sequence[Path], settings: SubjectSettings) ->
         "weights": weights_digest(pipe.unet),
         "views": hashlib.sha256(b"".join(path.read_bytes() for path in views)).hexdigest()[:16],
         "device": pipe.unet.device.type,
+        "threads": torch.get_num_threads(),
         **settings.model_dump(mode="json", exclude={"out", "subject", "device"}),
     }
 
@@ -117,7 +129,7 @@ def generate(
     own = settings.model_copy(update={"guidance_scale": settings.subject_guidance_scale})
     try:
         for picture in pictures:
-            guided = own if picture.concept is None else settings
+            guided = own if picture.triple is None else settings
             for variant in variants:
                 if picture.index not in done[variant]:
                     pipe.unet = unets[variant.training]
@@ -141,15 +153,15 @@ def judge(
     cache = settings.out / "features"
     shown = [as_trained(path, size_of(pipe, settings)[0]) for path in views]
     of_views = features_of(network, shown, cache)
-    references = load_references()
-    of_references = features_of(network, [reference.image for reference in references], cache)
+    reader = scene_reader(others)
+    asked = [picture.triple for picture in others if picture.triple is not None]
     figures = {}
     for variant in variants:
         store = store_of(variant, settings)
         paths = [store.path(variant.method, picture.index) for picture in (*own, *others)]
         found = features_of(network, paths, cache)
-        nearest = metrics.nearest(found[len(own) :], of_references)
-        right = [references[i].concept == picture.concept for i, picture in zip(nearest, others, strict=True)]
+        images = [store.image(variant.method, picture.index) for picture in others]
+        right = [row["right"] for row in read_pictures(images, asked, reader)]
         figures[variant] = Figures(similarity(found[: len(own)], of_views), np.array(right, dtype=float))
     return figures, similarity_among(of_views)
 

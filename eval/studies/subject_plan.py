@@ -5,16 +5,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from agentsd_demo import SUBJECT
+from agentsd_demo.scenes import triples
 from PIL import Image
 
 from agentsd import Merge, Phases, Recipe
-from agentsd_demo import SUBJECT, load_references
 from agentsd.dreambooth import DreamBoothConfig
 from agentsd.dreambooth.data import find_pictures, load_picture
 
 from ..errors import EvalError
 from ..pictures.methods import Method, parse_method
-from ..pictures.prompts import Picture, from_references
+from ..pictures.prompts import Picture, from_triples
 from ..pictures.store import Store
 from ..settings import SubjectSettings
 
@@ -137,8 +138,7 @@ def views_of(settings: SubjectSettings) -> list[Path]:
 def pictures_of(settings: SubjectSettings) -> tuple[list[Picture], list[Picture]]:
     """Return the subject's pictures, and those of other prompts: captions that the model was trained on."""
     own = [Picture(i, settings.instance_prompt, settings.seed + i) for i in range(settings.images)]
-    seen = [reference for reference in load_references() if reference.split == "seen"]
-    others = from_references(seen, settings.other_prompts, settings.seed + len(own))
+    others = from_triples(triples("seen"), settings.other_prompts, settings.seed + len(own))
     return own, [replace(picture, index=len(own) + picture.index) for picture in others]
 
 

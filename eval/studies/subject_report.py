@@ -11,13 +11,13 @@ from rich.table import Table
 
 from ..pages import rows as results
 from ..pages.grid import draw_grid
+from ..pages.quality_table import change
 from ..pages.rows import Column, Row, figure
 from ..pictures.sampling import Seconds
 from ..pictures.store import Entry
 from ..quality import metrics
 from ..settings import SubjectSettings
 from .subject_plan import Figures, Variant, as_trained, baseline, pictures_of, store_of
-from .table import change
 
 _COLUMNS, _TILE = 8, 96  # of the drawn grid
 

@@ -1,0 +1,145 @@
+"""The tables of a run: distances, fidelity and cost, a row for each method."""
+
+from collections.abc import Callable, Sequence
+from statistics import NormalDist
+
+from .rows import Column, Row, distance_name, figure, method_text
+
+FEWEST = 30
+"""Pictures of a row, below which a change and its noise are not told."""
+TOO_FEW = "too few to judge"
+Z95 = NormalDist().inv_cdf(0.975)
+"""Half the width of a 95% interval, in standard errors."""
+
+
+def row_label(row: Row) -> str:
+    """Return what a row is called: a name of the user's own, or its method, ratio and settings."""
+    return row.get("label") or method_text(row)
+
+
+def change(key: str, form: str, factor: float = 1.0) -> Callable[[Row], str]:
+    """Return a column's text: the change against stock with its 95% half-width, "≈" if inside the noise."""
+
+    def text(row: Row) -> str:
+        value, error = row.get(f"{key}_change"), row.get(f"{key}_change_error")
+        if value is None or error is None:
+            return "-"
+        if int(row.get(f"{key}_count") or row.get("images") or FEWEST) < FEWEST:
+            return TOO_FEW
+        half = Z95 * error
+        return f"{format(factor * value, '+' + form)} ± {format(factor * half, form)}" + (
+            " ≈" if abs(value) <= half else ""
+        )
+
+    return text
+
+
+def interval(key: str) -> Callable[[Row], str]:
+    """Return a column's text: a distance x1000 and its 95% interval."""
+
+    def text(row: Row) -> str:
+        if row.get(key) is None:
+            return "-"
+        if row.get("images", FEWEST) < FEWEST:
+            return f"{1e3 * row[key]:.3g}"
+        return f"{1e3 * row[key]:.3g} ({1e3 * row[f'{key}_low']:.3g}-{1e3 * row[f'{key}_high']:.3g})"
+
+    return text
+
+
+def worth(key: str) -> Callable[[Row], str]:
+    """Return a column's text: what fewer steps cost at this distance, over the row's own cost."""
+
+    def text(row: Row) -> str:
+        if row.get(key) is None:
+            return "-"
+        bound = {"more": "> ", "less": "< "}.get(row[f"{key}_beyond"] or "", "")
+        if row.get("images", FEWEST) < FEWEST:
+            return f"{bound}{row[key]:.2f}"
+        low, high = row[f"{key}_low"], row[f"{key}_high"]
+        return f"{bound}{row[key]:.2f} ({low:.2f}-{high:.2f})" + (" no" if high < 1 else "")
+
+    return text
+
+
+def tables_of(rows: Sequence[Row], features: str | None) -> dict[str, list[Column]]:
+    """Return the columns of each table by its title; a column without a figure is left out."""
+    on_gpu = any(row.get("memory_per_image") is not None for row in rows)
+    tables = {
+        "distance to the same seed's pictures (perceptual x1000, geometric means, 95%)": [
+            Column("images", figure("images", "d")),
+            Column("to converged", interval("converged")),
+            Column("to stock", interval("perceptual")),
+            Column("worth, by time", worth("worth_time")),
+            Column("worth, by multiply-adds", worth("worth_multiply_adds")),
+            Column("PSNR to stock, dB", figure("psnr", ".2f")),
+            Column("grain / stock's", figure("grain", ".3f")),
+        ],
+        "distance of distributions": [
+            Column("kernel x1000 ± s.e.", _kernel),
+            Column("kernel change", change("kernel", ".2f", 1e3)),
+            Column("kernel to stock's other seeds", change("kernel_seeds", ".2f", 1e3)),
+            Column(distance_name(features), figure("frechet", ".4g")),
+            Column("Fréchet change", change("frechet", ".3g")),
+            Column("diversity", figure("diversity", ".4f")),
+        ],
+        "what pictures show": [
+            Column("concept, seen", figure("right_seen", ".1%")),
+            Column("change", change("right_seen", ".1%")),
+            Column("concept, held-out triple", figure("right_heldout_triple", ".1%")),
+            Column("concept, held-out pair", figure("right_heldout_pair", ".1%")),
+            Column("style", figure("right_style", ".1%")),
+            Column("colour", figure("right_colour", ".1%")),
+            Column("colour change", change("right_colour", ".1%")),
+            Column("place, px", figure("place", ".2f")),
+            Column("size, px", figure("size", ".2f")),
+            Column("CLIP score", figure("clip", ".2f")),
+            Column("CLIP change", change("clip", ".2f")),
+        ],
+        "cost": [
+            Column("attention", figure("backend", "")),
+            Column("s/img", figure("seconds", ".3f")),
+            Column("CPU s/img", figure("cpu_seconds", ".3f")),
+            Column(f"speed-up ({'wall' if on_gpu else 'CPU'} time)", figure("speedup", ".2f")),
+            Column("GMACs/img", _giga),
+            Column("GB/img", figure("memory_per_image", ".2f", "n/a")),
+        ],
+    }
+    first = Column("method", row_label)
+    filled = {
+        title: [c for c in columns if any(c.text(r) != "-" for r in rows)]
+        for title, columns in tables.items()
+    }
+    return {title: [first, *columns] for title, columns in filled.items() if len(columns) > 0}
+
+
+def _giga(row: Row) -> str:
+    return "-" if row.get("multiply_adds") is None else f"{row['multiply_adds'] / 1e9:.1f}"
+
+
+def _kernel(row: Row) -> str:
+    if row.get("kernel") is None:
+        return "-"
+    error = f" ± {1e3 * row['kernel_error']:.2f}" if row.get("images", FEWEST) >= FEWEST else ""
+    return f"{1e3 * row['kernel']:.2f}{error}"
+
+
+NOTE = (
+    "change: against stock, same seeds, ± half of a 95% interval; ≈ marks a change inside the noise. "
+    "Worth: what fewer steps of the same sampler cost at the same distance, over the row's own cost; a row marked "
+    "no is not worth having. > and <: fewer steps were not measured that near, or that far. Distances and the "
+    "kernel are of EfficientNet-Lite0's features. Speed-ups are against stock with the attention named in the row."
+)
+
+
+def plan(rows: Sequence[Row]) -> str | None:
+    """Return how many pictures a row needs to show a 2% difference in distance, judged by these rows."""
+    told = [row for row in rows if row.get("pictures_for_2_percent")]
+    if not told:
+        return None
+    if few := [row["images"] for row in told if row.get("images", FEWEST) < FEWEST]:
+        return (
+            f"{min(few)} pictures a row are too few to judge by: take {FEWEST} at least, 256 for an answer."
+        )
+    needed = [row["pictures_for_2_percent"] for row in told]
+    return f"A 2% difference in Fréchet distance shows at 95% from about {max(needed)} pictures a row on."

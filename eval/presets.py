@@ -1,0 +1,153 @@
+"""Settings from a preset or a YAML file, with the command line on top; what is wrong is named."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from .errors import EvalError
+
+_INSTALLED, _CHECKOUT = Path(__file__).parent / "configs", Path(__file__).parent.parent / "configs"
+PRESETS = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
+"""The folder of the presets that ship."""
+_INPUT_FILES = {"prompts", "classes", "reference", "inception_weights", "subject"}
+_LARGEST = 1_000_000  # bytes of a file of settings
+_SHOWN = 120  # characters of a wrong value
+SettingsT = TypeVar("SettingsT", bound=BaseModel)
+
+
+def load_settings(
+    kind: type[SettingsT], config: str | Path | None, overrides: Mapping[str, Any]
+) -> SettingsT:
+    """Return settings from a preset's name or a YAML file with `overrides` on top; None doesn't count.
+
+    Files named in the YAML are looked for beside it, then in the working folder.
+    Raises EvalError naming each wrong key or value.
+    """
+    path = find_config(config) if config is not None else None
+    values = _read_config(path) if path else {}
+    given = {key: value for key, value in overrides.items() if value is not None}
+    if "agent" in given and isinstance(values.get("agent"), dict):
+        given["agent"] = {**values["agent"], **given["agent"]}
+    try:
+        return kind.model_validate({**values, **given})
+    except ValidationError as error:
+        raise EvalError(_explain(kind, path, error)) from None
+
+
+def find_config(config: str | Path) -> Path:
+    """Return the file of that path, or the preset of that name."""
+    path = Path(config)
+    preset = PRESETS / f"{config}.yaml"
+    if not path.is_file() and path.name == str(config) and preset.is_file():
+        return preset
+    if not path.exists() and not path.suffix:
+        near = difflib.get_close_matches(str(config), presets(), 1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise EvalError(
+            f"can't read the configuration {config}: no such file or preset; {meant}--list-configs lists them"
+        )
+    return path
+
+
+def presets() -> dict[str, tuple[str, list[str]]]:
+    """Return for each preset of this program what it is, and its commands without --config."""
+    found = {}
+    for path in sorted(PRESETS.glob("*.yaml")):
+        comments = re.findall(r"^#[ ]*(.*)", path.read_text(encoding="utf-8"), re.M)
+        commands = re.findall(rf"agentsd-eval (.+?) --config {path.stem}\b", "\n".join(comments))
+        if commands:
+            about = " ".join(
+                re.split(r"; |(?<!Fig)\. |[:.]\n|\n *agentsd-eval", "\n".join(comments))[0].split()
+            )
+            found[path.stem] = about, list(dict.fromkeys(commands))
+    return found
+
+
+def parse_scalar(text: str) -> Any:
+    """Return `text` as YAML reads it: a number, true, null or a string."""
+    try:
+        return yaml.load(text, _PlainLoader)
+    except yaml.YAMLError:
+        return text
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """YAML without aliases: nine lines of them can stand for a billion values."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not read: write it out", mark)
+        return super().compose_node(parent, index)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return what a YAML file of settings holds. Raises EvalError unless that is a mapping."""
+    try:
+        if path.is_file() and path.stat().st_size > _LARGEST:
+            raise EvalError(f"{path} is larger than {_LARGEST:,} bytes: it is no file of settings")
+        values = yaml.load(path.read_text(encoding="utf-8"), _PlainLoader)
+    except OSError as error:
+        raise EvalError(f"can't read the configuration {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise EvalError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise EvalError(f"{path} is not valid YAML: {error}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise EvalError(f"{path} must hold `key: value` lines; it holds a {type(values).__name__}")
+    return values
+
+
+def _read_config(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Return a file's settings on top of those of its `base`, with its files' paths as they are from here."""
+    if path in above:
+        raise EvalError(f"{path}: base: {' -> '.join(p.name for p in (*above, path))} goes in a circle")
+    values = read_yaml(path)
+    base = values.pop("base", None)
+    for key in _INPUT_FILES & set(values):
+        if isinstance(values[key], str):
+            values[key] = _beside(path, values[key])
+    if isinstance(named := values.get("named"), dict):
+        values["named"] = {k: _beside(path, v) if isinstance(v, str) else v for k, v in named.items()}
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise EvalError(f"{path}: base = {_shorten(base)}: write the name of a file beside it")
+    return _read_config(path.parent / base, (*above, path)) | values
+
+
+def _beside(path: Path, name: str) -> Path:
+    beside = path.parent / name
+    return beside if beside.exists() or not Path(name).exists() else Path(name)
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _explain(kind: type[BaseModel], path: Path | None, error: ValidationError) -> str:
+    lines = []
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(key, kind.model_fields, 1)
+            way = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(kind.model_fields)}"
+            lines.append(f"unknown key {key!r}; {way}")
+        else:
+            # Of a mapping the message names the part that is wrong.
+            inside = isinstance(problem["input"], dict) and problem["type"] == "value_error"
+            value = "" if inside or not key else f" = {_shorten(problem['input'])}"
+            place = f"{key}{value}: " if key else ""
+            lines.append(place + problem["msg"].removeprefix("Value error, "))
+    where = f" in {path} and the command line" if path else ""
+    return f"wrong settings{where}:\n  " + "\n  ".join(lines)

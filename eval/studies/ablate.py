@@ -1,0 +1,30 @@
+"""Tables 11 to 13: exact mode at one ratio with one setting varied, beside stock."""
+
+from rich.console import Console
+
+from ..pictures.methods import Method, fewer, parse_method
+from ..settings import AblateSettings
+from . import table
+
+PAPER_VALUES: dict[str, tuple[float, ...]] = {
+    "k": (0.0, 0.025, 0.075, 0.15),
+    "scale": (-0.5, -0.25, -0.15, -0.05),
+    "early": (0.2, 0.4, 0.6, 0.8),
+}
+"""What Tables 11, 12 and 13 vary."""
+_SETTING = {"k": "k", "scale": "scale", "early": "early_frac"}
+
+
+def command(settings: AblateSettings, console: Console) -> None:
+    """Print the tables, and write them."""
+    table.show(settings, ablation_methods(settings), f"ablate-{settings.what}", console)
+
+
+def ablation_methods(settings: AblateSettings) -> list[Method]:
+    """Return stock, also in fewer steps, and exact mode at each value."""
+    methods = [parse_method("stock", None, settings), *fewer(settings.fewer_steps, settings)]
+    for value in settings.ablate_values or PAPER_VALUES[settings.what]:
+        agent = {**settings.agent, _SETTING[settings.what]: value}
+        varied = settings.model_copy(update={"agent": agent})
+        methods.append(parse_method("exact", settings.ablate_ratio, varied))
+    return methods
