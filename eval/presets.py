@@ -63,7 +63,9 @@ def presets() -> dict[str, tuple[str, list[str]]]:
         comments = re.findall(r"^#[ ]*(.*)", path.read_text(encoding="utf-8"), re.M)
         commands = re.findall(rf"agentsd-eval (.+?) --config {path.stem}\b", "\n".join(comments))
         if commands:
-            about = " ".join(re.split(r"; |(?<!Fig)\. |[:.]\n|\n *agentsd-eval", "\n".join(comments))[0].split())
+            about = " ".join(
+                re.split(r"; |(?<!Fig)\. |[:.]\n|\n *agentsd-eval", "\n".join(comments))[0].split()
+            )
             found[path.stem] = about, list(dict.fromkeys(commands))
     return found
 

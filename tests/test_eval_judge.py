@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from agentsd_eval.cli import app
+from agentsd_eval.pages.quality_table import change, plan
 from agentsd_eval.quality.judge import _mean_of
-from agentsd_eval.studies.table import change, plan
 from typer.testing import CliRunner
 
 
@@ -74,6 +74,8 @@ def test_the_embedded_model_is_judged_by_its_prompts(tmp_path: Path) -> None:
         2,
         "--images",
         4,
+        "--fewer-steps",
+        "none",
         "--out",
         tmp_path,
     ]

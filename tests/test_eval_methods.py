@@ -118,12 +118,16 @@ def test_tomesd_is_no_silent_no_op_on_sdxl() -> None:
     [
         (
             "tome",
-            "unknown method 'tome' in 'tome'; use stock, tomesd, agentsd, agentsd-fast",
+            "unknown method 'tome' in 'tome'; did you mean tomesd.? use stock, tomesd, deepcache, .*exact",
         ),
         ("exact+stock", "unknown method 'stock'"),
-        ("exact+tomesd", "one of tomesd and agentsd at most"),
-        ("exact+fast", "one of tomesd and agentsd at most"),
-        ("deepcache+deepcache", "name a part once"),
+        ("exact+tomesd", "name one method, and deepcache beside it"),
+        ("exact+fast", "name one method, and deepcache beside it"),
+        ("deepcache+deepcache-5", "name one method, and deepcache beside it"),
+        ("agentsd-fast", "unknown method 'agentsd-fast' in 'agentsd-fast'; use stock"),
+        ("deepcache-0", "unknown method 'deepcache-0'"),
+        ("stock@0", "after the @ stands a number of steps, as in stock@20"),
+        ("stock@many", "after the @ stands a number of steps"),
     ],
 )
 def test_unknown_methods_are_named(name: str, message: str) -> None:
@@ -143,7 +147,8 @@ def test_rows_of_a_table() -> None:
 
 
 def test_deepcache_is_refused_where_it_would_mistake_its_step() -> None:
-    three, two = (Method(("deepcache",), cache_interval=n) for n in (3, 2))
+    three, two = (parse_method(name, None, SETTINGS) for name in ("deepcache", "deepcache-2"))
+    assert (three.interval, two.interval) == (3, 2)
     plms = PNDMScheduler(**BETAS, skip_prk_steps=True)
     check_scheduler(three, plms, 20)  # the one repeated timestep falls where the cache is used anyway
     check_scheduler(two, DDIMScheduler(**BETAS), 20)
@@ -173,5 +178,5 @@ def test_methods_by_a_name_of_ones_own(pipe: Any, sample: Any, tmp_path: Any) ->
     assert mine.key != before  # other settings, other pictures
     with pytest.raises(EvalError, match=r"mine\+deepcache: .* does not fit"), mine.applied(pipe):
         pass
-    with pytest.raises(EvalError, match=r"stock, tomesd, .*, few, mine or"):
+    with pytest.raises(EvalError, match=r"did you mean mine\? use stock, tomesd, .*, few, mine, a comp"):
         parse_method("mien", 0.5, settings)
