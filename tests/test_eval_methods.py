@@ -11,18 +11,21 @@ from agentsd_eval.pictures.methods import (
     Method,
     check_scheduler,
     expand,
+    fewer,
     finest_attention_downsample,
     parse_method,
 )
-from agentsd_eval.settings import CompareSettings
+from agentsd_eval.pictures.prompts import from_prompts
+from agentsd_eval.pictures.sampling import sample as pictures_of_method
+from agentsd_eval.settings import CompareSettings, RunSettings
 from diffusers import DDIMScheduler, HeunDiscreteScheduler, PNDMScheduler
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from pydantic import ValidationError
 from tiny import BETAS, make_sdxl_unet, make_unet
 
-from agentsd import PooledAgents, Recipe, apply_agentsd
+from agentsd import Downsample, Phases, PooledAgents, Recipe, apply_agentsd
 from agentsd.modules import AgentModule, FocusedLinear
-from agentsd.recipe import EXACT, FAST
+from agentsd.recipe import EXACT, FAST, MODES
 
 SETTINGS = CompareSettings()
 EVERY = (
@@ -180,3 +183,40 @@ def test_methods_by_a_name_of_ones_own(pipe: Any, sample: Any, tmp_path: Any) ->
         pass
     with pytest.raises(EvalError, match=r"did you mean mine\? use stock, tomesd, .*, few, mine, a comp"):
         parse_method("mien", 0.5, settings)
+
+
+def test_fewer_steps_are_the_same_sampler_with_so_many(pipe: Any) -> None:
+    pictures = from_prompts(["a cat"], 1, 3)
+    of_five, of_two = (RunSettings(steps=steps, scheduler="ddim") for steps in (5, 2))
+    (few,), _ = pictures_of_method(pipe, parse_method("exact@2", 0.5, of_five), pictures, of_five)
+    (two,), _ = pictures_of_method(pipe, parse_method("exact", 0.5, of_two), pictures, of_two)
+    (five,), _ = pictures_of_method(pipe, parse_method("exact", 0.5, of_five), pictures, of_five)
+    assert few.tobytes() == two.tobytes() != five.tobytes()
+
+
+def test_rows_of_fewer_steps() -> None:
+    def counts(steps: int, *shares: float) -> list[str]:
+        return [method.label for method in fewer(shares, CompareSettings(steps=steps))]
+
+    assert counts(50, 0.8, 0.6, 0.4) == ["stock@40", "stock@30", "stock@20"]
+    assert counts(12, 0.8, 0.6, 0.4) == ["stock@10", "stock@7", "stock@5"]
+    assert counts(2, 0.8, 0.6, 0.4) == ["stock@1"]  # 1.6 is 2 again, 0.8 is 1 as 1.2
+    assert counts(1, 0.5) == counts(50) == []
+    methods = expand(["stock@20", "fast"], [0.4], CompareSettings(), (0.4,))
+    assert [(method.label, method.is_stock) for method in methods] == [
+        ("stock", True),
+        ("stock@20", False),
+        ("fast r=0.4", False),
+    ]
+    assert [method.is_default for method in methods] == [False, False, True]
+    assert not parse_method("fast@20", 0.4, SETTINGS).is_default
+
+
+def test_a_recipe_with_a_name_is_a_method(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = CompareSettings(agent={"k": 0.1, "early_frac": 0.2, "seed": 3})
+    monkeypatch.setitem(MODES, "few", Recipe(Phases(None, Downsample(stride=4))))
+    method = parse_method("few", 0.5, settings)
+    assert (method.ratio, method.agent) == (None, (("early_frac", 0.2),))  # all that it has
+    with method.applied(pipe):
+        assert pipe.unet._agentsd.recipe == Recipe(Phases(None, Downsample(stride=4), 0.2))
+    assert parse_method("downsample", 0.5, settings).agent == ()

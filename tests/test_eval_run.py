@@ -176,7 +176,7 @@ def test_a_pictures_noise_is_its_own(pipe: Any) -> None:
     assert not torch.equal(together[0], together[1])
 
 
-@pytest.mark.parametrize("scheduler", ["model", "ddim", "ddpm", "euler", "dpm++"])
+@pytest.mark.parametrize("scheduler", ["model", "ddim", "ddpm", "euler", "dpm++", "dpm++karras"])
 def test_a_picture_hardly_depends_on_its_batch(pipe: Any, scheduler: str) -> None:
     from agentsd_eval.pictures.models import set_scheduler
 
