@@ -94,7 +94,7 @@ def _plain(kind: Any) -> Any:
     """A type without None and annotations."""
     if typing.get_origin(kind) is Annotated:
         return _plain(typing.get_args(kind)[0])
-    if isinstance(kind, types.UnionType):
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
         return _plain(next(part for part in typing.get_args(kind) if part is not type(None)))
     return kind
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -20,6 +21,8 @@ from PIL import Image
 from tiny import make_image_encoder, make_image_processor, make_text_encoder
 from transformers import CLIPConfig, CLIPModel, CLIPProcessor
 from typer.testing import CliRunner
+
+ROOT = Path(__file__).parents[1]
 
 
 def invoke(*arguments: Any, code: int = 0) -> str:
@@ -52,7 +55,7 @@ def run(model_folder: str, photographs: Path, tmp_path_factory: pytest.TempPathF
     printed = invoke(
         "table", "--model", model_folder, "--prompts", folder / "prompts.txt", "--reference", photographs,
         "--method", "exact", "--method", "tomesd+deepcache", "--ratio", 0.5, "--steps", 3, "--images", 5,
-        "--batch-size", 2, "--out", folder,
+        "--batch-size", 2, "--fewer-steps", 0.4, "--out", folder,
     )  # fmt: skip
     assert "distance to real pictures" in printed
     return folder
@@ -60,18 +63,30 @@ def run(model_folder: str, photographs: Path, tmp_path_factory: pytest.TempPathF
 
 def test_table_has_a_row_for_each_method_and_a_floor(run: Path) -> None:
     rows = [json.loads(line) for line in (run / "table.jsonl").read_text().splitlines()]
-    assert [row["method"] for row in rows] == ["stock", "exact", "tomesd+deepcache", "real/real"]
-    stock, agent, *_ = rows
+    assert [row["method"] for row in rows] == ["stock", "stock@1", "exact", "tomesd+deepcache", "real/real"]
+    stock, fewer, agent, *_ = rows
+    assert fewer["multiply_adds"] < agent["multiply_adds"] < stock["multiply_adds"]
+    assert fewer["feature_distance"] > 0 < fewer["speedup"]
     assert (stock["speedup"], stock["ratio"], agent["ratio"], agent["backend"]) == (1.0, None, 0.5, "sdpa")
     assert agent["frechet_change"] == pytest.approx(agent["frechet"] - stock["frechet"])
     assert agent["psnr"] > 20
     assert agent["memory_per_image"] is None
-    facts = agent["run"]
+    assert "run" not in agent
+    run_file = json.loads((run / "run.json").read_text())
+    facts = run_file["results"]["table"]
     assert facts["settings"]["steps"] == 3
     assert {"torch", "diffusers", "tomesd", "DeepCache"} <= set(facts["versions"])
+    (maker,) = run_file["makers"].values()
+    assert maker.items() <= facts.items()
+    assert (
+        maker["commit"] == subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
+    )
+    assert (maker["threads"], run_file["pictures"]["threads"]) == (torch.get_num_threads(),) * 2
     markdown = (run / "table.md").read_text()
     assert "| exact r=0.5 | 5 |" in markdown
     assert "≈ marks a change inside the noise" in markdown
+    assert "too few to judge" in markdown
+    assert not re.search(r"\d ≈|\d ± \d", markdown)
 
 
 def test_a_second_run_goes_on_with_another_ratio(run: Path, model_folder: str, photographs: Path) -> None:
@@ -82,7 +97,7 @@ def test_a_second_run_goes_on_with_another_ratio(run: Path, model_folder: str, p
         "--batch-size", 2, "--out", run,
     )  # fmt: skip
     after = {r["key"]: r for r in map(json.loads, (run / "table.jsonl").read_text().splitlines()[:-1])}
-    old = json.loads(before[1])
+    old = json.loads(before[2])
     assert after["exact-r0.5-sdpa"]["frechet"] == old["frechet"]
     assert after["exact-r0.5-sdpa"]["seconds"] == old["seconds"]
     assert after["exact-r0.5-sdpa"]["speedup"] == old["speedup"]
@@ -133,7 +148,7 @@ def test_clip_score_in_the_table(model_folder: str, clip_folder: Path, tmp_path:
 def test_report_is_one_page_without_links(run: Path) -> None:
     invoke("report", run, "--pictures", 2)
     page = (run / "report.html").read_text()
-    assert page.count("data:image/webp;base64,") == 2 * 3
+    assert page.count("data:image/webp;base64,") == 2 * 4
     assert page.count("<svg") == 1
     assert not re.findall(r'(?:src|href)="(?!data:|#)', page)
     assert "exact r=0.5" in page
@@ -159,7 +174,7 @@ def test_latency(model_folder: str, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "latency.jsonl").read_text().splitlines()]
     found = {(row["scope"], row["method"], row["backend"]): row for row in rows}
     assert ("forward late", "deepcache", "sdpa") not in found  # it has no cost within one call
-    assert len(found) == 2 * 2 * 2 + 3 * 2
+    assert len(found) == 2 * 2 * 2 + 5 * 2  # of three steps, stock@2 and stock@1 in whole runs
     early, late = (found[f"forward {phase}", "exact", "sdpa"] for phase in ("early", "late"))
     stock = found["forward early", "stock", "sdpa"]
     assert early["multiply_adds"] < late["multiply_adds"] < stock["multiply_adds"]
@@ -270,17 +285,18 @@ def test_features_are_kept_under_the_pictures_content(photographs: Path, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("compare", "--method", "tome"), "unknown method 'tome' in 'tome'; use stock"),
+        (("compare", "--method", "tome"), "unknown method 'tome' in 'tome'; did you mean tomesd? use stock"),
         (("compare", "--agent", "k"), "--agent 'k' must be KEY=VALUE"),
         (
             ("compare", "--agent", "kk=1"),
             "unknown ['kk']; known: early_frac",
         ),
         (("compare", "--ratio", "0.9"), "ratio = 0.9: Input should be less than or equal to 0.75"),
-        (("compare", "--model", "/no/such/model"), "can't load the model '/no/such/model'"),
+        (("compare", "--model", "/no/such/model"), "can't load the model '/no/such/model': there is no such"),
+        (("compare", "--model", "./nofolder"), "can't load the model './nofolder': there is no such folder"),
         (("compare", "--device", "cuda:77"), "device 'cuda:77'"),
         (("compare", "--device", "toaster"), "device 'toaster'"),
-        (("ablate", "ratio"), "can't ablate 'ratio'; choose k"),
+        (("ablate", "ratio"), "what = 'ratio': Input should be 'k', 'scale' or 'early'"),
         (("latency", "--arch", "sd3"), "arch = 'sd3': Input should be 'sd15' or 'sdxl'"),
         (("table", "--config", "/no/such.yaml"), "can't read the configuration /no/such.yaml"),
         (("fid", "/no/such", "/no/such"), "/no/such holds 0 pictures"),

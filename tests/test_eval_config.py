@@ -9,8 +9,8 @@ from agentsd_eval.cost import latency
 from agentsd_eval.errors import EvalError
 from agentsd_eval.pictures.prompts import pictures_of
 from agentsd_eval.presets import load_settings
-from agentsd_eval.settings import CompareSettings, LatencySettings, RunSettings
-from agentsd_eval.studies import table
+from agentsd_eval.settings import AblateSettings, CompareSettings, LatencySettings, RunSettings
+from agentsd_eval.studies import ablate, table
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -31,14 +31,15 @@ def test_command_line_over_yaml_over_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("stepz: 7", "unknown key 'stepz'; known keys: model, dtype"),
+        ("stepz: 7", "unknown key 'stepz'; did you mean 'steps'"),
+        ("xyzzy: 7", "unknown key 'xyzzy'; known keys: model, dtype"),
         ("steps: 0", "steps = 0: Input should be greater than or equal to 1"),
         ("scheduler: heun", "'model', 'plms', 'ddim'"),
         ("agent: {ratio: 0.5}", "the ratio is an option of its own"),
         ("agent: {ratios: 0.5}", "unknown \\['ratios'\\]; known: early_frac"),
         ("named: {mine: gone.yaml}", r"mine: .*gone\.yaml isn't there"),
         ("named: {mine: {kk: 1}}", "unknown \\['kk'\\]"),
-        ("named: {a+b: {k: 1}}", r"'a\+b' holds a '\+'"),
+        ("named: {a+b: {k: 1}}", r"'a\+b' is empty or holds a '\+'"),
         ("agent: {scale: 0.54}", "scale=0.54: it is the exponent"),
         ("agent: {k: many}", "k='many' is a str: pass a float"),
         ("height: 100", "height = 100: Input should be a multiple of 8"),
@@ -74,9 +75,10 @@ def test_presets_are_valid(name: str) -> None:
         assert [m.label for m in table.table_methods(settings)][-1] == "exact r=0.5"
     for number, what in ((11, "k"), (12, "scale"), (13, "early")):
         if name == f"table{number}":
-            values = table.PAPER_VALUES[what]
-            assert settings.ablate_values == values
-            assert len(table.ablation_methods(settings, what)) == 1 + len(values)
+            values = ablate.PAPER_VALUES[what]
+            assert (settings.ablate_values, settings.ratios) == (values, (0.1, 0.2, 0.3, 0.4, 0.5))
+            varied = load_settings(AblateSettings, name, {"what": what})
+            assert len(ablate.ablation_methods(varied)) == 4 + len(values)
 
 
 @pytest.mark.parametrize("name", ["latency_sd15_gpu", "latency_sdxl_gpu", "latency_sd15_runs"])

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from agentsd_eval.cli import app
+from agentsd_eval.pages.quality_table import change, plan
 from agentsd_eval.quality.judge import _mean_of
-from agentsd_eval.studies.table import change, plan
 from typer.testing import CliRunner
 
 
@@ -53,6 +53,17 @@ def test_a_change_inside_the_noise_is_marked(value: float | None, error: float |
     assert change("frechet", ".2f")({"frechet_change": value, "frechet_change_error": error}) == text
 
 
+@pytest.mark.parametrize(("images", "text"), [(29, "too few to judge"), (30, "-1.00 ± 0.59")])
+def test_below_30_pictures_nothing_is_judged(images: int, text: str) -> None:
+    row = {"right_change": -1.0, "right_change_error": 0.3, "pictures_for_2_percent": 700}
+    assert change("right", ".2f")(row | {"images": images}) == text
+    assert change("right", ".2f")(row | {"images": 512, "right_count": images}) == text  # of so many
+    advice = plan([row | {"images": images}])
+    assert advice is not None
+    assert ("too few to judge by" in advice) == (images < 30)
+    assert ("2%" in advice) == (images >= 30)
+
+
 def test_plan_is_that_of_the_noisiest_row() -> None:
     rows = [
         {"pictures_for_2_percent": None},
@@ -74,6 +85,8 @@ def test_the_embedded_model_is_judged_by_its_prompts(tmp_path: Path) -> None:
         2,
         "--images",
         4,
+        "--fewer-steps",
+        "none",
         "--out",
         tmp_path,
     ]

@@ -23,12 +23,12 @@ def test_every_falling_choice_once() -> None:
 
 
 def test_the_rows_of_a_search() -> None:
-    methods = methods_of(MediatorSettings(mediator_counts=(4, 16), mediator_step=0.5))
+    methods = methods_of(MediatorSettings(mediator_counts=(4, 16), mediator_step=0.5, fewer_steps=()))
     assert [method.name for method in methods] == [
         "stock",
-        "mediators (1.0,)",
-        "mediators (0.5,)",
-        "mediators (0.0,)",
+        "mediators 1",
+        "mediators 0.5",
+        "mediators 0",
     ]
     assert len({method.key for method in methods}) == 4
     assert methods[1].recipe.attention.stages == (PooledAgents(4), PooledAgents(16))
@@ -39,11 +39,11 @@ def test_the_rows_of_a_search() -> None:
 def test_the_envelope_is_what_nothing_beats() -> None:
     points = [(3.0, 5.0), (1.0, 9.0), (2.0, 9.5), (2.5, 6.0), (4.0, 5.0), (5.0, 1.0)]
     assert envelope(points) == [(1.0, 9.0), (2.5, 6.0), (3.0, 5.0), (5.0, 1.0)]
-    rows = [{"method": f"mediators ({x}, 0)", "multiply_adds": 1e9 * x, "frechet": y} for x, y in points]
+    rows = [{"method": f"mediators {x}, 0", "multiply_adds": 1e9 * x, "frechet": y} for x, y in points]
     axes = draw([{**rows[0], "method": "stock"}, *rows], "efficientnet-lite0").axes[0]
     assert axes.get_ylabel() == "Fréchet (efficientnet-lite0)"
     assert len(axes.lines[0].get_xdata()) == 4
-    assert [text.get_text() for text in axes.texts] == ["(1.0, 0)", "(2.5, 0)", "(3.0, 0)", "(5.0, 0)"]
+    assert [text.get_text() for text in axes.texts] == ["1.0, 0", "2.5, 0", "3.0, 0", "5.0, 0"]
 
 
 def test_the_command(model_folder: str, photographs: Path, tmp_path: Path) -> None:
@@ -57,5 +57,5 @@ def test_the_command(model_folder: str, photographs: Path, tmp_path: Path) -> No
     assert result.exit_code == 0, result.output
     assert (tmp_path / "run" / "mediators.png").exists()
     table = (tmp_path / "run" / "mediators.md").read_text()
-    assert "mediators (1.0,)" in table
+    assert "| thresholds 1 |" in table
     assert "GMACs/img" in table

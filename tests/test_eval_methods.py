@@ -11,18 +11,21 @@ from agentsd_eval.pictures.methods import (
     Method,
     check_scheduler,
     expand,
+    fewer,
     finest_attention_downsample,
     parse_method,
 )
-from agentsd_eval.settings import CompareSettings
+from agentsd_eval.pictures.prompts import from_prompts
+from agentsd_eval.pictures.sampling import sample as pictures_of_method
+from agentsd_eval.settings import CompareSettings, RunSettings
 from diffusers import DDIMScheduler, HeunDiscreteScheduler, PNDMScheduler
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from pydantic import ValidationError
 from tiny import BETAS, make_sdxl_unet, make_unet
 
-from agentsd import PooledAgents, Recipe, apply_agentsd
+from agentsd import Downsample, Phases, PooledAgents, Recipe, apply_agentsd
 from agentsd.modules import AgentModule, FocusedLinear
-from agentsd.recipe import EXACT, FAST
+from agentsd.recipe import EXACT, FAST, MODES
 
 SETTINGS = CompareSettings()
 EVERY = (
@@ -118,12 +121,16 @@ def test_tomesd_is_no_silent_no_op_on_sdxl() -> None:
     [
         (
             "tome",
-            "unknown method 'tome' in 'tome'; use stock, tomesd, agentsd, agentsd-fast",
+            "unknown method 'tome' in 'tome'; did you mean tomesd.? use stock, tomesd, deepcache, .*exact",
         ),
         ("exact+stock", "unknown method 'stock'"),
-        ("exact+tomesd", "one of tomesd and agentsd at most"),
-        ("exact+fast", "one of tomesd and agentsd at most"),
-        ("deepcache+deepcache", "name a part once"),
+        ("exact+tomesd", "name one method, and deepcache beside it"),
+        ("exact+fast", "name one method, and deepcache beside it"),
+        ("deepcache+deepcache-5", "name one method, and deepcache beside it"),
+        ("agentsd-fast", "unknown method 'agentsd-fast' in 'agentsd-fast'; use stock"),
+        ("deepcache-0", "unknown method 'deepcache-0'"),
+        ("stock@0", "after the @ stands a number of steps, as in stock@20"),
+        ("stock@many", "after the @ stands a number of steps"),
     ],
 )
 def test_unknown_methods_are_named(name: str, message: str) -> None:
@@ -143,7 +150,8 @@ def test_rows_of_a_table() -> None:
 
 
 def test_deepcache_is_refused_where_it_would_mistake_its_step() -> None:
-    three, two = (Method(("deepcache",), cache_interval=n) for n in (3, 2))
+    three, two = (parse_method(name, None, SETTINGS) for name in ("deepcache", "deepcache-2"))
+    assert (three.interval, two.interval) == (3, 2)
     plms = PNDMScheduler(**BETAS, skip_prk_steps=True)
     check_scheduler(three, plms, 20)  # the one repeated timestep falls where the cache is used anyway
     check_scheduler(two, DDIMScheduler(**BETAS), 20)
@@ -173,5 +181,42 @@ def test_methods_by_a_name_of_ones_own(pipe: Any, sample: Any, tmp_path: Any) ->
     assert mine.key != before  # other settings, other pictures
     with pytest.raises(EvalError, match=r"mine\+deepcache: .* does not fit"), mine.applied(pipe):
         pass
-    with pytest.raises(EvalError, match=r"stock, tomesd, .*, few, mine or"):
+    with pytest.raises(EvalError, match=r"did you mean mine\? use stock, tomesd, .*, few, mine, a comp"):
         parse_method("mien", 0.5, settings)
+
+
+def test_fewer_steps_are_the_same_sampler_with_so_many(pipe: Any) -> None:
+    pictures = from_prompts(["a cat"], 1, 3)
+    of_five, of_two = (RunSettings(steps=steps, scheduler="ddim") for steps in (5, 2))
+    (few,), _ = pictures_of_method(pipe, parse_method("exact@2", 0.5, of_five), pictures, of_five)
+    (two,), _ = pictures_of_method(pipe, parse_method("exact", 0.5, of_two), pictures, of_two)
+    (five,), _ = pictures_of_method(pipe, parse_method("exact", 0.5, of_five), pictures, of_five)
+    assert few.tobytes() == two.tobytes() != five.tobytes()
+
+
+def test_rows_of_fewer_steps() -> None:
+    def counts(steps: int, *shares: float) -> list[str]:
+        return [method.label for method in fewer(shares, CompareSettings(steps=steps))]
+
+    assert counts(50, 0.8, 0.6, 0.4) == ["stock@40", "stock@30", "stock@20"]
+    assert counts(12, 0.8, 0.6, 0.4) == ["stock@10", "stock@7", "stock@5"]
+    assert counts(2, 0.8, 0.6, 0.4) == ["stock@1"]  # 1.6 is 2 again, 0.8 is 1 as 1.2
+    assert counts(1, 0.5) == counts(50) == []
+    methods = expand(["stock@20", "fast"], [0.4], CompareSettings(), (0.4,))
+    assert [(method.label, method.is_stock) for method in methods] == [
+        ("stock", True),
+        ("stock@20", False),
+        ("fast r=0.4", False),
+    ]
+    assert [method.is_default for method in methods] == [False, False, True]
+    assert not parse_method("fast@20", 0.4, SETTINGS).is_default
+
+
+def test_a_recipe_with_a_name_is_a_method(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = CompareSettings(agent={"k": 0.1, "early_frac": 0.2, "seed": 3})
+    monkeypatch.setitem(MODES, "few", Recipe(Phases(None, Downsample(stride=4))))
+    method = parse_method("few", 0.5, settings)
+    assert (method.ratio, method.agent) == (None, (("early_frac", 0.2),))  # all that it has
+    with method.applied(pipe):
+        assert pipe.unet._agentsd.recipe == Recipe(Phases(None, Downsample(stride=4), 0.2))
+    assert parse_method("downsample", 0.5, settings).agent == ()

@@ -231,7 +231,7 @@ def test_the_command_writes_figures_and_a_map(model_folder: str, tmp_path: Path)
     assert {row["step"] for row in rows} == {0, 2}
     assert all(0 <= row["score"] <= MAX_SCORE for row in rows)
     assert {row["pairs"] for row in rows if row["tokens"] == 256} == {"sampled"}
-    facts = rows[0]["run"]
+    facts = json.loads((out / "run.json").read_text())["results"]["redundancy"]
     assert (facts["settings"]["pairs"], facts["settings"]["prompts"]) == (64, ["a cat"])
     assert "torch" in facts["versions"]
     with (out / "redundancy.csv").open(newline="") as file:

@@ -19,17 +19,17 @@ import numpy as np
 import pytest
 import torch
 from agentsd_eval.errors import EvalError
-from agentsd_eval.pages import output
+from agentsd_eval.pages import output, quality_table
 from agentsd_eval.pages import rows as results
 from agentsd_eval.pictures.generate import Share, fingerprint, generate
 from agentsd_eval.pictures.prompts import from_classes, from_prompts, from_references, pictures_of
 from agentsd_eval.pictures.sampling import initial_latents, sample, warm_up
 from agentsd_eval.pictures.store import Store
-from agentsd_eval.settings import RunSettings
-from agentsd_eval.studies import table
+from agentsd_eval.settings import AblateSettings, RunSettings
+from agentsd_eval.studies import ablate, table
 
 PICTURES = from_prompts(["a cat", "a dog"], 7, 10)
-SETTINGS = RunSettings(steps=3, batch_size=3, ratios=(0.5,), scheduler="model")
+SETTINGS = RunSettings(steps=3, batch_size=3, ratios=(0.5,), scheduler="model", fewer_steps=())
 METHODS = table.table_methods(SETTINGS)
 
 
@@ -176,7 +176,7 @@ def test_a_pictures_noise_is_its_own(pipe: Any) -> None:
     assert not torch.equal(together[0], together[1])
 
 
-@pytest.mark.parametrize("scheduler", ["model", "ddim", "ddpm", "euler", "dpm++"])
+@pytest.mark.parametrize("scheduler", ["model", "ddim", "ddpm", "euler", "dpm++", "dpm++karras"])
 def test_a_picture_hardly_depends_on_its_batch(pipe: Any, scheduler: str) -> None:
     from agentsd_eval.pictures.models import set_scheduler
 
@@ -189,20 +189,22 @@ def test_a_picture_hardly_depends_on_its_batch(pipe: Any, scheduler: str) -> Non
 
 
 def test_ablations_vary_one_setting_as_the_paper() -> None:
-    settings = RunSettings(agent={"seed": 2})
-    assert [m.label for m in table.ablation_methods(settings, "k")] == ["stock"] + ["exact r=0.5"] * 4
-    agents = [dict(m.agent) for m in table.ablation_methods(settings, "early")[1:]]
-    assert agents == [{"early_frac": f, "seed": 2} for f in (0.2, 0.4, 0.6, 0.8)]
-    given = RunSettings(ablate_values=(-0.3,))
-    assert [dict(m.agent) for m in table.ablation_methods(given, "scale")[1:]] == [{"scale": -0.3}]
-    with pytest.raises(EvalError, match="can't ablate 'ratio'; choose k"):
-        table.ablation_methods(settings, "ratio")
+    few = ["stock@40", "stock@30", "stock@20"]
+    methods = ablate.ablation_methods(AblateSettings(what="k", agent={"seed": 2}))
+    assert [m.label for m in methods] == ["stock", *few] + ["exact r=0.5"] * 4
+    methods = ablate.ablation_methods(AblateSettings(what="early", agent={"seed": 2}, fewer_steps=()))
+    assert [dict(m.agent) for m in methods[1:]] == [
+        {"early_frac": f, "seed": 2} for f in (0.2, 0.4, 0.6, 0.8)
+    ]
+    given = AblateSettings(what="scale", ablate_values=(-0.3,), fewer_steps=())
+    assert [dict(m.agent) for m in ablate.ablation_methods(given)[1:]] == [{"scale": -0.3}]
 
 
 def test_a_row_goes_by_the_users_own_name_or_by_its_settings() -> None:
-    settings = RunSettings(ratios=(0.5,), agent={"k": 0.1}, named={"few": {"mode": "turbo"}})
+    own = {"few": {"mode": "turbo"}}
+    settings = RunSettings(ratios=(0.5,), agent={"k": 0.1}, named=own, fewer_steps=())
     methods = table.table_methods(settings.model_copy(update={"methods": ["tomesd", "exact", "few"]}))
-    labels = [table.row_label(table.identity(method, settings)) for method in methods]
+    labels = [quality_table.row_label(table.identity(method)) for method in methods]
     assert labels == ["stock", "tomesd r=0.5", "exact r=0.5, k=0.1", "few"]
 
 

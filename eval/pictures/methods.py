@@ -128,12 +128,13 @@ def parse_method(
     if at and not re.fullmatch(r"[1-9]\d{0,3}", count):
         raise EvalError(f"{text!r}: after the @ stands a number of steps, as in stock@20")
     parts = () if joined == "stock" else tuple(joined.split("+"))
-    if unknown := [part for part in parts if not is_part(part) and part not in settings.named]:
-        known = ["stock", *_PARTS, *MODES, *settings.named]
-        near = difflib.get_close_matches(unknown[0], known, 1)
+    known = {*settings.named, *(part for part in parts if is_part(part))} - {"stock"}
+    if unknown := [part for part in parts if part not in known]:
+        names = ["stock", *_PARTS, *MODES, *settings.named]
+        near = difflib.get_close_matches(unknown[0], names, 1)
         meant = f"did you mean {near[0]}? " if near else ""
         raise EvalError(
-            f"unknown method {unknown[0]!r} in {text!r}; {meant}use {', '.join(known)}, "
+            f"unknown method {unknown[0]!r} in {text!r}; {meant}use {', '.join(names)}, "
             "a composition such as fast+deepcache, or fewer steps such as stock@20"
         )
     attending = [part for part in parts if _deepcache_interval(part) is None]

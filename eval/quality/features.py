@@ -1,7 +1,6 @@
 """Pictures to feature vectors, by a named network; computed once and kept under the pictures' content."""
 
 import hashlib
-import importlib
 import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -62,7 +61,7 @@ def _efficientnet_lite0(device: torch.device) -> Network:
 def _inception(device: torch.device, weights: Path | None) -> Network:
     """Return pytorch-fid's Inception v3; it resizes to 299x299 itself, bilinearly."""
     check_network("inception", weights)
-    inception: Any = importlib.import_module("pytorch_fid.inception")
+    inception = _pytorch_fid()
     if weights is not None:
         # pytorch-fid has no other door for a local file.
         state = torch.load(weights, map_location="cpu", weights_only=True)
@@ -84,15 +83,20 @@ def check_network(name: str, weights: Path | None) -> None:
     """Raise EvalError now if the network's package or its weights file won't do."""
     if name != "inception":
         return
+    _pytorch_fid()
+    if weights is not None:
+        check_inception_weights(weights)
+
+
+def _pytorch_fid() -> Any:
     try:
-        importlib.import_module("pytorch_fid.inception")
+        from pytorch_fid import inception
     except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision is of another torch
         raise EvalError(
             f"real FID needs pytorch-fid ({error}): pip install 'agentsd[fid]', "
             "or use --features efficientnet-lite0"
         ) from None
-    if weights is not None:
-        check_inception_weights(weights)
+    return inception
 
 
 def check_inception_weights(path: Path) -> None:

@@ -18,8 +18,9 @@ from .features import check_network, features_of, load_network, picture_files
 
 def command(settings: FidSettings, console: Console) -> None:
     """Print the distances."""
-    check_network(settings.features, settings.inception_weights)
     sets = sets_of((settings.first, settings.second), settings)
+    if any(isinstance(part, list) for part in sets):
+        check_network(settings.features, settings.inception_weights)
     with progress(console) as bars:
         task = bars.add_task("features", total=sum(map(len, sets)))
         row = distances(sets, settings, lambda count: bars.advance(task, count))

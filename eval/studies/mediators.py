@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -53,7 +54,8 @@ def methods_of(settings: MediatorSettings) -> list[Method]:
         name = "mediators " + ", ".join(f"{threshold:g}" for threshold in thresholds)
         recipe = {"attention": {"stages": stages, "thresholds": list(thresholds)}}
         named = {name: {"recipe": recipe}}
-        methods.append(parse_method(name, None, settings.model_copy(update={"named": named})))
+        method = parse_method(name, None, settings.model_copy(update={"named": named}))
+        methods.append(replace(method, varied=name.replace("mediators", "thresholds")))
     return methods
 
 

@@ -1,0 +1,197 @@
+"""What people do to files and settings: told in one line before any long work, or made good."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from agentsd_eval import presets
+from agentsd_eval.cli import app
+from agentsd_eval.errors import EvalError
+from agentsd_eval.pages import run_file
+from agentsd_eval.pages.output import read_lines
+from agentsd_eval.pictures.generate import fingerprint, generate
+from agentsd_eval.pictures.methods import parse_method
+from agentsd_eval.pictures.prompts import from_prompts, unknown_words
+from agentsd_eval.pictures.store import Store
+from agentsd_eval.presets import load_settings
+from agentsd_eval.quality.features import Network, features_of
+from agentsd_eval.settings import RunSettings
+from PIL import Image
+from typer.testing import CliRunner
+
+SETTINGS = RunSettings(steps=1, batch_size=2, scheduler="model", fewer_steps=())
+PICTURES = from_prompts(["a cat"], 2, 0)
+STOCK = parse_method("stock", None, SETTINGS)
+
+
+def write(folder: Path, text: str | bytes) -> Path:
+    path = folder / "run.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+BOMB = "a0: &a0 [x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"model: \xff\xfe", "run.yaml is not UTF-8 text"),
+        (b"model: \x00", "run.yaml is not valid YAML"),
+        (BOMB, r"not valid YAML: (.|\n)*aliases \(\*name\) are not read"),
+        ("[" * 5000, "not valid YAML"),
+        ("x: " + "y" * 1_000_001, "is larger than 1,000,000 bytes"),
+        ("named: [1]", r"named = \[1\]: Input should be a valid dictionary"),
+        ("named: {1: {k: 1}}", "named.1"),
+        ("named: {mine: 5}", "named.mine"),
+        ("named: {mine: {recipe: 5}}", "recipe=5: write what a recipe's file holds"),
+        ("named: {exact: {k: 0.1}}", "'exact' is a method already: choose another name"),
+        ("named: {deepcache-7: {k: 0.1}}", "'deepcache-7' is a method already"),
+        ("named: {stock: {k: 0.1}}", "'stock' is a method already"),
+        ("named: {m@3: {k: 0.1}}", "holds a '\\+', a '/', an '@'"),
+        ("agent: 5", "agent = 5: Input should be a valid dictionary"),
+        ("agent: [k]", "agent = .*Input should be a valid dictionary"),
+        ("agent: {k: [1]}", "k=\\[1\\] is a list"),
+        ("agent: {1: 2}", "agent.1"),
+        ("agent: {k: 1.0e+308}", r"k=1e\+308 is beyond a 32-bit float"),
+        ("named: {mine: {k: 1.0e+308}}", r"k=1e\+308 is beyond a 32-bit float"),
+        ("model: [" + "x, " * 500 + "]", r"model = .{1,125}\.\.\.: Input should be a valid string"),
+        ("base: gone.yaml", "can't read the configuration .*gone.yaml"),
+        ("base: run.yaml", r"base: run.yaml -> run.yaml goes in a circle"),
+        ("base: [1]", r"base = \[1\]: write the name of a file beside it"),
+        ("fewer_steps: [1.5]", "fewer_steps.0 = 1.5: Input should be less than 1"),
+    ],
+)
+def test_odd_settings_are_one_message(tmp_path: Path, text: str | bytes, message: str) -> None:
+    with pytest.raises(EvalError, match=message) as caught:
+        load_settings(RunSettings, write(tmp_path, text), {})
+    assert len(str(caught.value)) < 1500
+
+
+def test_prompts_that_are_no_text_are_named(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_bytes(b"a cat\n\xff\n")
+    with pytest.raises(EvalError, match=r"prompts.txt is not UTF-8 text \(invalid start byte at byte 6\)"):
+        read_lines(tmp_path / "prompts.txt")
+
+
+def test_a_presets_base_is_read_first_and_its_files_are_found(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "classes.txt").write_text("kite\n")
+    (tmp_path / "below" / "base.yaml").write_text("classes: classes.txt\nsteps: 7\nseed: 3\n")
+    settings = load_settings(RunSettings, write(tmp_path, "base: below/base.yaml\nsteps: 9\n"), {})
+    assert (settings.steps, settings.seed) == (9, 3)
+    assert settings.classes == tmp_path / "below" / "classes.txt"
+
+
+def test_presets_are_found_by_name_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_settings(RunSettings, "demo", {}).out == Path("runs/demo")
+    assert load_settings(RunSettings, "table10", {}).classes.read_text().startswith("tench\n")  # type: ignore[union-attr]
+    with pytest.raises(EvalError, match="no such file or preset; did you mean demo"):
+        load_settings(RunSettings, "demoo", {})
+    (tmp_path / "demo").write_text("steps: 3\n")  # a file of one's own comes first
+    assert load_settings(RunSettings, "demo", {}).steps == 3
+    assert {"demo", "full", "table13", "subject", "latency_sd15_cpu"} <= set(presets.presets())
+    assert not {"demo_model", "dreambooth_sd15"} & set(presets.presets())
+
+
+@pytest.mark.parametrize("content", ["[]", "5", '{"steps": 3}', "{", '{"format": 1}'])
+def test_a_folder_that_is_no_run_of_ours_is_refused(pipe: Any, tmp_path: Path, content: str) -> None:
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(EvalError, match=r"run.json"):
+        Store(tmp_path).claim(fingerprint(pipe, PICTURES, SETTINGS))
+    assert (tmp_path / "run.json").read_text() == content
+
+
+def test_a_run_knows_its_makers_and_its_threads(pipe: Any, tmp_path: Path) -> None:
+    store, facts = Store(tmp_path), fingerprint(pipe, PICTURES, SETTINGS)
+    for maker in ({"commit": "a"}, {"commit": "a"}, {"commit": "b"}):
+        store.claim(facts, maker)
+    assert run_file.read(tmp_path)["makers"] == {"1": {"commit": "a"}, "2": {"commit": "b"}}
+    assert facts["threads"] == torch.get_num_threads()
+    with pytest.raises(EvalError, match=r"threads: 1 there, 3 now\); choose another --out"):
+        store.claim(facts | {"threads": 3})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[]", b"5", b"null", b"\xff\xfe", b'{"index": 0}',
+        b'{"index": "0", "seed": 0, "prompt": "", "sha256": "", "batch": 0, "batch_images": 1, "seconds": 1, '
+        b'"cpu_seconds": 1, "session": "x"}',
+        b'{"index": 0, "seed": 0, "prompt": "", "sha256": "", "batch": 0, "batch_images": 0, "seconds": 0, '
+        b'"cpu_seconds": 0, "session": "x"}',
+    ],
+)  # fmt: skip
+def test_odd_lines_of_a_manifest_are_passed_over(pipe: Any, tmp_path: Path, line: bytes) -> None:
+    store = Store(tmp_path)
+    generate(pipe, store, [STOCK], PICTURES, SETTINGS, _alone(), lambda count: None)
+    times = store.timings(STOCK)
+    manifest = store.path(STOCK, 0).with_name("manifest-0.jsonl")
+    manifest.write_bytes(line + b"\n" + manifest.read_bytes())
+    assert set(store.intact(STOCK)) == {0, 1}
+    assert store.timings(STOCK) == times
+
+
+def _alone() -> Any:
+    from agentsd_eval.pictures.generate import Share
+
+    return Share()
+
+
+def test_features_that_do_not_fit_on_the_disk_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = Network("means", 8, lambda pixels: pixels.mean((2, 3)))
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(EvalError, match=r"the disk is full: .* run the same command again"):
+        features_of(network, [Image.new("RGB", (8, 8))], tmp_path / "features")
+    monkeypatch.undo()
+    assert not list(tmp_path.rglob("*.np*"))
+    assert not [path for path in tmp_path.rglob(".*") if path.is_file()]
+    kept = features_of(network, [Image.new("RGB", (8, 8), "white")], tmp_path / "features")
+    assert np.array_equal(kept, [[255, 255, 255]])
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [("table", "stopped; the same command goes on from here"), ("compare", "stopped; nothing was changed")],
+)
+def test_ctrl_c_says_how_to_go_on(command: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"agentsd_eval.studies.{command}.command", interrupted)
+    result = CliRunner().invoke(app, [command])
+    assert (result.exit_code, result.output.strip()) == (130, said)
+
+
+def test_words_that_the_model_was_never_taught_are_found() -> None:
+    class Words:
+        def get_vocab(self) -> dict[str, int]:
+            return {"photo</w>": 1, "xylo": 2, "a</w>": 3}
+
+    prompts = ["a photo of a Xylophone, blue", "a zyzzyva or a xylophone"]
+    found = unknown_words(Words(), prompts)
+    assert [word for word in found if word not in ("blue", "or")] == ["xylophone", "zyzzyva"]
+
+
+def test_a_run_of_two_pictures_is_json_without_repeats(pipe: Any, tmp_path: Path) -> None:
+    run_file.update(tmp_path, results={"table": {"a": 1}})
+    run_file.update(tmp_path, results={"ablate-k": {"a": 2}}, pictures={"steps": 3})
+    assert json.loads((tmp_path / "run.json").read_text()) == {
+        "format": run_file.FORMAT,
+        "results": {"table": {"a": 1}, "ablate-k": {"a": 2}},
+        "pictures": {"steps": 3},
+    }

@@ -1,0 +1,63 @@
+"""The committed results are read by today's program, and their figures agree with each other."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from agentsd_eval.pages import run_file
+from agentsd_eval.pages.report import write_report
+from agentsd_eval.quality import metrics
+from agentsd_eval.quality.feature_file import load_features
+
+RESULTS = Path(__file__).parents[1] / "eval" / "results"
+FOLDERS = sorted(path.parent for path in RESULTS.glob("*/run.json"))
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_each_result_names_its_maker_and_has_one_set_of_figures(folder: Path) -> None:
+    results = run_file.read(folder)["results"]
+    assert sorted(results) == sorted(path.stem for path in folder.glob("*.jsonl"))
+    for name, run in results.items():
+        assert run["threads"] >= 1 <= run["processes"]
+        assert {"torch", "diffusers"} <= set(run["versions"])
+        rows = rows_of(folder / f"{name}.jsonl")
+        with (folder / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+            copies = list(csv.DictReader(file))
+        for row, copy in zip(rows, copies, strict=True):
+            for key, value in row.items():
+                if isinstance(value, float):
+                    assert float(copy[key]) == value
+        assert run["command"] in (folder / f"{name}.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["full", "operators", "runs-sd15-512-cpu"])
+def test_a_report_is_written_of_them(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    shutil.copytree(RESULTS / name, folder, ignore=shutil.ignore_patterns("features"))
+    page = write_report(folder, 4).read_text(encoding="utf-8")
+    for result in run_file.read(folder)["results"]:
+        for row in rows_of(folder / f"{result}.jsonl"):
+            assert row["method"] in page
+
+
+def test_the_features_that_are_kept_give_the_tables_distance() -> None:
+    folder = RESULTS / "full"
+    of = {row.get("key"): row["frechet"] for row in rows_of(folder / "table.jsonl")}
+    network = "efficientnet-lite0"
+    real = metrics.fit(load_features(folder / "features" / "real.npz", network))
+    kept = sorted(path.stem for path in (folder / "features").glob("*.npz"))
+    assert kept == ["agentsd-fast-r0.4-sdpa", "real", "stock-sdpa"]
+    for name in (kept[0], kept[2]):
+        features = load_features(folder / "features" / f"{name}.npz", network)
+        distance = metrics.FrechetSample(features, real).distance(np.arange(len(features)))
+        assert distance == pytest.approx(of[name], rel=1e-3)
