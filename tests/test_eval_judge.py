@@ -5,39 +5,67 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from agentsd_eval.cli import app
 from agentsd_eval.pages.quality_table import change, plan
-from agentsd_eval.quality.judge import _mean_of
+from agentsd_eval.quality.summary import summary_of
+from agentsd_eval.studies import table
 from typer.testing import CliRunner
 
 
-def picture(
-    split: str | None, right: bool | None, clip: float | None = None, psnr: float | None = None
-) -> dict:
-    return {
-        "split": split, "right": right, "clip": clip, "psnr": psnr, "ssim": None, "feature_distance": None
-    }  # fmt: skip
+def picture(split: str | None, right: bool | None, **figures: float | None) -> dict:
+    return {"split": split, "right": right} | figures
 
 
 def test_means_and_paired_changes() -> None:
-    stock = [picture("seen", True, 30.0), picture("seen", True, 20.0), picture("heldout", False, 10.0)]
+    seen, pair = "seen", "heldout pair"
+    stock = [picture(seen, True, clip=30), picture(seen, True, clip=20), picture(pair, False, clip=10)]
     ours = [
-        picture("seen", True, 31.0, 40.0),
-        picture("seen", False, 20.0, 50.0),
-        picture("heldout", True, 9.0, 60.0),
+        picture(seen, True, clip=31, psnr=40),
+        picture(seen, False, clip=20, psnr=50),
+        picture(pair, True, clip=9, psnr=60),
     ]
-    row = _mean_of(ours, stock)
+    row = summary_of(ours, stock)
     assert (row["right_seen"], row["right_seen_count"], row["right_seen_change"]) == (0.5, 2, -0.5)
     assert row["right_seen_change_error"] == pytest.approx(0.5)  # changes 0 and -1
-    assert (row["right_heldout"], row["right_heldout_change"]) == (1.0, 1.0)
-    assert "right_heldout_change_error" not in row  # one picture has no spread
+    assert (row["right_heldout_pair"], row["right_heldout_pair_change"]) == (1.0, 1.0)
+    assert "right_heldout_pair_change_error" not in row  # one picture has no spread
     assert (row["clip"], row["clip_change"]) == (20.0, 0.0)
     assert row["clip_change_error"] == pytest.approx(3**-0.5)  # changes 1, 0, -1
-    assert (row["psnr"], row["psnr_error"]) == (50.0, pytest.approx(10 / 3**0.5))
+    assert row["psnr"] == 50.0
     assert "ssim" not in row
-    assert "right_seen_change" not in _mean_of(stock, stock)
-    assert _mean_of([picture(None, None)], [picture(None, None)]) == {}
+    assert "right_seen_change" not in summary_of(stock, None)
+    assert summary_of([picture(None, None)], None) == {}
+
+
+def test_perceptual_distances_are_geometric_means_with_the_interval_of_their_logarithms() -> None:
+    row = summary_of([picture(None, None, perceptual=x) for x in (0.01, 0.1, 1.0)], None)
+    half = 1.959964 * np.log(10) / 3**0.5
+    assert row["perceptual"] == pytest.approx(0.1)
+    assert row["perceptual_low"] == pytest.approx(0.1 * np.exp(-half))
+    assert row["perceptual_high"] == pytest.approx(0.1 * np.exp(half))
+
+
+def test_grain_is_that_of_the_same_seeds() -> None:
+    stock = [picture(None, None, grain=x) for x in (1.0, 4.0)]
+    row = summary_of([picture(None, None, grain=x) for x in (2.0, 2.0)], stock)
+    assert row["grain"] == pytest.approx(1.0)  # twice and half
+
+
+def row(key: str, macs: float, speedup: float) -> dict:
+    return {"method": key, "key": key, "multiply_adds": macs, "speedup": speedup}
+
+
+def test_worth_is_what_fewer_steps_cost_at_the_distance_over_the_own_cost() -> None:
+    rows = [row("stock", 100, 1.0), row("stock@12", 50, 2.0), row("quick", 50, 1.6)]
+    distances = {"stock": 0.1, "stock@12": 0.2, "quick": 0.1}
+    singles = [{"method": k, "converged": d * s} for k, d in distances.items() for s in (1, 2, 3)]
+    table.add_worth(rows, singles, 20)
+    assert rows[2]["worth_multiply_adds"] == pytest.approx(2.0)
+    assert rows[2]["worth_time"] == pytest.approx(1.6)
+    assert rows[2]["worth_time_beyond"] is None
+    assert "worth_time" not in rows[0]
 
 
 @pytest.mark.parametrize(
@@ -86,14 +114,28 @@ def test_the_embedded_model_is_judged_by_its_prompts(tmp_path: Path) -> None:
         "--images",
         4,
         "--fewer-steps",
-        "none",
+        0.5,
+        "--converged-steps",
+        3,
+        "--other-seeds",
+        "--references",
+        24,
         "--out",
         tmp_path,
     ]
     result = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    stock, agent, floor = map(json.loads, (tmp_path / "table.jsonl").read_text().splitlines())
+    stock, fewer, agent, floor = map(json.loads, (tmp_path / "table.jsonl").read_text().splitlines())
     assert 0 <= stock["right_seen"] <= 1
-    assert agent["right_seen_count"] + agent.get("right_heldout_count", 0) == 4
-    assert 0 < floor["frechet"] < stock["frechet"]
+    shown = sum(agent.get(f"right_{split}_count", 0) for split in ("seen", "heldout_triple", "heldout_pair"))
+    assert shown == 4
+    assert agent["right_colour_count"] == agent["right_style_count"] == 4
+    assert 0 < stock["converged"] < fewer["converged"]
+    assert 0 < agent["perceptual"] < fewer["perceptual"]
+    assert "perceptual" not in stock
+    assert agent["worth_time"] > 0 < agent["worth_multiply_adds"]
+    assert {"kernel_seeds", "kernel_seeds_change", "diversity", "grain", "place"} <= set(agent)
+    assert floor["kernel"] < stock["kernel"]
     assert floor["images"] == 4
+    others = list((tmp_path / "pictures" / stock["key"]).glob("1*.png"))
+    assert len(others) == 4

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -43,7 +45,7 @@ def test_it_rises_with_every_harm(features, scenes, harm, strengths):
     clean = features(scenes)
     rising = [stage_distance(clean, features([harm(s, x) for s in scenes])) for x in strengths]
     assert (rising[0] > 0).all()
-    for less, more in zip(rising, rising[1:], strict=False):
+    for less, more in pairwise(rising):
         assert (less < more).all()
 
 

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from agentsd_demo.scenes import Triple
 from agentsd_eval.errors import EvalError
 from agentsd_eval.pages import output, quality_table
 from agentsd_eval.pages import rows as results
 from agentsd_eval.pictures.generate import Share, fingerprint, generate
-from agentsd_eval.pictures.prompts import from_classes, from_prompts, from_references, pictures_of
+from agentsd_eval.pictures.prompts import from_classes, from_prompts, from_triples, pictures_of
 from agentsd_eval.pictures.sampling import initial_latents, sample, warm_up
 from agentsd_eval.pictures.store import Store
 from agentsd_eval.settings import AblateSettings, RunSettings
@@ -220,16 +221,13 @@ def test_prompts(tmp_path: Path) -> None:
         pictures_of(RunSettings(prompts=tmp_path / "a", classes=tmp_path / "b"))
 
 
-def test_reference_captions_are_spread_evenly() -> None:
-    class Reference:
-        concept, split = "kite", "seen"
-
-        def __init__(self, number: int) -> None:
-            self.caption = str(number)
-
-    references: Any = [Reference(number) for number in range(10)]
-    assert [p.prompt for p in from_references(references, 5, 0)] == ["0", "2", "4", "6", "8"]
-    assert [p.prompt for p in from_references(references, 12, 0)][9:] == ["9", "0", "1"]
+def test_captions_are_spread_evenly_over_what_scenes_can_show() -> None:
+    every = [Triple("kite", "3d", str(number)) for number in range(10)]
+    assert [p.prompt[-1] for p in from_triples(every, 5, 0)] == ["0", "2", "4", "6", "8"]
+    twelve = from_triples(every, 12, 100)
+    assert [p.prompt[-1] for p in twelve][9:] == ["9", "0", "1"]
+    assert [p.seed for p in twelve] == list(range(100, 112))
+    assert twelve[0].triple == every[0]
 
 
 def test_an_unwritable_place_is_said_at_once(tmp_path: Path) -> None:
@@ -248,7 +246,7 @@ def test_equal_pictures_have_an_infinite_psnr_that_json_can_hold(tmp_path: Path)
 
 
 PSNR = results.figure("psnr", ".2f")
-QUALITY = ("method", "ratio", "frechet", "kernel", "kernel_error", "psnr", "ssim", "feature_distance")
+QUALITY = ("method", "ratio", "frechet", "kernel", "kernel_error", "psnr", "ssim", "perceptual")
 
 
 def quality(folder: Path) -> list[list[str]]:

@@ -24,7 +24,7 @@ def test_what_a_scene_shows_is_read_and_what_it_does_not_is_wrong():
     asked = [shown, Triple("banana", "3d", "blue"), Triple("strawberry", "3d", "red")]
     right, fruit, colour = read_pictures([scene.image] * 3, asked, reader)
     left, top, side = scene.box
-    assert right["right"] and right["right_style"] and right["right_colour"]
+    assert [right[key] for key in ("right", "right_style", "right_colour")] == [True, True, True]
     assert (fruit["right"], fruit["right_colour"]) == (False, True)
     assert (colour["right"], colour["right_colour"]) == (True, False)
     assert right["x"] == pytest.approx(left + side / 2, abs=5)

@@ -66,7 +66,7 @@ def tables_of(rows: Sequence[Row], features: str | None) -> dict[str, list[Colum
     """Return the columns of each table by its title; a column without a figure is left out."""
     on_gpu = any(row.get("memory_per_image") is not None for row in rows)
     tables = {
-        "distance to the same seed's pictures (perceptual x1000, geometric means, 95%)": [
+        "perceptual distance x1000 to the same seed's pictures (95%)": [
             Column("images", figure("images", "d")),
             Column("to converged", interval("converged")),
             Column("to stock", interval("perceptual")),
@@ -83,18 +83,20 @@ def tables_of(rows: Sequence[Row], features: str | None) -> dict[str, list[Colum
             Column("Fréchet change", change("frechet", ".3g")),
             Column("diversity", figure("diversity", ".4f")),
         ],
-        "what pictures show": [
-            Column("concept, seen", figure("right_seen", ".1%")),
+        "right concepts": [
+            Column("seen", figure("right_seen", ".1%")),
             Column("change", change("right_seen", ".1%")),
-            Column("concept, held-out triple", figure("right_heldout_triple", ".1%")),
-            Column("concept, held-out pair", figure("right_heldout_pair", ".1%")),
+            Column("held-out triples", figure("right_heldout_triple", ".1%")),
+            Column("held-out pairs", figure("right_heldout_pair", ".1%")),
+            Column("CLIP score", figure("clip", ".2f")),
+            Column("CLIP change", change("clip", ".2f")),
+        ],
+        "right style, colour, place and size": [
             Column("style", figure("right_style", ".1%")),
             Column("colour", figure("right_colour", ".1%")),
             Column("colour change", change("right_colour", ".1%")),
             Column("place, px", figure("place", ".2f")),
             Column("size, px", figure("size", ".2f")),
-            Column("CLIP score", figure("clip", ".2f")),
-            Column("CLIP change", change("clip", ".2f")),
         ],
         "cost": [
             Column("attention", figure("backend", "")),
@@ -126,9 +128,10 @@ def _kernel(row: Row) -> str:
 
 NOTE = (
     "change: against stock, same seeds, ± half of a 95% interval; ≈ marks a change inside the noise. "
-    "Worth: what fewer steps of the same sampler cost at the same distance, over the row's own cost; a row marked "
-    "no is not worth having. > and <: fewer steps were not measured that near, or that far. Distances and the "
-    "kernel are of EfficientNet-Lite0's features. Speed-ups are against stock with the attention named in the row."
+    "Perceptual distances are geometric means. Worth: what fewer steps of the same sampler cost at the same "
+    "distance, over the row's own cost; a row marked no is not worth having. > and <: fewer steps were not "
+    "measured that near, or that far. Distances are of EfficientNet-Lite0's features. Speed-ups are against "
+    "stock with the attention named in the row."
 )
 
 

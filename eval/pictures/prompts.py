@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Picture:
-    """Picture `index` of a run; `triple`, what it is to show, is known of the embedded model's prompts only."""
+    """Picture `index` of a run; `triple`, what it is to show, is known for the embedded model alone."""
 
     index: int
     prompt: str

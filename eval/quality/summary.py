@@ -36,7 +36,7 @@ def summary_of(rows: Sequence[Row], stock: Sequence[Row] | None) -> Row:
         values = np.array([row[key] for row in rows if row.get(key) is not None])
         if len(values):
             means[key] = float(values.mean())
-    if stock is not None and all(row.get("grain") and old.get("grain") for row, old in zip(rows, stock)):
+    if stock is not None and all(row.get("grain") for row in (*rows, *stock)):
         ratios = np.log([row["grain"] / old["grain"] for row, old in zip(rows, stock, strict=True)])
         means["grain"] = float(np.exp(ratios.mean()))
         if len(ratios) > 1:
