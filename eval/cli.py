@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[type[s.CommandSettings], str]] = {
     "compare": (s.CompareSettings, "studies.compare"),
     "table": (s.RunSettings, "studies.table"),
     "ablate": (s.AblateSettings, "studies.ablate"),
+    "proof": (s.ProofSettings, "studies.proof"),
     "mediators": (s.MediatorSettings, "studies.mediators"),
     "redundancy": (s.RedundancySettings, "studies.redundancy"),
     "calibrate": (s.CalibrateSettings, "studies.calibration"),
@@ -42,7 +43,7 @@ COMMANDS: dict[str, tuple[type[s.CommandSettings], str]] = {
 }
 """Each one's settings, and the module whose `command(settings, console)` does its work."""
 _NO_CONFIG = ("fid", "report")
-_RESUMED = ("table", "ablate", "mediators", "subject")
+_RESUMED = ("table", "ablate", "proof", "mediators", "subject")
 _Config = Annotated[
     str | None,
     typer.Option(

@@ -235,6 +235,20 @@ class AblateSettings(RunSettings):
     """k (Table 11), scale (Table 12) or early (Table 13)."""
 
 
+class ProofSettings(RunSettings):
+    """Show that the judge sees known losses: fewer steps, more merging, longer caches, blur and noise."""
+
+    hidden: ClassVar[tuple[str, ...]] = ("methods", "ratios", "ablate_ratio", "ablate_values", "fewer_steps")
+    scheduler: Scheduler = "dpm++karras"
+    """A deterministic sampler, so that many steps converge."""
+    steps: int = Field(25, ge=1)
+    """Denoising steps of the rows that lose by something else."""
+    converged_steps: int | None = Field(100, ge=2)
+    """Steps of stock's converged pictures."""
+    chain_steps: tuple[Annotated[int, Field(ge=1)], ...] = (50, 25, 12, 8, 6)
+    """Numbers of steps, falling; repeat."""
+
+
 class MediatorSettings(RunSettings):
     """Search when the number of pooled agents should grow: distance against multiply-adds, drawn."""
 

@@ -1,7 +1,8 @@
 """The quality figures of a row: distances to real, stock's and converged pictures, and what they show."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ _SPLITS = 5
 _FEWEST = 3  # pictures that a kernel distance without one of them needs
 Row = dict[str, Any]
 Tick = Callable[[int], Any]
+Harm = Callable[[Image.Image], Image.Image]
+"""What is done to a picture to make it worse by a known strength."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Judge:
         self._clip = ClipScore(self.settings.clip, self.device) if self.settings.clip else None
         self._cache = self.settings.out / "features"
         self._reader = scene_reader(self.pictures)
+        self.kernels: dict[str, metrics.KernelDistance] = {}
 
     def read_real(self, tick: Tick) -> None:
         """Read the real pictures, before any picture is made: one that can't be read ends the run early."""
@@ -106,9 +110,14 @@ class Judge:
         }
 
     def judge(
-        self, store: Store, methods: Sequence[Method], compared: Compared, tick: Tick
+        self,
+        store: Store,
+        methods: Sequence[Method],
+        compared: Compared,
+        tick: Tick,
+        harms: Mapping[str, Harm] = MappingProxyType({}),
     ) -> tuple[list[Row], list[Row]]:
-        """Return a row for each method and a row for each method and picture.
+        """Return a row for each method and then for each harm to stock's pictures, and one for each picture.
 
         The features of the real pictures, of stock's and of the default's are written to `features/` in the
         run's folder: what is small enough to be kept with a table.
@@ -138,9 +147,17 @@ class Judge:
             if method.is_stock or method.is_default:
                 kept[method.key] = shown.features
             tick(len(self.pictures))
+        for name, harm in harms.items():
+            images = [harm(image) for image in stock.images]
+            row, single = self.row_of(Shown(name, images, self._features_of(images)), against)
+            rows.append(row)
+            singles += single
         for name, vectors in kept.items():
             save_features(self._cache / f"{name}{SUFFIX}", self.network.name, vectors)
         return rows, singles
+
+    def _features_of(self, images: Sequence[Image.Image]) -> np.ndarray:
+        return features_of(self.network, images, self._cache)
 
     def row_of(self, shown: "Shown", against: "Against") -> tuple[Row, list[Row]]:
         """Return the figures of a row, and those of each of its pictures."""
@@ -191,21 +208,26 @@ class Judge:
         count, is_stock = len(shown.images), shown is against.stock
         row: Row = {"diversity": metrics.diversity(shown.features)}
         if self.real is not None:
-            ours, theirs = (
+            sample, other = (
                 metrics.FrechetSample(self._projected(s.features), self._reference)
                 for s in (shown, against.stock)
             )
             everyone = np.arange(count)
-            row["frechet"] = ours.distance(everyone)
+            row["frechet"] = sample.distance(everyone)
             if not is_stock:
-                error = metrics.frechet_difference_error(ours, theirs, count, self.settings.bootstrap)
-                row["frechet_change"] = row["frechet"] - theirs.distance(everyone)
+                error = metrics.frechet_difference_error(sample, other, count, self.settings.bootstrap)
+                row["frechet_change"] = row["frechet"] - other.distance(everyone)
                 row["frechet_change_error"] = error
                 row["pictures_for_2_percent"] = metrics.pictures_needed(row["frechet"], error, count)
-            row |= _kernel(shown, against.stock, self._kernel_reference, "kernel")
-        if against.others is None:
-            return row
-        return row | _kernel(shown, against.stock, against.others, "kernel_seeds")
+        if self.real is not None and count >= _FEWEST:
+            ours = metrics.kernel_distance(shown.features, self._kernel_reference)
+            self.kernels[shown.key] = ours
+            row |= _kernel_row("kernel", ours, None if is_stock else self.kernels[against.stock.key])
+        if against.others is not None and count >= _FEWEST:
+            ours = metrics.kernel_distance(shown.features, against.others)
+            against.stock_kernel = ours if is_stock else against.stock_kernel
+            row |= _kernel_row("kernel_seeds", ours, None if is_stock else against.stock_kernel)
+        return row
 
 
 @dataclass(frozen=True)
@@ -227,6 +249,8 @@ class Against:
     others: metrics.KernelSet | None
     stock_rows: list[Row] = field(default_factory=list)
     """Of each stock picture, once stock's own row is made; it comes first."""
+    stock_kernel: metrics.KernelDistance | None = None
+    """Of stock's pictures to those of its other seeds, likewise."""
 
 
 def scene_reader(pictures: Sequence[Picture]) -> Any:
@@ -244,14 +268,10 @@ def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def _kernel(shown: Shown, stock: Shown, others: metrics.KernelSet, name: str) -> Row:
-    """The kernel distance to other features, as `name`, and its change against stock's."""
-    if min(len(shown.features), len(others.features)) < _FEWEST:
-        return {}
-    ours = metrics.kernel_distance(shown.features, others)
+def _kernel_row(name: str, ours: metrics.KernelDistance, stock: metrics.KernelDistance | None) -> Row:
+    """A kernel distance as `name`, and its change against stock's."""
     row = {name: ours.value, f"{name}_error": ours.error}
-    if shown is not stock:
-        theirs = metrics.kernel_distance(stock.features, others)
-        row[f"{name}_change"] = ours.value - theirs.value
-        row[f"{name}_change_error"] = ours.difference_error(theirs)
+    if stock is not None:
+        row[f"{name}_change"] = ours.value - stock.value
+        row[f"{name}_change_error"] = ours.difference_error(stock)
     return row

@@ -1,8 +1,8 @@
 """Table 10: pictures of every method, then a row of quality and cost for each."""
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -27,7 +27,8 @@ from ..pictures.prompts import Picture, note_unknown_words, pictures_of
 from ..pictures.sampling import Seconds, sample, size_of
 from ..pictures.store import Entry, Store
 from ..quality.features import check_network
-from ..quality.judge import Compared, Judge
+from ..quality.judge import Compared, Harm, Judge
+from ..quality.metrics import KernelDistance
 from ..quality.real import load_real
 from ..quality.worth import worth
 from ..settings import RunSettings
@@ -60,11 +61,38 @@ def show(settings: RunSettings, methods: list[Method], name: str, console: Conso
     return rows
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A row for each method, a row for each method and picture, and kernel distances by the rows' keys."""
+
+    rows: list[Row]
+    singles: list[Row]
+    kernels: dict[str, KernelDistance]
+    run: Row
+
+
 def run(settings: RunSettings, methods: list[Method], name: str, console: Console) -> list[Row]:
-    """Make what pictures are missing, judge them all, and write `name` and `name`-pictures in `out`.
+    """Make what pictures are missing, judge them all, write `name` and `name`-pictures, return the rows."""
+    found = measure(settings, methods, name, console)
+    if found is None:
+        return []
+    tables = list(tables_of(found.rows, settings.features).values())
+    results.write_rows(settings.out, name, found.rows, tables, found.run, NOTE)
+    results.write_csv(settings.out / f"{name}-pictures.csv", found.singles)
+    return found.rows
+
+
+def measure(
+    settings: RunSettings,
+    methods: list[Method],
+    name: str,
+    console: Console,
+    harms: Mapping[str, Harm] | None = None,
+) -> Measured | None:
+    """Make what pictures are missing, and judge them all; `harms` are done to stock's pictures as well.
 
     Under `accelerate launch` the processes share the batches; the first one judges and writes, and the
-    others return no rows. Everything that can be wrong is looked at before the first picture.
+    others return None. Everything that can be wrong is looked at before the first picture.
     """
     state = PartialState(cpu=find_device(settings.device).type == "cpu", timeout=timedelta(days=7))
     if state.num_processes > 1 and state.device.type == "cuda":
@@ -96,19 +124,17 @@ def run(settings: RunSettings, methods: list[Method], name: str, console: Consol
         )
         state.wait_for_everyone()
         if not state.is_main_process:
-            return []
+            return None
         task = bars.add_task("features", total=len(pictures) * len(methods))
-        rows, singles = judge.judge(store, methods, compared, lambda n: bars.advance(task, n))
+        judged, singles = judge.judge(store, methods, compared, lambda n: bars.advance(task, n), harms or {})
     costs = _costs(pipe, store, methods, pictures, settings)
-    rows = [identity(m) | row | cost for m, row, cost in zip(methods, rows, costs, strict=True)]
+    rows = [identity(m) | row | cost for m, row, cost in zip(methods, judged, costs, strict=False)]
     add_worth(rows, singles, settings.bootstrap)
+    for harm, row in zip(harms or {}, judged[len(methods) :], strict=True):
+        rows.append({"method": harm, "ratio": None, "backend": None, "key": harm, "label": harm} | row)
     if floor := judge.floor():
         rows.append(floor)
-    run_facts = describe_run(settings, pipe.unet.device)
-    tables = list(tables_of(rows, settings.features).values())
-    results.write_rows(settings.out, name, rows, tables, run_facts, NOTE)
-    results.write_csv(settings.out / f"{name}-pictures.csv", singles)
-    return rows
+    return Measured(rows, singles, judge.kernels, describe_run(settings, pipe.unet.device))
 
 
 def compared_of(stock: Method, pictures: Sequence[Picture], settings: RunSettings) -> Compared:
