@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from .names import is_method
+
 if TYPE_CHECKING:
     from agentsd import Recipe
 
@@ -97,12 +99,10 @@ class Settings(CommandSettings):
     @field_validator("named")
     @classmethod
     def _known_named_settings(cls, named: dict[str, dict[str, Any] | Path]) -> dict[str, Any]:
-        from .pictures.methods import is_part
-
         for name, settings in named.items():
             if set("+/@") & set(name) or not name.isprintable() or not name:
                 raise ValueError(f"the name {name!r} is empty or holds a '+', a '/', an '@' or a line break")
-            if is_part(name):
+            if is_method(name):
                 raise ValueError(f"{name!r} is a method already: choose another name")
             if isinstance(settings, dict):
                 recipe_of(settings)

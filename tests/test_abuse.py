@@ -9,8 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_patch import call
-from tiny import make_unet
+from tiny import call, make_unet
 
 from agentsd import Agents, Downsample, Phases, Recipe, apply_agentsd, remove_agentsd
 from agentsd.attention.formula import agent_attention

@@ -4,8 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from test_patch import call, snapshot
-from tiny import make_unet
+from tiny import call, make_unet, snapshot
 
 from agentsd import Agents, Downsample, Phases, PooledAgents, Recipe, apply_agentsd
 from agentsd.modules import AgentModule, AttnZero, FocusedLinear

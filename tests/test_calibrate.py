@@ -13,9 +13,7 @@ from diffusers import (
     StableDiffusionImg2ImgPipeline,
     StableDiffusionXLPipeline,
 )
-from test_hosts import PICTURE, sdxl_parts, sdxl_unet
-from test_patch import snapshot
-from tiny import make_controlnet, make_unet
+from tiny import PICTURE, make_controlnet, make_unet, sdxl_parts, sdxl_unet, snapshot
 
 from agentsd import (
     Agents,

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from test_patch import call
-from tiny import make_unet
+from tiny import call, make_unet
 from torch._dynamo.testing import CompileCounter
 
 from agentsd import (

@@ -4,8 +4,7 @@ import math
 
 import pytest
 from diffusers.models.attention_processor import AttnProcessor
-from test_patch import call
-from tiny import make_unet
+from tiny import call, make_unet
 
 from agentsd import Agents, Downsample, Merge, Recipe, apply_agentsd
 from agentsd.calibration.cost import multiply_adds

@@ -3,8 +3,7 @@
 import pytest
 import torch
 from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
-from test_patch import call
-from tiny import make_unet
+from tiny import call, make_unet
 
 from agentsd import Agents, Downsample, Merge, Phases, Recipe, apply_agentsd
 from agentsd.attention import downsample

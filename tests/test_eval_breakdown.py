@@ -11,7 +11,7 @@ from agentsd_eval.cost import breakdown
 from agentsd_eval.cost.breakdown import REST, TOTAL, Clock, parts_of, watched
 from agentsd_eval.errors import EvalError
 from agentsd_eval.settings import ProfileSettings
-from test_eval_methods import fingerprint
+from tiny import fingerprint
 
 
 def busy(seconds: float) -> None:

@@ -21,7 +21,7 @@ from agentsd_eval.settings import CompareSettings, RunSettings
 from diffusers import DDIMScheduler, HeunDiscreteScheduler, PNDMScheduler
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from pydantic import ValidationError
-from tiny import BETAS, make_sdxl_unet, make_unet
+from tiny import BETAS, fingerprint, make_sdxl_unet, make_unet
 
 from agentsd import Downsample, Phases, PooledAgents, Recipe, apply_agentsd
 from agentsd.modules import AgentModule, FocusedLinear
@@ -39,20 +39,6 @@ EVERY = (
     "limit",
     "limit-all",
 )
-
-
-def fingerprint(unet: Any) -> list[Any]:
-    """Everything a method may leave on a U-Net, module by module."""
-    return [
-        (
-            name,
-            type(module),
-            sorted(module.__dict__),
-            len(module._forward_pre_hooks),
-            len(module._forward_hooks),
-        )
-        for name, module in unet.named_modules()
-    ]
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -25,9 +25,6 @@ def test_each_setting_stands_in_the_help_with_its_default(name: str) -> None:
     kind, _ = COMMANDS[name]
     text = shown(name, "--help")
     assert "…" not in text
-    assert "..." not in text.replace("cuda:1 ...", "").replace("downsample ...", "").replace("--help", "")[
-        200:
-    ] or (name == "mediators")
     flat = re.sub(r"\s+", " ", text)
     for key, field in kind.model_fields.items():
         mark = next((mark for mark in field.metadata if isinstance(mark, Option)), None)

@@ -19,8 +19,7 @@ from agentsd_eval.studies import redundancy
 from agentsd_eval.studies.divergence import MAX_SCORE, attention_map, js_score, js_score_sampled
 from diffusers import DiTTransformer2DModel, HeunDiscreteScheduler
 from PIL import Image
-from test_eval_methods import fingerprint
-from tiny import BETAS, make_unet
+from tiny import BETAS, fingerprint, make_unet
 from typer.testing import CliRunner
 
 SETTINGS = RedundancySettings(steps=4, measured_steps=2, scheduler="model")

@@ -13,8 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from test_patch import call, snapshot
-from tiny import BETAS, WIDTH, make_controlnet, make_motion_adapter, make_unet, watch_phases
+from tiny import BETAS, WIDTH, call, make_controlnet, make_motion_adapter, make_unet, snapshot, watch_phases
 
 from agentsd import Agents, ByDistance, Merge, Phases, PooledAgents, Recipe, apply_agentsd, remove_agentsd
 from agentsd.attention.processor import is_ours

@@ -6,6 +6,7 @@ import torch
 from PIL import Image
 from tiny import (
     BETAS,
+    PICTURE,
     WIDTH,
     make_controlnet,
     make_motion_adapter,
@@ -14,29 +15,15 @@ from tiny import (
     make_text_encoder,
     make_unet,
     make_vae,
+    sdxl_parts,
+    sdxl_unet,
     watch_phases,
 )
 
 from agentsd import Agents, Downsample, Phases, Recipe, apply_agentsd, remove_agentsd
 
-PICTURE = Image.linear_gradient("L").resize((32, 32)).convert("RGB")
 MASK = Image.radial_gradient("L").resize((32, 32))
 IMAGE = {"image": PICTURE, "strength": 1.0}
-
-
-def sdxl_unet(**changes):
-    """An SDXL U-Net with the extra conditions on text and sizes."""
-    return make_sdxl_unet(
-        cross_attention_dim=2 * WIDTH,
-        addition_embed_type="text_time",
-        addition_time_embed_dim=8,
-        projection_class_embeddings_input_dim=6 * 8 + WIDTH,
-        **changes,
-    )
-
-
-def sdxl_parts(tokenizer):
-    return {"tokenizer_2": tokenizer, "text_encoder_2": make_text_encoder(tokenizer, projection=True)}
 
 
 HOSTS = {
@@ -175,15 +162,17 @@ def test_the_controlnets_own_attention_is_patched_only_when_asked(build):
     assert torch.equal(run(), stock)
 
 
-def test_textual_inversion_after_the_patch(build):
-    pipe, run = build("SD 1.x")
-    apply_agentsd(pipe)
-    patched = run()
-    pipe.load_textual_inversion({"<cat>": torch.ones(1, WIDTH)}, token="<cat>")
-    picture = pipe(
-        "<cat>", num_inference_steps=6, output_type="latent", generator=torch.Generator().manual_seed(0)
-    )
-    assert not torch.equal(picture.images, patched)
+def test_textual_inversion_after_the_patch(make_pipeline, sample):
+    """The word means the same whether it was taught before or after the patch."""
+    concept = {"<cat>": torch.ones(1, WIDTH)}
+    before, after = make_pipeline(), make_pipeline()
+    before.load_textual_inversion(concept, token="<cat>")
+    apply_agentsd(before)
+    apply_agentsd(after)
+    untaught = sample(after, prompt="<cat>")
+    after.load_textual_inversion(concept, token="<cat>")
+    assert torch.equal(sample(after, prompt="<cat>"), sample(before, prompt="<cat>"))
+    assert not torch.equal(sample(after, prompt="<cat>"), untaught)
 
 
 @pytest.mark.parametrize("mode", ["exact", "fast"])

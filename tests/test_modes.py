@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_patch import call
-from tiny import make_unet
+from tiny import call, make_unet
 
 from agentsd import Agents, Downsample, Merge, Phases, Recipe, apply_agentsd
 from agentsd.attention.matching import draw_cells, rank_tokens, split_grid

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_patch import call
-from tiny import make_unet
+from tiny import call, make_unet
 
 from agentsd import Agents, Phases, Recipe, apply_agentsd, recipe
 

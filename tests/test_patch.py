@@ -12,7 +12,7 @@ from diffusers.models.attention_processor import (
     AttnProcessor2_0,
     PAGIdentitySelfAttnProcessor2_0,
 )
-from tiny import PHASES, make_sdxl_unet, make_unet
+from tiny import PHASES, call, make_sdxl_unet, make_unet, snapshot
 
 from agentsd import Agents, Downsample, Merge, Phases, Recipe, apply_agentsd, remove_agentsd
 from agentsd.attention.formula import agent_attention
@@ -27,31 +27,6 @@ EXACT_AGENTS = {"ranking": "layer", "at_most": None, "agent_ratio": 0.95}
 def cells(how):
     """The fast mode with cells drawn so."""
     return Recipe(Phases(Agents(cells=how), Downsample()))
-
-
-def snapshot(unet):
-    """Everything a patch could leave behind: processors, hooks, and attributes, of every module."""
-    return {
-        name: (
-            getattr(module, "processor", None),
-            {k: v for k, v in vars(module).items() if not isinstance(v, dict)}.keys(),
-            [
-                dict(v)
-                for k, v in vars(module).items()
-                if k.endswith("hooks") or k.endswith("hooks_with_kwargs")
-            ],
-        )
-        for name, module in unet.named_modules()
-    }
-
-
-def call(unet, t=999, size=(16, 16), batch=2, dtype=torch.float32):
-    """One U-Net forward on seeded input: (batch, 4, *size)."""
-    rng = torch.Generator().manual_seed(0)
-    latent = torch.randn(batch, 4, *size, generator=rng).to(dtype)
-    text = torch.randn(batch, 7, unet.config.cross_attention_dim, generator=rng).to(dtype)
-    with torch.no_grad():
-        return unet(latent, torch.tensor(t), text).sample
 
 
 def test_remove_leaves_no_trace(pipe, sample):

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from test_patch import call, snapshot
-from tiny import make_unet
+from tiny import call, make_unet, snapshot
 
 from agentsd import (
     Agents,

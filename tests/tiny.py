@@ -15,6 +15,7 @@ from diffusers import (
     T2IAdapter,
     UNet2DConditionModel,
 )
+from PIL import Image
 from transformers import (
     CLIPImageProcessorPil,
     CLIPTextConfig,
@@ -173,3 +174,67 @@ def watch_phases(handle: Any) -> dict[str, list[str]]:
             lambda m, args, layer=layer: seen[layer.name].append(PHASES[type(layer.work.plan).__name__])
         )
     return seen
+
+
+PICTURE = Image.linear_gradient("L").resize((32, 32)).convert("RGB")
+
+
+def sdxl_unet(**changes: Any) -> UNet2DConditionModel:
+    """An SDXL U-Net with the extra conditions on text and sizes."""
+    return make_sdxl_unet(
+        cross_attention_dim=2 * WIDTH,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=6 * 8 + WIDTH,
+        **changes,
+    )
+
+
+def sdxl_parts(tokenizer: CLIPTokenizer) -> dict[str, Any]:
+    """What SDXL has twice."""
+    return {"tokenizer_2": tokenizer, "text_encoder_2": make_text_encoder(tokenizer, projection=True)}
+
+
+def snapshot(unet: Any) -> dict[str, Any]:
+    """Everything a patch could leave behind: processors, hooks, and attributes, of every module."""
+    return {
+        name: (
+            getattr(module, "processor", None),
+            {k: v for k, v in vars(module).items() if not isinstance(v, dict)}.keys(),
+            [
+                dict(v)
+                for k, v in vars(module).items()
+                if k.endswith("hooks") or k.endswith("hooks_with_kwargs")
+            ],
+        )
+        for name, module in unet.named_modules()
+    }
+
+
+def call(
+    unet: Any,
+    t: int = 999,
+    size: tuple[int, int] = (16, 16),
+    batch: int = 2,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """One U-Net forward on seeded input: (batch, 4, *size)."""
+    rng = torch.Generator().manual_seed(0)
+    latent = torch.randn(batch, 4, *size, generator=rng).to(dtype)
+    text = torch.randn(batch, 7, unet.config.cross_attention_dim, generator=rng).to(dtype)
+    with torch.no_grad():
+        return unet(latent, torch.tensor(t), text).sample
+
+
+def fingerprint(unet: Any) -> list[Any]:
+    """Everything a method may leave on a U-Net, module by module."""
+    return [
+        (
+            name,
+            type(module),
+            sorted(module.__dict__),
+            len(module._forward_pre_hooks),
+            len(module._forward_hooks),
+        )
+        for name, module in unet.named_modules()
+    ]

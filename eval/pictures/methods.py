@@ -19,6 +19,7 @@ from agentsd.hosts import EVERY_LEVEL, find_sites
 from agentsd.recipe import MODES
 
 from ..errors import EvalError
+from ..names import OTHERS, deepcache_interval, is_method
 from ..settings import Backend, FewerSteps, Settings, recipe_of
 
 Reseed = Callable[[int], None]
@@ -26,7 +27,6 @@ DEFAULT = "fast"
 """The recipe that `apply_agentsd` runs if nothing is said."""
 DEFAULT_RATIO = 0.4
 _DEFAULTS = {"k": 0.075, "scale": -0.15, "early_frac": 0.4, "seed": 0}
-_INTERVAL = 3  # of a deepcache that names none
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Method:
     @property
     def interval(self) -> int | None:
         """The steps between two whole calls of DeepCache, which saves calls; None without it."""
-        found = [_deepcache_interval(part) for part in self.parts]
+        found = [deepcache_interval(part) for part in self.parts]
         return next((interval for interval in found if interval is not None), None)
 
     @property
@@ -128,16 +128,16 @@ def parse_method(
     if at and not re.fullmatch(r"[1-9]\d{0,3}", count):
         raise EvalError(f"{text!r}: after the @ stands a number of steps, as in stock@20")
     parts = () if joined == "stock" else tuple(joined.split("+"))
-    known = {*settings.named, *(part for part in parts if is_part(part))} - {"stock"}
+    known = {*settings.named, *(part for part in parts if is_method(part))} - {"stock"}
     if unknown := [part for part in parts if part not in known]:
-        names = ["stock", *_PARTS, *MODES, *settings.named]
+        names = [*OTHERS, *MODES, *settings.named]
         near = difflib.get_close_matches(unknown[0], names, 1)
         meant = f"did you mean {near[0]}? " if near else ""
         raise EvalError(
             f"unknown method {unknown[0]!r} in {text!r}; {meant}use {', '.join(names)}, "
             "a composition such as fast+deepcache, or fewer steps such as stock@20"
         )
-    attending = [part for part in parts if _deepcache_interval(part) is None]
+    attending = [part for part in parts if deepcache_interval(part) is None]
     if len(set(parts)) < len(parts) or len(attending) > 1 or len(parts) - len(attending) > 1:
         raise EvalError(f"{text!r} can't be combined: name one method, and deepcache beside it at most")
     mode = next((MODES[part] for part in parts if part in MODES), None)
@@ -158,11 +158,6 @@ def parse_method(
     )
 
 
-def is_part(name: str) -> bool:
-    """Whether a method is called that, alone or joined with others."""
-    return name in ("stock", *_PARTS, *MODES) or _deepcache_interval(name) is not None
-
-
 def _has(recipe: Recipe, setting: str, value: Any) -> bool:
     """Whether a recipe has such a setting."""
     if value is None:
@@ -174,11 +169,6 @@ def _has(recipe: Recipe, setting: str, value: Any) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _deepcache_interval(part: str) -> int | None:
-    found = re.fullmatch(r"deepcache(?:-([1-9]\d{0,2}))?", part)
-    return found and int(found[1] or _INTERVAL)
 
 
 def fewer(shares: FewerSteps, settings: Settings, backend: Backend | None = None) -> list[Method]:
@@ -331,13 +321,12 @@ _PARTS: dict[str, Callable[[Method, Any], AbstractContextManager[Reseed]]] = {
     "limit": partial(_limit, levels=1),
     "limit-all": partial(_limit, levels=EVERY_LEVEL),
 }
-"""What is applied here; the other names are recipes'."""
 
 
 def _patch_of(part: str) -> Callable[[Method, Any], AbstractContextManager[Reseed]]:
     if part in MODES:
         return partial(_recipe, mode=part)
-    return _deepcache if _deepcache_interval(part) is not None else _PARTS.get(part, _recipe)
+    return _deepcache if deepcache_interval(part) is not None else _PARTS.get(part, _recipe)
 
 
 def check_scheduler(method: Method, scheduler: Any, steps: int) -> None:
