@@ -1,5 +1,7 @@
 """Cheap calls between full ones."""
 
+import functools
+
 import diffusers
 import pytest
 import torch
@@ -51,20 +53,21 @@ class Caller:
             return unet(self.latents[i], self.timesteps[i], self.text, **more).sample
 
 
-def residuals(unet, caller, i):
-    """What a ControlNet adds, of the shapes that this U-Net's blocks give."""
-    seen = {}
-    hooks = [
+@functools.cache
+def shapes(make, size):
+    """Of what such a U-Net's blocks leave for others, and of the middle."""
+    seen, unet = {}, make()
+    for n, block in [*enumerate(unet.down_blocks), ("mid", unet.mid_block), ("in", unet.conv_in)]:
         block.register_forward_hook(lambda m, args, out, n=n: seen.setdefault(n, out))
-        for n, block in [*enumerate(unet.down_blocks), ("mid", unet.mid_block)]
-    ]
-    hooks.append(unet.conv_in.register_forward_hook(lambda m, args, out: seen.setdefault("in", out)))
-    caller(unet, i)
-    for hook in hooks:
-        hook.remove()
-    states = [seen["in"], *(x for n in range(len(unet.down_blocks)) for x in seen[n][1])]
-    rng = torch.Generator().manual_seed(i)
-    return [torch.randn(x.shape, generator=rng) / 10 for x in (*states, seen["mid"])]
+    Caller(size=size)(unet, 0)
+    states = [seen["in"], *(x for n in range(len(unet.down_blocks)) for x in seen[n][1]), seen["mid"]]
+    return [x.shape for x in states]
+
+
+def residuals(make, size, seed):
+    """What a ControlNet adds."""
+    rng = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=rng) / 10 for shape in shapes(make, size)]
 
 
 def entrance(unet, layers):
@@ -78,7 +81,7 @@ def entrance(unet, layers):
 @pytest.mark.parametrize("layers", [1, 2, 3])
 @pytest.mark.parametrize("make", [deep_unet, deep_sdxl_unet, two_levels])
 @pytest.mark.parametrize(
-    ("extra", "size"), [("plain", (17, 15)), ("ControlNet", (8, 8)), ("T2I-Adapter", (8, 8))]
+    ("extra", "size"), [("plain", (9, 7)), ("ControlNet", (8, 8)), ("T2I-Adapter", (8, 8))]
 )
 def test_a_cheap_call_is_a_full_one_of_a_twin_whose_deep_blocks_return_the_kept_states(
     make, layers, extra, size
@@ -89,13 +92,13 @@ def test_a_cheap_call_is_a_full_one_of_a_twin_whose_deep_blocks_return_the_kept_
 
     def more(i):
         if extra == "ControlNet":
-            *down, mid = residuals(make(), caller, i)
+            *down, mid = residuals(make, size, i)
             return {"down_block_additional_residuals": down, "mid_block_additional_residual": mid}
         if extra == "T2I-Adapter":
             # in a block with attention after its last layer, else after its downsampler
             inner = [hasattr(block, "attentions") for block in twin.down_blocks]
             ends = [2 if inner[0] else 3, 5 if inner[1] else 6, 8]
-            each = residuals(make(), caller, i)
+            each = residuals(make, size, i)
             return {"down_intrablock_additional_residuals": [each[end].clone() for end in ends]}
         return {}
 
@@ -107,14 +110,15 @@ def test_a_cheap_call_is_a_full_one_of_a_twin_whose_deep_blocks_return_the_kept_
         if not kept["cheap"]:
             kept["state"] = state.clone()
             return None
-        return (kept["state"],) if isinstance(output, tuple) else kept["state"]
+        state = kept["state"].clone()  # FreeU writes into it
+        return (state,) if isinstance(output, tuple) else state
 
     entrance(twin, layers).register_forward_hook(swap)
-    for i in range(5):
+    for i in range(4):
         kept["cheap"] = i % 3 > 0
         out, expected = caller(unet, i, **more(i)), caller(twin, i, **more(i))
         assert torch.equal(out, expected)
-    assert handle.summary().startswith("FffFf ")
+    assert handle.summary().startswith("FffF ")
 
 
 def test_a_cheap_call_computes_the_last_layers_alone():
