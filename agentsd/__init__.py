@@ -4,6 +4,7 @@ from .attention import Agents, Downsample, Merge, PooledAgents
 from .calibration import calibrate
 from .patch import AgentHandle, apply_agentsd, remove_agentsd
 from .recipe import ByDistance, Phases, Recipe
+from .reuse import ReuseGuidance, ReuseSteps
 
 __all__ = [
     "AgentHandle",
@@ -14,6 +15,8 @@ __all__ = [
     "Phases",
     "PooledAgents",
     "Recipe",
+    "ReuseGuidance",
+    "ReuseSteps",
     "apply_agentsd",
     "calibrate",
     "remove_agentsd",

@@ -17,8 +17,10 @@ from torch.nn import Module
 from .attention import Operator, PooledAgents
 from .attention.operator import Place, Plan
 from .attention.processor import AgentAttnProcessor, LayerState, Work, is_ours
-from .hosts import Site, checkpoints, is_plain, latent_and_timestep
+from .hosts import Site, checkpoints, is_plain, latent_and_timestep, named_arguments, regroup
 from .recipe import ByDistance, Phases, Recipe
+from .reuse.plan import WHOLE, tell
+from .reuse.run import Reuse
 from .steps.distance import LatentDistance
 from .steps.run import RunReader, Step
 
@@ -33,6 +35,7 @@ class Group:
         stages: what it runs in each stage of a run.
         coarseness: side of its tokens, in tokens of the finest patched level.
         seed: of the random cells.
+        deep: a cheap call leaves all of its layers out.
         work: of the call under way.
     """
 
@@ -41,15 +44,23 @@ class Group:
     stages: tuple[Operator | None, ...]
     coarseness: int
     seed: int
+    deep: bool = False
     work: Work = field(default_factory=Work)
 
     def begin(self, latent: Tensor, timestep: float, stages: tuple[int, ...]) -> None:
-        """Make the plan of a call on a latent (B, ..., H, W), whose images are in these stages."""
+        """Make the plan of a call on a latent (B, ..., H, W).
+
+        Args:
+            latent: what the denoiser is called on.
+            timestep: its noise level.
+            stages: of its images, or of the conditional half of them where only that is computed.
+        """
         grid = self.site.grid(latent)
         frames = latent.shape[2] if latent.ndim == 5 else 1  # a video's frames are images to the layers
         each = [self.stages[stage if len(self.stages) > 1 else 0] for stage in stages for _ in range(frames)]
         key = (self.seed, self.index, timestep)
-        place = Place(grid, self.coarseness, latent.shape[0] * frames, latent.device, key)
+        half = len(stages) < latent.shape[0]
+        place = Place(grid, self.coarseness, len(each), latent.device, key, half)
         self.work.grid = grid
         operator = each[0]
         if len(set(each)) > 1 and isinstance(operator, PooledAgents):
@@ -93,16 +104,26 @@ class Calls:
     """Hooks around the calls of a U-Net, which run outside of a compiled graph: tensors may be read here."""
 
     def __init__(
-        self, recipe: Recipe, pipe: Any, sites: list[Site], layers: list[LayerState], groups: list[Group]
+        self,
+        recipe: Recipe,
+        unet: Module,
+        pipe: Any,
+        sites: list[Site],
+        layers: list[LayerState],
+        groups: list[Group],
     ) -> None:
         self._sites, self._layers, self._groups = sites, layers, groups
         self._pipe = None if pipe is None else weakref.ref(pipe)
         self._scheduler: Any = None
-        self._rules = [rule for rule in (recipe.steps, recipe.guidance) if rule is not None]
+        self.reuse = None
+        if recipe.steps is not None or recipe.guidance is not None:
+            self.reuse = Reuse(unet, recipe.steps, recipe.guidance, self._say_once)
+            self._find_deep()
         self._timing = recipe.timing
         self._run = Run(recipe.timing)
         self._caller: dict[str, int] = {}
-        self._step: Step | None = None
+        self._kind = WHOLE
+        self._symbols = ""  # of the last run's calls
         self._limits: ExitStack | None = None  # what is set for the call under way
         self._recomputes = False
         self._awaited: weakref.ref[Graph] | None = None
@@ -110,8 +131,12 @@ class Calls:
         self._said: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        gone = dict.fromkeys(("_pipe", "_limits", "_awaited", "_scheduler", "_step"))
+        gone = dict.fromkeys(("_pipe", "_limits", "_awaited", "_scheduler"))
         return self.__dict__ | gone | {"_caller": {}, "_kept": []}
+
+    def summary(self) -> str:
+        """What each call of the last run was."""
+        return tell(self._symbols)
 
     @torch.compiler.disable
     def begin(self, unet: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -120,15 +145,18 @@ class Calls:
         latent, timestep = latent_and_timestep(unet, args, kwargs)
         pipe = self._pipe() if self._pipe is not None else None
         self._scheduler = getattr(pipe, "scheduler", self._scheduler)
-        step = self._step = self._run.reader.read(timestep, self._scheduler)
+        step = self._run.reader.read(timestep, self._scheduler)
         self._tell(step)
-        for rule in self._rules:
-            args, kwargs = rule.before(step, args, kwargs)
-        if self._rules:
-            latent, _ = latent_and_timestep(unet, args, kwargs)
-        stages = self._run.stages(step, latent)
+        stages, kind, given = self._run.stages(step, latent), WHOLE, None
+        if self.reuse is not None:
+            given = named_arguments(unet, args, kwargs)
+            kind, given = self.reuse.begin(unet, step, self._run.reader, given, pipe)
+        self._kind, self._symbols = kind, "" if step.opens else self._symbols
+        if not kind.whole:
+            stages = stages[len(stages) // 2 :]
         for group in self._groups:
-            group.begin(latent, step.timestep, stages)
+            if kind.full or not group.deep:
+                group.begin(latent, step.timestep, stages)
         for site, layer in zip(self._sites, self._layers, strict=True):
             layer.held = self.claim(site.attn, layer)
         if any(group.site.block._compiled_call_impl is not None for group in self._groups):
@@ -137,7 +165,17 @@ class Calls:
             limit = torch._dynamo.config.recompile_limit + 4 * len(self._groups)
             self._limits = ExitStack()
             self._limits.enter_context(torch._dynamo.config.patch(recompile_limit=limit))
-        return (args, kwargs) if self._rules else None
+        if self.reuse is None or given is None:
+            return None
+        return regroup(self.reuse.start(given), len(args))
+
+    def _find_deep(self) -> None:
+        """Note the groups that a cheap call leaves out."""
+        left_out = self.reuse.left_out if self.reuse is not None else None
+        for group in self._groups:
+            sited = zip(self._sites, self._layers, strict=True)
+            blocks = [site.block for site, layer in sited if layer.work is group.work]
+            group.deep = left_out is not None and all(map(left_out.holds, blocks))
 
     def _enter(self, unet: Module) -> None:
         """Refuse a call that can't be served beside another; else take note of it."""
@@ -201,11 +239,9 @@ class Calls:
             layer.block_input, layer.mismatch = None, 0
         self._keep_or_forget(output)
         self._caller.clear()
-        if not self._rules or output is None or self._step is None:
-            return None
-        for rule in reversed(self._rules):
-            output = rule.after(self._step, output)
-        return output
+        if output is not None:
+            self._symbols += self._kind.symbol
+        return None if self.reuse is None else self.reuse.end(output)
 
     def _keep_or_forget(self, output: Any) -> None:
         """Keep the plans where checkpointing may compute the layers again after the call."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ PLAIN_PROCESSORS = frozenset(
 )
 
 
+_STATELESS = re.compile("^(XFormers|Sliced)?AttnAddedKVProcessor|^CustomDiffusion|^IPAdapter")
 _TEMPORAL = re.compile(r"motion_modules|temp_attentions|transformer_in|temporal_transformer_blocks")
 
 EVERY_LEVEL = 99
@@ -135,11 +137,37 @@ def checkpoints(model: Module) -> bool:
     )
 
 
-def latent_and_timestep(model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+def latent_and_timestep(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
     """The two arguments of a forward call that the patch reads, wherever the model's signature has them."""
-    names = list(inspect.signature(type(model).forward).parameters)[1:]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    return given[names[0]], given["timestep"]
+    given = named_arguments(model, args, kwargs)
+    return given[_parameters(type(model).forward)[0]], given["timestep"]
+
+
+def named_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A forward call's arguments by name, positional ones first."""
+    return dict(zip(_parameters(type(model).forward), args, strict=False)) | kwargs
+
+
+def regroup(given: dict[str, Any], positional: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The way back: the first so many as positional arguments."""
+    names, values = list(given), tuple(given.values())
+    return values[:positional], dict(zip(names[positional:], values[positional:], strict=True))
+
+
+def takes(model: Any, argument: str) -> bool:
+    """Whether a model's forward has an argument of that name."""
+    return argument in _parameters(type(model).forward)
+
+
+@cache
+def _parameters(forward: Any) -> list[str]:
+    return list(inspect.signature(forward).parameters)[1:]
+
+
+def keeps_nothing(processor: Any) -> bool:
+    """Whether a processor computes its layer from its arguments alone, so that a call may be left out."""
+    name = processor.__class__.__name__  # ours says what it stands in for
+    return name in PLAIN_PROCESSORS or _STATELESS.search(name) is not None
 
 
 def is_plain(processor: Any) -> bool:

@@ -134,7 +134,7 @@ class AgentHandle:
             self._trained = read_weights(trained)
             check_fit(self._named_layers(), self._trained, trained / WEIGHTS)
         owner = None if pipe is unet or isinstance(pipe, Module) else pipe
-        self._calls = Calls(recipe, owner, self._sites, self._layers, self._groups)
+        self._calls = Calls(recipe, unet, owner, self._sites, self._layers, self._groups)
         self._unet: weakref.ref[Module] | None = None
         self._outer: AgentHandle | None = None
         self._entered = False
@@ -171,6 +171,14 @@ class AgentHandle:
         Path(folder).mkdir(parents=True, exist_ok=True)
         self.recipe.save(folder)
         save_weights(self._named_layers(), folder)
+
+    def summary(self) -> str:
+        """What each call of the last run was: a letter a call, and counts.
+
+        F is a full call and f a cheap one, which computes the last layers alone; H and h are those of the
+        conditional pass alone.
+        """
+        return self._calls.summary()
 
     def __enter__(self) -> AgentHandle:
         self._entered = True
@@ -215,6 +223,11 @@ class AgentHandle:
                 self._hooks.append(site.block.ff.register_forward_hook(layer.unmerge_feed_forward))
         if self._trained is not None:
             self._loaded = LoadedWeights(self._named_layers(), self._trained)
+        reuse = self._calls.reuse
+        if reuse is not None:
+            unet._reset_stateful_cache = reuse.reset
+            if reuse.left_out is not None:
+                self._hooks.append(reuse.left_out.hook())
         self._hooks.append(unet.register_forward_pre_hook(self._calls.begin, with_kwargs=True))
         self._hooks.append(unet.register_forward_hook(self._calls.end, always_call=True))
 
@@ -223,6 +236,9 @@ class AgentHandle:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if self._calls.reuse is not None:
+            self._calls.reuse.detach()
+            vars(unet).pop("_reset_stateful_cache", None)
         if self._loaded is not None:
             self._loaded.restore(self._named_layers())
             self._loaded = None

@@ -13,7 +13,8 @@ import yaml
 from .attention import Agents, Downsample, Merge, Operator, PooledAgents
 from .checks import check, check_share, check_types
 from .modules import AgentModule, AttnZero, FocusedLinear
-from .steps.run import CallRule
+from .reuse import ReuseGuidance, ReuseSteps
+from .reuse.guidance import check_renewed
 
 VERSION = 1
 """Of the file format."""
@@ -21,6 +22,9 @@ FILE_NAME = "agentsd.yaml"
 _KINDS = (Agents, PooledAgents, Merge, Downsample, AgentModule, FocusedLinear, AttnZero)
 OPERATORS: dict[str, type[Operator]] = {kind.name: kind for kind in _KINDS}
 """By their names in a file; add one's own here to read and write it."""
+
+
+_REUSE: dict[str, Any] = {"steps": ReuseSteps, "guidance": ReuseGuidance}
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,8 @@ class Recipe:
             one where there is one.
         layers: in place of `attention`: what single layers run, by their name in the model, such as
             "down_blocks.0.attentions.0.transformer_blocks.0.attn1". They share their steps.
-        steps, guidance: rules that leave out calls, or halves of them.
+        steps: which steps compute the last layers alone; None computes all in each.
+        guidance: which calls compute the conditional pass alone; None computes both in each.
         seed: of the cells drawn at random, 0 or more: the same pipeline seed gives the same picture.
         measured: what was measured when it was found; for the reader.
 
@@ -119,8 +124,8 @@ class Recipe:
     attention: Schedule | None = None
     levels: int | None = None
     layers: Mapping[str, Schedule] | None = None
-    steps: CallRule | None = None
-    guidance: CallRule | None = None
+    steps: ReuseSteps | None = None
+    guidance: ReuseGuidance | None = None
     seed: int = 0
     measured: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
@@ -131,9 +136,13 @@ class Recipe:
         check("seed", self.seed, 0 <= self.seed < 2**63, "pass an integer in [0, 2**63)")
         if not isinstance(self.measured, Mapping):
             raise ValueError(f"measured={self.measured!r}: it holds figures by name")
-        for rule in (self.steps, self.guidance):
-            if rule is not None and not isinstance(rule, CallRule):
-                raise TypeError(f"{rule!r} is a {type(rule).__name__}: pass what has `before` and `after`")
+        for name, kind in _REUSE.items():
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(
+                    f"{name}={value!r} is a {type(value).__name__}: pass {kind.__name__}() or None"
+                )
+        check_renewed(self.steps, self.guidance)
         for schedule in [self.attention, *(self.layers or {}).values()]:
             if schedule is not None and not isinstance(schedule, Schedule):
                 raise TypeError(
@@ -214,8 +223,6 @@ class Recipe:
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain values by name, as in a file: what differs from its default."""
-        if self.steps is not None or self.guidance is not None:
-            raise ValueError("a recipe with rules for whole calls has no file yet")
         content: dict[str, Any] = {"version": VERSION}
         if self.attention is not None:
             content["attention"] = _write(self.attention)
@@ -223,6 +230,9 @@ class Recipe:
             content["levels"] = self.levels
         if self.layers is not None:
             content["layers"] = {name: _write(schedule) for name, schedule in self.layers.items()}
+        for name in _REUSE:
+            if (value := getattr(self, name)) is not None:
+                content[name] = _write_settings(value)
         if self.seed:
             content["seed"] = self.seed
         if self.measured:
@@ -241,7 +251,7 @@ class Recipe:
             found = content.get("version") if isinstance(content, dict) else type(content).__name__
             raise ValueError(f"{where}: version {found!r} of a recipe is not read here, only {VERSION}")
         try:
-            _only(content, {"version", *(f.name for f in fields(cls))} - {"steps", "guidance"})
+            _only(content, {"version", *(f.name for f in fields(cls))})
             layers = content.get("layers")
             if layers is not None and not isinstance(layers, dict):
                 raise ValueError(f"layers={layers!r}: write `name: what it runs` lines")
@@ -249,6 +259,11 @@ class Recipe:
                 attention=_read(content.get("attention")),
                 levels=content.get("levels"),
                 layers=layers and {name: _read(value) for name, value in layers.items()},
+                **{
+                    name: _read_settings(content[name], {kind.name: kind})
+                    for name, kind in _REUSE.items()
+                    if content.get(name) is not None
+                },
                 seed=content.get("seed", 0),
                 measured=content.get("measured") or {},
             )
@@ -316,9 +331,13 @@ def _write(schedule: Schedule | None) -> Any:
     if isinstance(schedule, ByDistance):
         stages = [_write(stage) for stage in schedule.stages]
         return {"stages": stages, "thresholds": list(schedule.thresholds), "per": schedule.per}
-    settings = {f.name: getattr(schedule, f.name) for f in fields(schedule)}  # type: ignore[arg-type]
-    default = {f.name: f.default for f in fields(schedule)}  # type: ignore[arg-type]
-    return {schedule.name: {name: value for name, value in settings.items() if value != default[name]}}
+    return _write_settings(schedule)
+
+
+def _write_settings(settings: Any) -> dict[str, Any]:
+    """{name: settings that are not the default}."""
+    values = {f.name: (getattr(settings, f.name), f.default) for f in fields(settings)}
+    return {settings.name: {name: value for name, (value, default) in values.items() if value != default}}
 
 
 def _plain(content: Any) -> Any:
@@ -334,25 +353,33 @@ def _read(content: Any) -> Any:
     """A schedule of plain values: {agents: {ratio: 0.4}}, "stock", or phases or stages of these."""
     if content is None or content == "stock":
         return None
-    if isinstance(content, str):
-        content = {content: {}}
-    if not isinstance(content, dict):
-        raise ValueError(f"{content!r}: name an operator, as `agents: {{ratio: 0.4}}`")
-    if "stages" in content:
+    if isinstance(content, dict) and "stages" in content:
         _only(content, {"stages", "thresholds", "per"})
         stages = content["stages"]
         read = [_read(stage) for stage in stages] if isinstance(stages, list) else stages
         return ByDistance(**content | {"stages": read})
-    if "early" in content or "late" in content:
+    if isinstance(content, dict) and ("early" in content or "late" in content):
         _only(content, {"early", "late", "early_frac"})
         return Phases(**content | {name: _read(content.get(name)) for name in ("early", "late")})
-    [(name, settings), *more] = content.items() or [(None, None)]
-    if name not in OPERATORS or more:
-        raise ValueError(f"{list(content)}: name one operator, of {', '.join(OPERATORS)}")
+    return _read_settings(content, OPERATORS)
+
+
+def _read_settings(content: Any, kinds: Mapping[str, Any]) -> Any:
+    """What a name and its settings say: {agents: {ratio: 0.4}}, or the name alone."""
+    if isinstance(content, str):
+        content = {content: {}}
+    if not isinstance(content, dict):
+        what = (
+            "an operator, as `agents: {ratio: 0.4}`" if kinds is OPERATORS else "it, as `reuse: {every: 2}`"
+        )
+        raise ValueError(f"{content!r}: name {what}")
+    [(name, settings), *more] = content.items() or [("", None)]
+    if name not in kinds or more:
+        raise ValueError(f"{list(content)}: name one of {', '.join(kinds)}")
     if not isinstance(settings or {}, dict):
         raise ValueError(f"{name}: {settings!r} is no mapping of its settings")
-    _only(settings or {}, {f.name for f in fields(OPERATORS[name])})  # type: ignore[arg-type]
-    return OPERATORS[name](**settings or {})
+    _only(settings or {}, {f.name for f in fields(kinds[name])})
+    return kinds[name](**settings or {})
 
 
 def _only(content: dict[Any, Any], known: set[str]) -> None:
@@ -370,4 +397,12 @@ TURBO = Recipe(Phases(Agents(feed_forward=True), Downsample()))
 """FAST, and early feed-forward layers on merged tokens."""
 DOWNSAMPLE = Recipe(Downsample())
 """ToDo's downsampling in every step."""
-MODES: dict[str, Recipe] = {"exact": EXACT, "fast": FAST, "turbo": TURBO, "downsample": DOWNSAMPLE}
+REUSE = Recipe(steps=ReuseSteps(every=2))
+"""Stock attention; each second step computes the last layers alone."""
+MODES: dict[str, Recipe] = {
+    "exact": EXACT,
+    "fast": FAST,
+    "turbo": TURBO,
+    "downsample": DOWNSAMPLE,
+    "reuse": REUSE,
+}

@@ -32,6 +32,7 @@ class Place:
         batch: images in the call.
         device: where index tensors go.
         key: (seed, number of the group of layers, timestep) of what is drawn at random.
+        half: the images are the conditional half of a guided call.
     """
 
     grid: tuple[int, int]
@@ -39,6 +40,7 @@ class Place:
     batch: int
     device: Any
     key: tuple[int, int, float]
+    half: bool = False
 
     @property
     def tokens(self) -> int:

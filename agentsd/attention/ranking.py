@@ -25,9 +25,10 @@ def check_cells(cells: str, stride: int, at_most: int | None = None) -> None:
 def partition(place: Place, stride: int, cells: str) -> Partition:
     """Draw the destinations: random cells are drawn anew for each (seed, group, step).
 
-    "auto" is random for an even batch and first for an odd one, as ToMeSD does.
+    "auto" is random for an even batch and first for an odd one, as ToMeSD does; a half goes by both halves.
     """
-    random = cells == "random" or (cells == "auto" and place.batch % 2 == 0)
+    even = place.half or place.batch % 2 == 0
+    random = cells == "random" or (cells == "auto" and even)
     offsets = draw_cells(*place.grid, stride, place.key if random else None)
     return Partition(*(_to(index, place.device) for index in split_grid(*place.grid, stride, offsets)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,19 +50,6 @@ class Step:
     off_list: bool = False
 
 
-@runtime_checkable
-class CallRule(Protocol):
-    """What stands around a U-Net call: it may change what goes in, and what comes out."""
-
-    def before(
-        self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the U-Net is called with."""
-
-    def after(self, step: Step, output: Any) -> Any:
-        """What the caller gets."""
-
-
 class RunReader:
     """Turns the timestep of a U-Net call into a `Step`.
 
@@ -79,6 +66,25 @@ class RunReader:
         self._threshold = math.inf
         self._place = -1
         self._previous = math.nan
+        self.guesses = False
+        """Whether no scheduler's list was known of the last call."""
+
+    @property
+    def levels(self) -> list[float]:
+        """The list that the last call was placed by."""
+        return list(self._list)
+
+    @property
+    def place(self) -> int:
+        """The last call's place in that list."""
+        return self._place
+
+    def reads(self, scheduler: Any) -> bool:
+        """Whether that list is this scheduler's."""
+        timesteps, source = getattr(scheduler, "timesteps", None), self._source
+        if not isinstance(timesteps, Tensor) or source is None:
+            return False
+        return timesteps.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
 
     def read(self, timestep: Any, scheduler: Any = None) -> Step:
         """Read one call.
@@ -104,9 +110,9 @@ class RunReader:
         self._previous = t
         early = t > self._threshold + _NEAR
         ahead = self._list[self._place :]
-        guessed = known is None
+        self.guesses = known is None
         late_run = opens and self.early_frac > 0 and not any(x > self._threshold + _NEAR for x in ahead)
-        return Step(t, early, opens, repeats, late_run and not guessed, off_list)
+        return Step(t, early, opens, repeats, late_run and not self.guesses, off_list)
 
     def _look_up(self, known: Any, element: Tensor | None) -> bool:
         """Read a list again if it may have changed; returns whether another run has begun by that."""

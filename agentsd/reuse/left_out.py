@@ -1,0 +1,177 @@
+"""The layers that a cheap call leaves out, and the hidden state that enters those it computes.
+
+torch's hooks cannot skip a forward. So, for the length of a cheap call, the instance's `forward` of each
+block left out is a function of this file that does next to nothing; the U-Net's own forward runs. Between
+calls nothing is replaced: copies, pickles, offloading and other hooks see the model as it is. Dynamo guards
+on an instance's `forward`, so a cheap call is a graph of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from ..checks import check
+from ..hosts import takes
+
+_PARTS = ("resnets", "attentions", "motion_modules")
+_DOWN = ("DownBlock2D", "CrossAttnDownBlock2D", "DownBlockMotion", "CrossAttnDownBlockMotion")
+_UP = ("UpBlock2D", "CrossAttnUpBlock2D", "UpBlockMotion", "CrossAttnUpBlockMotion")
+
+
+def nothing(*args: Any, **kwargs: Any) -> Tensor:
+    """In place of a layer: a sliver of its input, which keeps the host's own code going."""
+    x: Tensor = args[0] if args else next(kwargs[name] for name in ("hidden_states", "input_tensor"))
+    return x[..., :1, :1, :1]
+
+
+def nothing_in_a_tuple(*args: Any, **kwargs: Any) -> tuple[Tensor]:
+    """In place of a layer that returns a tuple."""
+    return (nothing(*args, **kwargs),)
+
+
+def nothing_down(count: int, *args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """In place of a down block with so many outputs for the up blocks."""
+    x = nothing(*args, **kwargs)
+    return x, (x,) * count
+
+
+class Tap:
+    """Forward hook where the computed layers begin: notes the hidden state, or puts one in its place.
+
+    Attributes:
+        cheap: whether the call puts one in.
+        hidden: (B, C, H, W) that one.
+        seen: (B, C, H, W) what a full call had there.
+        aliased: the host writes into this state (FreeU on the last up block).
+    """
+
+    def __init__(self, aliased: bool) -> None:
+        self.cheap = False
+        self.hidden: Tensor | None = None
+        self.seen: Tensor | None = None
+        self.aliased = aliased
+
+    def __call__(self, module: Module, args: Any, output: Any) -> Any:
+        """Forward hook."""
+        if self.cheap:
+            state = self.hidden
+        else:
+            state = self.seen = output[0] if isinstance(output, tuple) else output
+            if not self.aliased:
+                return None
+        if self.aliased:
+            assert state is not None
+            state = state.clone()
+        return (state,) if isinstance(output, tuple) else state
+
+
+class LeftOut:
+    """What a cheap call of a U-Net leaves out.
+
+    Args:
+        unet: the model.
+        layers: how many last layers of the last up block are computed.
+
+    Raises:
+        ValueError: its blocks are not Stable Diffusion's, or it has fewer layers.
+    """
+
+    def __init__(self, unet: Any, layers: int) -> None:
+        _check_blocks(unet)
+        *others, last = unet.up_blocks
+        count = len(last.resnets)
+        way_out = f"the last up block has {count}: pass at most that"
+        check("layers", layers, layers <= count, way_out)
+        first, *deeper = unet.down_blocks
+        mid = [unet.mid_block] if unet.mid_block is not None else []
+        before = [*mid, *others]  # of the last up block
+        self._skips = layers
+        self._has_adapter = takes(unet, _ADAPTER)
+        self._takes_adapter = layers > len(first.resnets) and getattr(first, "has_cross_attention", False)
+        self._stands: list[tuple[Module, Callable[..., Any]]] = []
+        if layers == 1:
+            deeper = [first, *deeper]
+        else:
+            self._stand_in(_layers(first)[layers - 1 :])
+            self._stands += [(module, nothing) for module in first.downsamplers or ()]
+        for block in deeper:
+            outputs = len(block.resnets) + len(block.downsamplers or ())
+            self._stands.append((block, partial(nothing_down, outputs)))
+        self._stands += [(block, nothing) for block in before]
+        self._stand_in(_layers(last)[: count - layers])
+        self._tapped = _layers(last)[count - layers - 1][-1][0] if layers < count else before[-1]
+        self.tap = Tap(aliased=getattr(last, "resolution_idx", None) in (0, 1))
+        self._replaced: list[tuple[Module, Any]] = []
+
+    def hook(self) -> Any:
+        """Put the tap in; returns the hook's handle."""
+        return self._tapped.register_forward_hook(self.tap)
+
+    def holds(self, layer: Module) -> bool:
+        """Whether a layer is left out."""
+        return any(layer is inner for module, _ in self._stands for inner in module.modules())
+
+    def begin(self, hidden: Tensor) -> None:
+        """From here on the model leaves them out, and computes its last layers on `hidden`."""
+        self.tap.cheap, self.tap.hidden = True, hidden
+        for module, stand in self._stands:
+            self._replaced.append((module, vars(module).get("forward")))
+            module.forward = stand
+
+    def end(self) -> Tensor | None:
+        """From here on the model is whole; returns the state that a full call had."""
+        while self._replaced:
+            module, forward = self._replaced.pop()
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+        seen, self.tap.seen, self.tap.hidden, self.tap.cheap = self.tap.seen, None, None, False
+        return seen
+
+    def without_residuals(self, given: dict[str, Any]) -> dict[str, Any]:
+        """A cheap call's arguments: of ControlNet's and T2I-Adapter's residuals those that it needs."""
+        given = dict(given)
+        mid, down = (given.get(name) for name in ("mid_block_additional_residual", _DOWN_RESIDUALS))
+        if mid is not None:
+            given["mid_block_additional_residual"] = 0
+        if self._has_adapter and mid is None and down is not None and given.get(_ADAPTER) is None:
+            given |= {_ADAPTER: down, _DOWN_RESIDUALS: None}  # as the host takes it
+        elif down is not None:
+            given[_DOWN_RESIDUALS] = [*down[: self._skips], *[0] * (len(down) - self._skips)]
+        if given.get(_ADAPTER) is not None:
+            given[_ADAPTER] = list(given[_ADAPTER][: int(self._takes_adapter)])
+        return given
+
+    def _stand_in(self, layers: list[list[tuple[Module, Callable[..., Any]]]]) -> None:
+        for layer in layers:
+            self._stands += layer
+
+
+_DOWN_RESIDUALS = "down_block_additional_residuals"
+_ADAPTER = "down_intrablock_additional_residuals"
+
+
+def _layers(block: Any) -> list[list[tuple[Module, Callable[..., Any]]]]:
+    """The modules of each of a block's layers in their order, with what stands in for each."""
+    parts = [
+        [(module, nothing_in_a_tuple if name == "attentions" else nothing) for module in modules]
+        for name in _PARTS
+        if (modules := getattr(block, name, None))
+    ]
+    return [list(layer) for layer in zip(*parts, strict=True)]
+
+
+def _check_blocks(unet: Any) -> None:
+    kind, way_out = type(unet).__name__, "leave steps out of the recipe"
+    blocks = [*((block, _DOWN) for block in unet.down_blocks), *((block, _UP) for block in unet.up_blocks)]
+    for block, known in blocks:
+        if (name := type(block).__name__) not in known:
+            raise ValueError(f"{kind} has a {name}, which no cheap call knows: {way_out}")
+    if len(unet.up_blocks) < 2 and unet.mid_block is None:
+        raise ValueError(f"{kind} has no layer that could be left out: {way_out}")

@@ -1,0 +1,298 @@
+"""A run whose calls leave layers or the unconditional pass out: what is kept from call to call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from ..hosts import keeps_nothing
+from ..steps.run import RunReader, Step
+from .guidance import ReuseGuidance
+from .halves import both_halves, conditional_half, difference_of, is_guided, sample_of, with_sample
+from .left_out import LeftOut
+from .plan import WHOLE, Kind, plan_run
+from .states import States
+from .steps import ReuseSteps
+
+FEWEST = 8
+"""Steps of a run that anything is left out of."""
+_CONSISTENCY = ("LCM", "TCD")
+_NOISY = ("Ancestral", "SDE", "DDPM", "DDPMParallel")
+
+
+@dataclass
+class Stream:
+    """The calls of a run on one text and one shape of latents.
+
+    Attributes:
+        text: held, so that no other tensor gets its address.
+        guided: both passes of guidance are in its batch.
+        states: of the unconditional and the conditional pass, or of all pictures.
+        difference: conditional minus unconditional prediction of the last whole call.
+        place: in the scheduler's list, of its last call.
+        halved: a half call was made.
+    """
+
+    text: Any
+    guided: bool
+    states: list[States]
+    difference: Tensor | None = None
+    place: int = -1
+    halved: bool = False
+
+
+class Kept(threading.local):
+    """What a thread's run keeps."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.plan: dict[float, Kind] = {}
+        self.streams: dict[Any, Stream] = {}
+        self.unmatched = 0  # calls in succession that came on a text of their own
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy begins anew
+        return Kept, ()
+
+
+@dataclass
+class Call:
+    """The call under way.
+
+    Attributes:
+        kind: what it computes.
+        level: its noise level.
+        batch: of the latents it was made on.
+        stream: where its states are kept; None if they are not.
+        last: it is in the last step of its run.
+    """
+
+    kind: Kind
+    level: float
+    batch: int
+    stream: Stream | None = None
+    last: bool = False
+
+
+class Reuse:
+    """Leaves out of a U-Net's calls what a recipe says.
+
+    Args:
+        unet: the model.
+        steps, guidance: the recipe's settings.
+        say: warns of a line once.
+
+    Raises:
+        ValueError: the model's blocks are not Stable Diffusion's.
+    """
+
+    def __init__(
+        self,
+        unet: Any,
+        steps: ReuseSteps | None,
+        guidance: ReuseGuidance | None,
+        say: Callable[[str], None],
+    ) -> None:
+        if not hasattr(unet, "up_blocks"):
+            raise ValueError(f"{type(unet).__name__} is no U-Net: leave steps and guidance out of the recipe")
+        self._steps, self._guidance, self._say = steps, guidance, say
+        self.left_out = None if steps is None else LeftOut(unet, steps.layers)
+        self._kept = Kept()
+        self._call: Call | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_call": None}
+
+    def reset(self, *args: Any, **kwargs: Any) -> None:
+        """Let go of all that the thread's run keeps; diffusers calls it when a pipeline is done."""
+        self._kept.streams.clear()
+        self._kept.open = False
+
+    def detach(self) -> None:
+        """Leave the model whole, and nothing kept."""
+        self._end()
+        self.reset()
+
+    def begin(
+        self, unet: Module, step: Step, reader: RunReader, given: dict[str, Any], pipe: Any
+    ) -> tuple[Kind, dict[str, Any]]:
+        """Decide what a call computes.
+
+        Args:
+            unet: the model.
+            step: where in its run the call is, as `reader` has just read.
+            given: its arguments by name.
+            pipe: the pipeline, where it is known.
+
+        Returns:
+            What it computes, and its arguments, halved where it is half.
+        """
+        self._end()  # a call that died
+        kept = self._kept
+        if step.opens or not kept.open:
+            self._open(unet, reader, pipe)
+        place, batch = reader.place, given["sample"].shape[0]
+        level = reader.levels[place]
+        self._call = Call(WHOLE, level, batch)
+        if not kept.plan or step.off_list or not self._may_keep():
+            return WHOLE, given
+        stream = self._stream(given, place, self._is_off(reader, pipe))
+        if stream is None:
+            return WHOLE, given
+        kind = self._possible(kept.plan[level], stream, given["sample"])
+        stream.place = place
+        kept.streams = {key: other for key, other in kept.streams.items() if other.place >= place - 1}
+        self._call = Call(kind, level, batch, stream, last=place == len(reader.levels) - 1)
+        if not kind.whole:
+            stream.halved = True
+            given = {name: conditional_half(value, batch) for name, value in given.items()}
+        return kind, given
+
+    def start(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Leave out the layers of the call that `begin` decided on; returns its arguments."""
+        call = self._call
+        if call is None or call.kind.full or self.left_out is None or call.stream is None:
+            return given
+        states = call.stream.states if call.kind.whole else call.stream.states[-1:]
+        hidden = [state.at(call.level) for state in states]
+        self.left_out.begin(hidden[0] if len(hidden) == 1 else torch.cat(hidden))
+        return self.left_out.without_residuals(given)
+
+    def end(self, output: Any) -> Any:
+        """What the caller gets for what the U-Net gave; None if it raised."""
+        call, seen = self._end()
+        if output is None:
+            self.reset()
+        if call is None or output is None:
+            return output
+        stream, kind = call.stream, call.kind
+        if stream is None:
+            return output
+        if kind.full and seen is not None:
+            states = stream.states if kind.whole else stream.states[-1:]
+            for state, part in zip(states, seen.chunk(len(states)), strict=True):
+                state.keep(call.level, part.clone())
+        if stream.guided and kind.whole:
+            stream.difference = difference_of(sample_of(output))
+        elif not kind.whole:
+            assert stream.difference is not None
+            output = with_sample(output, both_halves(sample_of(output), stream.difference))
+        if call.last:
+            self._kept.streams = {key: s for key, s in self._kept.streams.items() if s is not stream}
+        return output
+
+    def _end(self) -> tuple[Call | None, Tensor | None]:
+        call, self._call = self._call, None
+        return call, None if self.left_out is None else self.left_out.end()
+
+    def _open(self, unet: Any, reader: RunReader, pipe: Any) -> None:
+        """Plan a run from its first call on."""
+        kept = self._kept
+        kept.open, kept.unmatched = True, 0
+        kept.streams.clear()
+        kept.plan = {}
+        ahead = reader.levels[reader.place :]
+        if whole := _why_whole(unet, reader, ahead, getattr(pipe, "scheduler", None)):
+            self._say(f"agentsd: {whole}; nothing is left out of this run")
+            return
+        plan = plan_run(self._steps, self._guidance, ahead)
+        if any(kind != WHOLE for kind in plan.values()):
+            kept.plan = plan
+            if noisy := _adds_noise(getattr(pipe, "scheduler", None)):
+                self._say(
+                    f"agentsd: {noisy} adds noise in each step, which reuse changes pictures more under; "
+                    "a deterministic sampler loses less"
+                )
+
+    def _may_keep(self) -> bool:
+        if not torch.is_grad_enabled():
+            return True
+        self._kept.streams.clear()
+        self._say(
+            "agentsd: gradients are on, under which no call is left out or halved; call the U-Net under "
+            "torch.no_grad() to leave some out"
+        )
+        return False
+
+    def _is_off(self, reader: RunReader, pipe: Any) -> bool:
+        """Whether the pipeline says that its calls are not two passes of guidance."""
+        scheduler = getattr(pipe, "scheduler", None)
+        if scheduler is None or not reader.reads(scheduler):  # the calls are another's
+            return False
+        perturbed = getattr(pipe, "do_perturbed_attention_guidance", False)
+        return bool(perturbed) or getattr(pipe, "do_classifier_free_guidance", None) is False
+
+    def _stream(self, given: dict[str, Any], place: int, off: bool) -> Stream | None:
+        """The calls that this one continues; None if it can't be known."""
+        kept, sample, text = self._kept, given["sample"], given.get("encoder_hidden_states")
+        key = (tuple(sample.shape), sample.dtype, sample.device, _identity(text))
+        stream = kept.streams.get(key)
+        if stream is None:
+            kept.unmatched += all(other.place < place for other in kept.streams.values())
+            if kept.unmatched == 3:
+                self._give_up("the U-Net gets its text as a new tensor in each call")
+                return None
+            guided = self._guidance is not None and not off and is_guided(sample, text)
+            order = 0 if self._steps is None else self._steps.order
+            stream = kept.streams[key] = Stream(text, guided, [States(order) for _ in range(1 + guided)])
+            if self._guidance is not None and self._steps is None and not guided:
+                self._say("agentsd: no guidance of two passes was found in a call, so none was halved")
+            return stream
+        kept.unmatched = 0
+        if stream.place == place:
+            self._give_up("the U-Net is called more than once in a step on the same text")
+            return None
+        return stream
+
+    def _give_up(self, reason: str) -> None:
+        self._kept.plan = {}
+        self._kept.streams.clear()
+        self._say(f"agentsd: {reason}; nothing more is left out of this run")
+
+    def _possible(self, kind: Kind, stream: Stream, sample: Tensor) -> Kind:
+        """What is planned, or more where not enough is known yet."""
+        whole = kind.whole or not stream.guided or stream.difference is None
+        if not whole and not stream.halved and not torch.equal(*sample.chunk(2)):
+            stream.guided, whole = False, True  # equal pictures at the start, and no guidance
+            stream.states, stream.difference = [States(0)], None
+        states = stream.states if whole else stream.states[-1:]
+        return Kind(kind.full or not all(states), whole)
+
+
+def _why_whole(unet: Any, reader: RunReader, ahead: list[float], scheduler: Any) -> str:
+    """Why nothing can be left out of a run, or nothing."""
+    if reader.guesses:
+        return (
+            "the run's steps are not known (pass elements of scheduler.timesteps to the U-Net, or apply "
+            "agentsd to the pipeline)"
+        )
+    if any(word in type(scheduler).__name__ for word in _CONSISTENCY):
+        return f"{type(scheduler).__name__} is for few steps, none of which can be spared"
+    if (count := len(set(ahead))) < FEWEST:
+        return f"a run of {count} steps has none to spare (fewer than {FEWEST})"
+    for name, processor in unet.attn_processors.items():
+        if not keeps_nothing(processor):
+            kind = type(processor).__name__
+            return f"{name} has a {kind}, which may have to see each call"
+    return ""
+
+
+def _adds_noise(scheduler: Any) -> str:
+    """The name of a sampler that adds noise in each step, or nothing."""
+    name = type(scheduler).__name__
+    algorithm = str(getattr(getattr(scheduler, "config", None), "algorithm_type", ""))
+    noisy = any(word in name for word in _NOISY) or algorithm.startswith("sde")
+    return name if noisy else ""
+
+
+def _identity(text: Any) -> Any:
+    """What says that a tensor is the same one, unchanged, without a look at its numbers."""
+    if not isinstance(text, Tensor):
+        return id(text)
+    version = 0 if text.is_inference() else text._version
+    return text.data_ptr(), text.shape, text.stride(), version

@@ -1,0 +1,78 @@
+"""Which steps compute the whole U-Net; the others compute its last layers on states kept from those."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..checks import check, check_types
+
+
+@dataclass(frozen=True)
+class ReuseSteps:
+    """Cheap steps between full ones.
+
+    A cheap call computes `conv_in`, the last layers of the last up block and what follows it. The hidden
+    state that enters those layers comes from the full calls before ("DeepCache: Accelerating Diffusion
+    Models for Free", CVPR 2024, keeps it as it was, as order 0 does). That costs `order + 1` states of the
+    finest level for each picture and pass: 320 x 64 x 64 numbers each in SD 1.5 at 512 px.
+
+    A step is a noise level: calls that repeat a timestep (PLMS, Heun) share its decision. A run's first step
+    is always full.
+
+    Attributes:
+        every: a step in so many is full; 1 leaves nothing out.
+        order: 0 keeps the last state; 1 extrapolates linearly in the timestep from the last two.
+        first: how many first steps are full.
+        layers: how many last layers a cheap call computes.
+        at: in place of `every`, the noise levels of the full steps, as training timesteps (999 is the
+            noisiest): of a run's own steps the nearest to each is full, so that a list serves any number of
+            steps.
+
+    Raises:
+        TypeError, ValueError: a setting has a wrong type or value.
+    """
+
+    name: ClassVar[str] = "reuse"
+
+    every: int = 2
+    order: int = 1
+    first: int = 1
+    layers: int = 1
+    at: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check("every", self.every, self.every >= 1, "pass 2 (each second step is full) or more, or 1 for all")
+        check("order", self.order, self.order in (0, 1), "pass 0 (keep) or 1 (extrapolate)")
+        check("first", self.first, self.first >= 1, "pass 1 or more: a run's first step is full")
+        check("layers", self.layers, self.layers >= 1, "pass 1 (the last layer) or more")
+        if self.at is not None:
+            object.__setattr__(self, "at", check_levels("at", self.at))
+            ok = self.every == type(self).every
+            check("every", self.every, ok, "`at` names the full steps: leave every out")
+
+    def full(self, levels: Sequence[float]) -> list[bool]:
+        """Whether each step of a run on these noise levels, in its order, is full."""
+        every = range(len(levels))
+        if self.at is None:
+            counted = {i for i in every if i < self.first or (i - self.first + 1) % self.every == 0}
+        else:
+            counted = {i for i in every if i < self.first} | nearest(self.at, levels, every)
+        return [i in counted for i in every]
+
+
+def check_levels(name: str, levels: object) -> tuple[float, ...]:
+    """Noise levels as a tuple; raises ValueError for what is none."""
+    way_out = "pass timesteps such as (999, 750, 500, 250)"
+    check(name, levels, isinstance(levels, list | tuple) and len(levels) > 0, way_out)
+    assert isinstance(levels, list | tuple)
+    numbers = all(isinstance(x, int | float) and type(x) is not bool and x == x for x in levels)
+    check(name, levels, numbers, way_out)
+    return tuple(levels)
+
+
+def nearest(wanted: Sequence[float], levels: Sequence[float], among: Sequence[int]) -> set[int]:
+    """For each wanted noise level the one of these steps that is nearest to it."""
+    return {min(among, key=lambda i: abs(levels[i] - level)) for level in wanted}

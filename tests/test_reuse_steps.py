@@ -1,0 +1,309 @@
+"""Cheap calls between full ones."""
+
+import functools
+
+import diffusers
+import pytest
+import torch
+from test_patch import snapshot
+from tiny import BETAS, make_sdxl_unet, make_unet
+
+from agentsd import Agents, Downsample, Phases, Recipe, ReuseSteps, apply_agentsd
+from agentsd.recipe import REUSE
+from agentsd.reuse.states import States
+
+RUN = {"num_inference_steps": 10}
+
+
+def deep_unet():
+    """Two layers a block, as Stable Diffusion has: three in the last up block."""
+    return make_unet(layers_per_block=2)
+
+
+def deep_sdxl_unet():
+    """No attention in the last up block."""
+    return make_sdxl_unet(layers_per_block=2)
+
+
+def two_levels():
+    """FreeU works on the last up block of so shallow a U-Net, and writes into its hidden states."""
+    unet = make_unet(
+        block_out_channels=(16, 32),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        layers_per_block=2,
+    )
+    unet.enable_freeu(s1=0.9, s2=0.2, b1=1.5, b2=1.6)
+    return unet
+
+
+class Caller:
+    """Calls a U-Net as a pipeline does, with elements of a scheduler's list."""
+
+    def __init__(self, steps=10, batch=2, size=(16, 16), seed=0):
+        scheduler = diffusers.DDIMScheduler(**BETAS)
+        scheduler.set_timesteps(steps)
+        self.timesteps = scheduler.timesteps
+        rng = torch.Generator().manual_seed(seed)
+        self.latents = torch.randn(steps, batch, 4, *size, generator=rng)
+        self.text = torch.randn(batch, 7, 16, generator=rng)
+
+    def __call__(self, unet, i, **more):
+        with torch.no_grad():
+            return unet(self.latents[i], self.timesteps[i], self.text, **more).sample
+
+
+@functools.cache
+def shapes(make, size):
+    """Of what such a U-Net's blocks leave for others, and of the middle."""
+    seen, unet = {}, make()
+    for n, block in [*enumerate(unet.down_blocks), ("mid", unet.mid_block), ("in", unet.conv_in)]:
+        block.register_forward_hook(lambda m, args, out, n=n: seen.setdefault(n, out))
+    Caller(size=size)(unet, 0)
+    states = [seen["in"], *(x for n in range(len(unet.down_blocks)) for x in seen[n][1]), seen["mid"]]
+    return [x.shape for x in states]
+
+
+def residuals(make, size, seed):
+    """What a ControlNet adds."""
+    rng = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=rng) / 10 for shape in shapes(make, size)]
+
+
+def entrance(unet, layers):
+    """The module whose output enters the computed layers."""
+    last = unet.up_blocks[-1]
+    if layers == len(last.resnets):
+        return unet.up_blocks[-2]
+    return getattr(last, "attentions", last.resnets)[-layers - 1]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("make", [deep_unet, deep_sdxl_unet, two_levels])
+@pytest.mark.parametrize(
+    ("extra", "size"), [("plain", (9, 7)), ("ControlNet", (8, 8)), ("T2I-Adapter", (8, 8))]
+)
+def test_a_cheap_call_is_a_full_one_of_a_twin_whose_deep_blocks_return_the_kept_states(
+    make, layers, extra, size
+):
+    if make is two_levels and extra == "T2I-Adapter":
+        return
+    unet, twin, caller = make(), make(), Caller(size=size)
+
+    def more(i):
+        if extra == "ControlNet":
+            *down, mid = residuals(make, size, i)
+            return {"down_block_additional_residuals": down, "mid_block_additional_residual": mid}
+        if extra == "T2I-Adapter":
+            # in a block with attention after its last layer, else after its downsampler
+            inner = [hasattr(block, "attentions") for block in twin.down_blocks]
+            ends = [2 if inner[0] else 3, 5 if inner[1] else 6, 8]
+            each = residuals(make, size, i)
+            return {"down_intrablock_additional_residuals": [each[end].clone() for end in ends]}
+        return {}
+
+    handle = apply_agentsd(unet, recipe=Recipe(steps=ReuseSteps(3, order=0, layers=layers)))
+    kept = {}
+
+    def swap(module, args, output):
+        state = output[0] if isinstance(output, tuple) else output
+        if not kept["cheap"]:
+            kept["state"] = state.clone()
+            return None
+        state = kept["state"].clone()  # FreeU writes into it
+        return (state,) if isinstance(output, tuple) else state
+
+    entrance(twin, layers).register_forward_hook(swap)
+    for i in range(4):
+        kept["cheap"] = i % 3 > 0
+        out, expected = caller(unet, i, **more(i)), caller(twin, i, **more(i))
+        assert torch.equal(out, expected)
+    assert handle.summary().startswith("FffF ")
+
+
+def test_a_cheap_call_computes_the_last_layers_alone():
+    unet, caller = deep_unet(), Caller()
+    apply_agentsd(unet, recipe=REUSE)
+    caller(unet, 0)
+    ran = []
+    for name, module in unet.named_modules():
+        if isinstance(module, torch.nn.Conv2d):
+            module.register_forward_pre_hook(lambda m, args, name=name: ran.append(name))
+    caller(unet, 1)
+    last = "up_blocks.2.resnets.2"
+    convs = [f"{last}.conv1", f"{last}.conv2", f"{last}.conv_shortcut"]
+    transformer = [f"up_blocks.2.attentions.2.{name}" for name in ("proj_in", "proj_out")]
+    assert ran == ["conv_in", *convs, *transformer, "conv_out"]
+
+
+def test_order_1_is_exact_on_states_linear_in_the_timestep():
+    states, slope, base = States(1), torch.randn(2, 3), torch.randn(2, 3)
+    for level in (981.0, 901.0, 701.0):
+        states.keep(level, base + level * slope)
+        expected = base + 661.0 * slope
+        if level < 981.0:
+            torch.testing.assert_close(states.at(661.0), expected)
+    states.keep(701.0, base)  # a repeated noise level takes the place of the call before
+    torch.testing.assert_close(states.at(701.0), base)
+    torch.testing.assert_close(states.at(901.0), base + 901.0 * slope)
+
+
+def test_order_1_in_a_run():
+    """A twin's entrance is made linear in the timestep; the cheap calls of it are then full ones."""
+    unet, twin, caller = deep_unet(), deep_unet(), Caller()
+    rng = torch.Generator().manual_seed(0)
+    base, slope = (torch.randn(2, 16, 16, 16, generator=rng) for _ in range(2))
+    now = {}
+    for model in (unet, twin):
+        entrance(model, 1).register_forward_hook(
+            lambda m, args, out: (base + now["t"] / 1000 * slope,) if out[0].shape == base.shape else None
+        )
+    apply_agentsd(unet, recipe=Recipe(steps=ReuseSteps(3)))
+    for i, kind in enumerate("FffFffFffF"):
+        now["t"] = float(caller.timesteps[i])
+        out, expected = caller(unet, i), caller(twin, i)
+        if kind == "F" or i > 3:
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+        else:
+            assert not torch.allclose(out, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("interval", [2, 3, 5])
+def test_deepcache_gives_the_same_pictures(make_pipeline, sample, interval):
+    from DeepCache import DeepCacheSDHelper
+
+    pipe = make_pipeline(unet=deep_unet(), scheduler=diffusers.DDIMScheduler(**BETAS))
+    helper = DeepCacheSDHelper(pipe=pipe)
+    helper.set_params(cache_interval=interval, cache_branch_id=0)
+    helper.enable()
+    theirs = sample(pipe, **RUN)
+    helper.disable()
+    with apply_agentsd(pipe, recipe=Recipe(steps=ReuseSteps(interval, order=0))):
+        assert torch.equal(sample(pipe, **RUN), theirs)
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        diffusers.DDIMScheduler,
+        diffusers.PNDMScheduler,
+        diffusers.DPMSolverMultistepScheduler,
+        diffusers.HeunDiscreteScheduler,
+        diffusers.UniPCMultistepScheduler,
+        diffusers.EulerDiscreteScheduler,
+    ],
+)
+def test_every_step_full_is_bit_equal_to_stock(make_pipeline, sample, scheduler):
+    pipe = make_pipeline(scheduler=scheduler.from_config(diffusers.PNDMScheduler(**BETAS).config))
+    before, stock = snapshot(pipe.unet), sample(pipe, **RUN)
+    with apply_agentsd(pipe, recipe=Recipe(steps=ReuseSteps(1))) as handle:
+        assert torch.equal(sample(pipe, **RUN), stock)
+        assert set(handle.summary().split()[0]) == {"F"}
+    handle = apply_agentsd(pipe, mode="reuse")
+    picture = sample(pipe, **RUN)
+    assert not torch.equal(picture, stock)
+    assert torch.equal(sample(pipe, **RUN), picture)
+    assert not handle._calls.reuse._kept.streams
+    handle.remove()
+    assert snapshot(pipe.unet) == before
+    assert torch.equal(sample(pipe, **RUN), stock)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "settings", "symbols"),
+    [
+        (diffusers.DDIMScheduler, {"every": 2}, "FfFfFfFfFf"),
+        (diffusers.DDIMScheduler, {"every": 3, "first": 3}, "FFFffFffFf"),
+        (diffusers.DDIMScheduler, {"at": (999, 640, 100)}, "FffFffffFf"),
+        (diffusers.PNDMScheduler, {"every": 3}, "FfffFffFffF"),  # PLMS repeats its second timestep
+        (diffusers.HeunDiscreteScheduler, {"every": 3}, "FffffFFffffFFffffFF"),
+    ],
+)
+def test_a_steps_calls_share_its_decision(make_pipeline, sample, scheduler, settings, symbols):
+    pipe = make_pipeline(scheduler=scheduler(**BETAS))
+    if scheduler is diffusers.PNDMScheduler:
+        pipe.scheduler = scheduler(**BETAS, skip_prk_steps=True)
+    handle = apply_agentsd(pipe, recipe=Recipe(steps=ReuseSteps(**settings)))
+    sample(pipe, **RUN)
+    assert handle.summary().split()[0] == symbols
+    assert f"{symbols.count('f')} cheap" in handle.summary()
+
+
+def test_noise_levels_serve_another_number_of_steps():
+    steps = ReuseSteps(at=(999, 640, 100))
+    for count in (8, 10, 25, 50):
+        levels = [1000 * (count - 1 - i) / count for i in range(count)]
+        full = [level for level, is_full in zip(levels, steps.full(levels), strict=True) if is_full]
+        assert len(full) == 3
+        assert all(abs(a - b) <= 1000 / count for a, b in zip(full, (999, 640, 100), strict=True))
+
+
+@pytest.mark.parametrize(
+    "attention", [Phases(Agents(), Downsample()), Agents(feed_forward=True), Phases(Downsample(), None)]
+)
+def test_attention_runs_where_its_layer_does(make_pipeline, sample, attention):
+    """The layers that a cheap call computes have the twin's; those that it leaves out warn of nothing."""
+    pipe = make_pipeline(unet=deep_unet())
+    recipe = Recipe(attention, steps=ReuseSteps(2))
+    handle = apply_agentsd(pipe, recipe=recipe)
+    picture = sample(pipe, **RUN)  # a warning is an error in there
+    assert handle.summary().startswith("FffFfFfFfFf ")
+    apply_agentsd(pipe, recipe=Recipe(steps=ReuseSteps(2)))
+    assert not torch.equal(sample(pipe, **RUN), picture)
+
+
+def test_few_steps_stay_whole_and_say_so_once(make_pipeline, sample):
+    pipe = make_pipeline()
+    stock = sample(pipe, num_inference_steps=7)
+    handle = apply_agentsd(pipe, mode="reuse")
+    with pytest.warns(UserWarning, match="a run of 7 steps has none to spare"):
+        picture = pipe(
+            "a cat",
+            num_inference_steps=7,
+            output_type="latent",
+            generator=torch.Generator().manual_seed(0),
+        ).images
+    assert torch.equal(picture, stock)
+    assert handle.summary() == "FFFFFFFF  (8 calls: 8 full)"
+    assert torch.equal(sample(pipe, num_inference_steps=7), stock)  # not said again
+    sample(pipe, **RUN)
+    assert "f" in handle.summary().split()[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"every": 0}, ValueError, "every=0: pass 2"),
+        ({"every": 2.5}, TypeError, r"every=2\.5 is a float: pass a int"),
+        ({"order": 2}, ValueError, r"order=2: pass 0 \(keep\) or 1"),
+        ({"first": 0}, ValueError, "first=0: pass 1 or more"),
+        ({"layers": 0}, ValueError, "layers=0: pass 1"),
+        ({"at": ()}, ValueError, r"at=\(\): pass timesteps"),
+        ({"at": ("x",)}, ValueError, r"at=\('x',\): pass timesteps"),
+        ({"at": (999,), "every": 3}, ValueError, "every=3: `at` names the full steps"),
+    ],
+)
+def test_bad_settings(settings, error, message):
+    with pytest.raises(error, match=message):
+        ReuseSteps(**settings)
+
+
+@pytest.mark.parametrize(
+    ("unet", "recipe", "message"),
+    [
+        (lambda: make_unet(), Recipe(steps=ReuseSteps(layers=3)), "layers=3: the last up block has 2"),
+        (
+            lambda: make_unet(
+                down_block_types=("SimpleCrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D")
+            ),
+            REUSE,
+            "UNet2DConditionModel has a SimpleCrossAttnDownBlock2D, which no cheap call knows",
+        ),
+    ],
+)
+def test_a_model_that_has_no_such_layers_is_refused(unet, recipe, message):
+    unet = unet()
+    before = snapshot(unet)
+    with pytest.raises(ValueError, match=message):
+        apply_agentsd(unet, recipe=recipe)
+    assert snapshot(unet) == before
