@@ -16,8 +16,9 @@ from agentsd.calibration.cost import multiply_adds
 
 from ..cost.memory import memory_per_image
 from ..pages import rows as results
+from ..pages.frontier import draw_frontier, has_frontier
 from ..pages.maker import describe_maker, describe_run
-from ..pages.output import check_writable, progress
+from ..pages.output import check_writable, progress, write_bytes
 from ..pages.quality_table import NOTE, plan, tables_of
 from ..pages.rows import Row
 from ..pictures.generate import Share, fingerprint, generate
@@ -79,6 +80,9 @@ def run(settings: RunSettings, methods: list[Method], name: str, console: Consol
     tables = list(tables_of(found.rows, settings.features).values())
     results.write_rows(settings.out, name, found.rows, tables, found.run, NOTE)
     results.write_csv(settings.out / f"{name}-pictures.csv", found.singles)
+    if has_frontier(found.rows):
+        title = f"{settings.model}, {settings.steps} steps ({settings.scheduler}), {settings.images} pictures"
+        write_bytes(settings.out / f"{name}.png", draw_frontier(found.rows, title))
     return found.rows
 
 

@@ -1,0 +1,31 @@
+import io
+
+from agentsd_eval.pages.frontier import draw_frontier, has_frontier
+from PIL import Image
+
+
+def row(method, macs, distance):
+    figures = {"converged": distance, "converged_low": 0.9 * distance, "converged_high": 1.1 * distance}
+    return {"method": method, "label": method, "multiply_adds": macs} | (figures if distance else {})
+
+
+ROWS = [row("stock", 100, 0.1), row("stock@12", 50, 0.2), row("fast", 80, 0.3), row("real/real", None, None)]
+
+
+def test_there_is_a_frontier_where_fewer_steps_were_measured():
+    assert has_frontier(ROWS)
+    assert not has_frontier(ROWS[:1] + ROWS[2:])
+    assert not has_frontier([row("stock", 100, None), row("stock@12", 50, None)])
+
+
+def test_a_method_below_the_line_is_drawn_below_it():
+    """The same plot but for one point, which moves up by as much as its distance grows."""
+
+    def ink(distance):
+        rows = [*ROWS[:2], row("fast", 75, distance)]
+        image = Image.open(io.BytesIO(draw_frontier(rows, "")))
+        blue = (31, 119, 180)  # the first colour of methods
+        places = [i // image.width for i, p in enumerate(image.convert("RGB").getdata()) if p == blue]
+        return sum(places) / len(places)
+
+    assert ink(0.11) > ink(0.19)
