@@ -5,8 +5,10 @@ from PIL import Image
 
 
 def row(method, macs, distance):
-    figures = {"converged": distance, "converged_low": 0.9 * distance, "converged_high": 1.1 * distance}
-    return {"method": method, "label": method, "multiply_adds": macs} | (figures if distance else {})
+    named = {"method": method, "label": method, "multiply_adds": macs}
+    if distance is None:
+        return named
+    return named | {"converged": distance, "converged_low": 0.9 * distance, "converged_high": 1.1 * distance}
 
 
 ROWS = [row("stock", 100, 0.1), row("stock@12", 50, 0.2), row("fast", 80, 0.3), row("real/real", None, None)]

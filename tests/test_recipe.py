@@ -224,7 +224,10 @@ def test_ones_own_operator_is_read_and_written(tmp_path, monkeypatch):
         ("layers: {a: agents}", "version None of a recipe is not read here"),
         ("version: 2", "version 2 of a recipe is not read here, only 1"),
         ("version: 1", "layers.yaml: attention=None: the recipe would do nothing"),
-        ("version: 1\nratio: 0.3", "layers.yaml: 'ratio' is unknown; the settings are attention, guidance, layers"),
+        (
+            "version: 1\nratio: 0.3",
+            "layers.yaml: 'ratio' is unknown; the settings are attention, guidance, layers",
+        ),
         ("version: 1\nsteps: 3", "3: name it, as `reuse: {every: 2}`"),
         ("version: 1\nlayers: 3", "layers=3: write"),
         ("version: 1\nlayers: {}", "name a self-attention layer at least"),

@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Sequence
-from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -13,36 +12,37 @@ _MARKERS = "osD^vPX*<>hp"
 
 def has_frontier(rows: Sequence[Row]) -> bool:
     """Whether rows have distances and costs to be drawn, fewer steps among them."""
-    return sum(_is_plain(row) for row in rows if _place(row)) >= 2
+    return sum(_is_plain(row) for row in rows if _has_place(row)) >= 2
 
 
 def draw_frontier(rows: Sequence[Row], title: str) -> bytes:
     """Return a PNG: below the line is nearer than fewer steps of the same sampler at the same cost."""
     figure = Figure(figsize=(8, 5.2), layout="constrained")
     axes = figure.subplots()
-    drawn = [row for row in rows if _place(row)]
+    drawn = [row for row in rows if _has_place(row)]
+    stock = next(row["multiply_adds"] for row in drawn if row["method"] == "stock")
     plain = sorted((row for row in drawn if _is_plain(row)), key=lambda row: row["multiply_adds"])
-    places = [_place(row) for row in plain]
-    across, up = [x for x, _ in places], [y for _, y in places]
+    across, up = [row["multiply_adds"] / stock for row in plain], [1e3 * row["converged"] for row in plain]
     axes.plot(across, up, "-o", color="#222222", ms=4, label="fewer steps", zorder=3)
     axes.fill_between(across, up, 1e-9, color="#2a7f4f", alpha=0.07, lw=0)
-    for row, (x, y) in zip(plain, places, strict=True):
+    for row, x, y in zip(plain, across, up, strict=True):
         name = row["method"].partition("@")[2] or "all"
         axes.annotate(name, (x, y), textcoords="offset points", xytext=(4, 5), fontsize=8, color="#222222")
     others = [row for row in drawn if not _is_plain(row)]
     for i, row in enumerate(others):
-        x, y = _place(row)
+        x, y = row["multiply_adds"] / stock, 1e3 * row["converged"]
         bars = [[y - 1e3 * row["converged_low"]], [1e3 * row["converged_high"] - y]]
         marker = _MARKERS[i // 10 % len(_MARKERS)]
         axes.errorbar(x, y, bars, fmt=marker, color=f"C{i % 10}", ms=6, lw=1, label=row["label"])
-    values = [_place(row)[1] for row in drawn]
+    values = [1e3 * row["converged"] for row in drawn]
     axes.set(yscale="log", ylim=(0.7 * min(values), 1.4 * max(values)), title=title)
     axes.set_xlabel("multiply-adds of a picture, all steps of stock = 1")
     axes.set_ylabel("perceptual distance x1000 to the converged picture")
     axes.grid(alpha=0.3, which="both", lw=0.5)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    stock = next(row["multiply_adds"] for row in plain if row["method"] == "stock")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value / stock:.2g}")
+    for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        axis(lambda value, _: f"{value:g}")
+    axes.tick_params(which="both", labelsize=8)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=130)
     return picture.getvalue()
@@ -52,7 +52,5 @@ def _is_plain(row: Row) -> bool:
     return row["method"].partition("@")[0] == "stock"
 
 
-def _place(row: Row) -> Any:
-    if row.get("converged") is None or row.get("multiply_adds") is None:
-        return None
-    return row["multiply_adds"], 1e3 * row["converged"]
+def _has_place(row: Row) -> bool:
+    return row.get("converged") is not None and row.get("multiply_adds") is not None
