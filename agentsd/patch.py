@@ -43,7 +43,8 @@ def apply_agentsd(
 ) -> AgentHandle:
     """Make a Stable Diffusion U-Net faster by a recipe; the default runs agent attention.
 
-    No training, no change to the weights. A pipeline that is patched already gets the new recipe.
+    No training, no change to the weights. A recipe may also leave out layers of a call, or the unconditional
+    pass (`ReuseSteps`, `ReuseGuidance`). A pipeline that is patched already gets the new recipe.
 
     Args:
         pipe: a diffusers pipeline with a `unet` (or a DiT or PixArt one), or the model itself.
@@ -51,8 +52,9 @@ def apply_agentsd(
         k: weight of the `+ kV` residual; 0.075 if not passed.
         scale: exponent of the head width in the broadcast softmax; -0.15 if not passed.
         early_frac: share of the steps with agent attention, in [0, 1]; 0.4 if not passed.
-        mode: a recipe by name: "fast" (the default), "exact" (the paper to the letter), "turbo" or
-            "downsample". The settings above override that recipe's.
+        mode: a recipe by name: "fast" (the default), "exact" (the paper to the letter), "turbo",
+            "downsample", or "reuse", which leaves attention alone and makes each second step cheap. The
+            settings above override that recipe's.
         recipe: in place of all the others, a `Recipe`, or a file or folder that holds one (`agentsd.yaml`;
             trained weights beside it, `agentsd.safetensors`, are loaded).
         seed: of the cells drawn at random; 0 if not passed.
@@ -107,6 +109,12 @@ def remove_agentsd(pipe: Any) -> None:
     handle = getattr(unet, "_agentsd", None)
     if handle is not None:
         handle._detach(unet)
+
+
+def handle_of(pipe: Any) -> AgentHandle | None:
+    """The handle of the recipe in force on a pipeline (or U-Net); None if it is not patched."""
+    handle: AgentHandle | None = getattr(find_model(pipe), "_agentsd", None)
+    return handle
 
 
 class AgentHandle:

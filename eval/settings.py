@@ -163,8 +163,14 @@ class SamplingSettings(Settings):
 class CompareSettings(SamplingSettings):
     """Make the same pictures with each method, side by side in one PNG, and print times and differences."""
 
-    methods: Methods = ("stock", "tomesd", "exact", "fast")
-    fewer_steps: FewerSteps = (0.8, 0.6, 0.4)
+    scheduler: Scheduler = "dpm++karras"
+    """The sampler; model is the model's own."""
+    steps: int = Field(25, ge=1)
+    """Denoising steps."""
+    guidance_scale: Annotated[float, Option("guidance")] = Field(4.0, ge=0)
+    """Guidance scale; 1 or less turns it off."""
+    methods: Methods = ("stock", "tomesd", "fast", "reuse")
+    fewer_steps: FewerSteps = (0.56,)
     ratio: OneRatio = 0.4
     prompts: Prompts = ()
     images: int = Field(6, ge=1)

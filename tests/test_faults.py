@@ -675,55 +675,6 @@ def test_plain_patches_in_a_row_keep_no_older_one_alive(pipe):
     assert pipe.unet._agentsd.recipe.seed == 4
 
 
-class KeepEveryOther:
-    """A rule that halves a guided call and gives the half back twice, at every other place of the run."""
-
-    def __init__(self) -> None:
-        self.batches: list[int] = []
-
-    def before(self, step, args, kwargs):
-        self.halved = not step.opens and len(self.batches) % 2 == 1
-        if self.halved:
-            kwargs = kwargs | {"encoder_hidden_states": kwargs["encoder_hidden_states"].chunk(2)[1]}
-            args = (args[0].chunk(2)[1], *args[1:])
-        self.batches.append(args[0].shape[0])
-        return args, kwargs
-
-    def after(self, step, output):
-        return tuple(torch.cat([x, x]) for x in output) if self.halved else output
-
-
-def test_a_rule_may_change_what_a_call_gets_and_gives(pipe, sample):
-    """The oracle does the same by hand in the U-Net's forward."""
-    stock = sample(pipe)
-    rule = KeepEveryOther()
-    with apply_agentsd(pipe, recipe=Recipe(guidance=rule)):
-        picture = sample(pipe)
-    assert set(rule.batches) == {1, 2}
-    calls = []
-    forward = pipe.unet.forward
-
-    def by_hand(latent, t, encoder_hidden_states, **kwargs):
-        calls.append(None)
-        if len(calls) % 2:
-            return forward(latent, t, encoder_hidden_states, **kwargs)
-        half = forward(latent.chunk(2)[1], t, encoder_hidden_states.chunk(2)[1], **kwargs)
-        return tuple(torch.cat([x, x]) for x in half)
-
-    pipe.unet.forward = by_hand
-    try:
-        assert torch.equal(sample(pipe), picture)
-    finally:
-        del pipe.unet.forward
-    assert not torch.equal(stock, picture)
-    assert torch.equal(sample(pipe), stock)
-
-
-def test_what_is_no_rule_is_refused_when_the_recipe_is_made():
-    with pytest.raises(TypeError, match="3 is a int: pass what has `before` and `after`"):
-        Recipe(steps=3)
-
-
 def test_a_thread_that_was_interrupted_in_a_call_keeps_no_other_out(pipe, sample):
     expected = sample(pipe)
     apply_agentsd(pipe, ratio=0.0, early_frac=0.0, mode="exact")  # stock's picture

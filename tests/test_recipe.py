@@ -20,10 +20,12 @@ from agentsd import (
     Phases,
     PooledAgents,
     Recipe,
+    ReuseGuidance,
+    ReuseSteps,
     apply_agentsd,
 )
 from agentsd.modules import AgentModule, AttnZero, FocusedLinear
-from agentsd.recipe import EXACT, FAST, MODES, OPERATORS, TURBO
+from agentsd.recipe import EXACT, FAST, MODES, OPERATORS, REUSE, TURBO
 
 DOWN = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
 MID = "mid_block.attentions.0.transformer_blocks.0.attn1"
@@ -84,6 +86,8 @@ def test_what_runs_depends_on_the_mode():
         (Recipe, "levels", 1.0, TypeError, "pass a int"),
         (Recipe, "seed", -1, ValueError, r"2\*\*63"),
         (Recipe, "measured", 3, ValueError, "figures by name"),
+        (Recipe, "steps", 3, TypeError, r"pass ReuseSteps\(\) or None"),
+        (Recipe, "guidance", ReuseSteps(), TypeError, r"pass ReuseGuidance\(\) or None"),
     ],
 )
 def test_bad_value_names_itself_and_the_way_out(kind, name, value, error, way_out):
@@ -160,6 +164,9 @@ def test_numpy_numbers_and_integers_are_numbers(tmp_path):
         Recipe(Phases(FocusedLinear(convolution=False), Agents(at_most=None))),
         Recipe(Phases(AgentModule(bias=False), None)),
         Recipe(layers={UP: MERGE_ALL, MID: AttnZero()}),
+        Recipe(steps=ReuseSteps(), guidance=ReuseGuidance()),
+        Recipe(steps=ReuseSteps(3, order=0, first=2, layers=2)),
+        Recipe(Merge(0.5), steps=ReuseSteps(at=(999, 500.5)), guidance=ReuseGuidance(start=0.25)),
     ],
 )
 def test_saved_and_loaded(tmp_path, recipe):
@@ -169,7 +176,7 @@ def test_saved_and_loaded(tmp_path, recipe):
     assert Recipe.from_mapping(recipe.to_mapping()) == recipe
 
 
-@pytest.mark.parametrize("recipe", [FAST, Recipe(layers={UP: MERGE_ALL}, measured={"error": 0.1})])
+@pytest.mark.parametrize("recipe", [FAST, REUSE, Recipe(layers={UP: MERGE_ALL}, measured={"error": 0.1})])
 def test_a_recipe_is_hashed_copied_and_pickled(recipe):
     for twin in (copy.deepcopy(recipe), pickle.loads(pickle.dumps(recipe))):
         assert twin == recipe

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -66,6 +66,17 @@ class DreamBoothConfig(BaseModel):
     apply: Apply = "train+generate"
     attention: Literal["agent", "module", "focused", "attnzero"] = "agent"
     """The last three are modules that are trained with the U-Net (`agentsd.modules`)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_calls(cls, given: Any) -> Any:
+        for name in ("steps", "guidance"):
+            if isinstance(given, dict) and name in given:
+                raise ValueError(
+                    f"{name}={given[name]!r}: training computes each call in whole; leave {name} out here, and "
+                    "pass it to apply_agentsd with the trained pipeline"
+                )
+        return given
 
     @model_validator(mode="after")
     def _together(self) -> DreamBoothConfig:

@@ -25,7 +25,7 @@ _UP = ("UpBlock2D", "CrossAttnUpBlock2D", "UpBlockMotion", "CrossAttnUpBlockMoti
 
 def nothing(*args: Any, **kwargs: Any) -> Tensor:
     """In place of a layer: a sliver of its input, which keeps the host's own code going."""
-    x: Tensor = args[0] if args else next(kwargs[name] for name in ("hidden_states", "input_tensor"))
+    x: Tensor = args[0] if args else kwargs.get("hidden_states", kwargs.get("input_tensor"))
     return x[..., :1, :1, :1]
 
 

@@ -2,12 +2,14 @@
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from PIL import Image
+
+from agentsd.patch import handle_of
 
 from ..settings import SamplingSettings
 from .methods import Method
@@ -67,18 +69,23 @@ def warm_up(pipe: Any, method: Method, pictures: Sequence[Picture], settings: Sa
     """Make a batch in two steps at most, whose time would hold what is done only once."""
     few = replace(method, steps=min(method.steps or settings.steps, 2))
     with warnings.catch_warnings():
-        # With early_frac=0.2 neither of two steps is early, and that means nothing.
-        warnings.filterwarnings("ignore", "agentsd: this run has no early step")
+        # Of two steps neither may be early, and few steps stay whole; that means nothing.
+        warnings.filterwarnings("ignore", "agentsd: ")
         sample(pipe, few, pictures, settings)
 
 
 def sample(
-    pipe: Any, method: Method, pictures: Sequence[Picture], settings: SamplingSettings
+    pipe: Any,
+    method: Method,
+    pictures: Sequence[Picture],
+    settings: SamplingSettings,
+    told: Callable[[str], Any] = lambda summary: None,
 ) -> tuple[list[Image.Image], Seconds]:
     """Return one picture for each of `pictures`, made as one batch under `method`, and the time it took.
 
     The time is that of the pipeline's call (text encoder, denoising, decoder), not of patching. A
-    picture's noise depends on its seed alone; tomesd's random cells also on the batch's first seed.
+    picture's noise depends on its seed alone; tomesd's random cells also on the batch's first seed. `told` is
+    called with what each call of the run was, where a recipe is in force.
     """
     height, width = size_of(pipe, settings)
     seeds = [picture.seed for picture in pictures]
@@ -98,4 +105,6 @@ def sample(
                 latents=latents,
                 generator=generators,
             )
+        if handle := handle_of(pipe):
+            told(handle.summary())
     return output.images, watch.seconds

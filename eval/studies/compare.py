@@ -3,7 +3,8 @@
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ class Comparison:
     """Mean over the prompts, dB."""
     mean_abs: float
     """Mean over the prompts, levels of 0..255."""
+    calls: str | None = None
+    """What each call of the last run was, where a recipe was in force."""
 
     @property
     def seconds_per_image(self) -> float:
@@ -53,6 +56,9 @@ def command(settings: CompareSettings, console: Console) -> None:
         comparisons = compare(pipe, rivals, pictures, settings, lambda: bars.advance(task))
     save_image(draw(comparisons, pictures), settings.out)
     console.print(summary(comparisons, settings, pipe.unet.device))
+    for comparison in comparisons:
+        if comparison.calls is not None:
+            console.print(f"{comparison.method.label}, each call: {comparison.calls}", markup=False)
     console.print(f"pictures: {settings.out}", soft_wrap=True)
 
 
@@ -79,14 +85,16 @@ def compare(
         tick()
     images: dict[Method, list[Image.Image]] = {method: [] for method in methods}
     seconds: dict[Method, list[Seconds]] = {method: [] for method in methods}
+    told: dict[Method, str] = {}
     for picture in pictures:
         for method in methods:
-            made, taken = sample(pipe, method, [picture], settings)
+            made, taken = sample(pipe, method, [picture], settings, partial(told.__setitem__, method))
             images[method] += made
             seconds[method].append(taken)
             tick()
     stock = methods[0]
-    return [_against(stock, method, images, seconds, pipe.unet.device) for method in methods]
+    found = [_against(stock, method, images, seconds, pipe.unet.device) for method in methods]
+    return [replace(one, calls=told.get(one.method)) for one in found]
 
 
 def _against(

@@ -1,0 +1,54 @@
+"""Cheap and half calls under torch.compile: no break, a graph a kind of call, none for a second run."""
+
+import pytest
+import torch
+from test_reuse_guidance import Guided
+from test_reuse_steps import deep_unet
+from torch._dynamo.testing import CompileCounter
+
+from agentsd import Agents, Downsample, Phases, Recipe, ReuseGuidance, ReuseSteps, apply_agentsd
+from agentsd.recipe import REUSE
+
+BOTH = {"steps": ReuseSteps(2), "guidance": ReuseGuidance()}
+RECIPES = {
+    "steps": (REUSE, 2),  # F and f
+    "steps, order 0, two layers": (Recipe(steps=ReuseSteps(3, order=0, layers=2)), 2),
+    "guidance": (Recipe(guidance=ReuseGuidance()), 2),  # F and H
+    "both": (Recipe(**BOTH), 4),  # F, f, H and h
+    "and attention": (Recipe(Phases(Agents(), Downsample(), 0.4), **BOTH), 8),  # each early and late
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def run(unet, caller):
+    return [caller(unet, i) for i in range(len(caller.timesteps))]
+
+
+@pytest.mark.parametrize("order", ["apply, compile", "compile, apply", "in place"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_fullgraph_with_a_graph_for_each_kind_of_call(order, name):
+    recipe, graphs = RECIPES[name]
+    eager, unet, counter, caller = deep_unet(), deep_unet(), CompileCounter(), Guided()
+    apply_agentsd(eager, recipe=recipe)
+    expected = run(eager, caller)
+    if order == "compile, apply":
+        compiled = torch.compile(unet, fullgraph=True, backend=counter)
+        apply_agentsd(compiled, recipe=recipe)
+    elif order == "apply, compile":
+        apply_agentsd(unet, recipe=recipe)
+        compiled = torch.compile(unet, fullgraph=True, backend=counter)
+    else:
+        apply_agentsd(unet, recipe=recipe)
+        unet.compile(fullgraph=True, backend=counter)
+        compiled = unet
+    for out, reference in zip(run(compiled, caller), expected, strict=True):
+        torch.testing.assert_close(out, reference, rtol=0, atol=1e-6)
+    assert counter.frame_count == graphs
+    run(compiled, caller)
+    assert counter.frame_count == graphs

@@ -1,0 +1,343 @@
+"""State that lives across calls, where it could go wrong."""
+
+import copy
+import io
+import pickle
+import threading
+
+import diffusers
+import pytest
+import torch
+from test_hosts import sdxl_parts, sdxl_unet
+from test_patch import snapshot
+from test_reuse_guidance import Guided
+from tiny import BETAS, make_text_encoder, make_unet, make_vae
+
+from agentsd import Recipe, ReuseGuidance, ReuseSteps, apply_agentsd, remove_agentsd
+from agentsd.recipe import REUSE
+
+BOTH = Recipe(steps=ReuseSteps(2), guidance=ReuseGuidance())
+RUN = {"num_inference_steps": 10}
+
+
+@pytest.fixture
+def ddim(make_pipeline):
+    """A pipeline with DDIM."""
+    return make_pipeline(scheduler=diffusers.DDIMScheduler(**BETAS, steps_offset=1, clip_sample=False))
+
+
+def kept(handle):
+    return handle._calls.reuse._kept.streams
+
+
+def whole(unet):
+    """No block of the model is replaced."""
+    return not any("forward" in vars(module) for module in unet.modules())
+
+
+@pytest.mark.parametrize("place", ["down", "up", "last"])
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("at", [2, 3])
+def test_an_exception_in_a_call_leaves_the_next_run_clean(ddim, sample, place, error, at):
+    handle = apply_agentsd(ddim, recipe=BOTH)
+    before, picture = snapshot(ddim.unet), sample(ddim, **RUN)
+    blocks = {"down": ddim.unet.down_blocks[1], "up": ddim.unet.up_blocks[0], "last": ddim.unet.conv_out}
+    calls = []
+
+    def fail(module, args, output):
+        calls.append(None)
+        if len(calls) == at:
+            raise error
+
+    hook = blocks[place].register_forward_hook(fail)
+    with pytest.raises(error):
+        sample(ddim, **RUN)
+    hook.remove()
+    if error is ZeroDivisionError:
+        assert snapshot(ddim.unet) == before
+        assert not kept(handle)
+    assert torch.equal(sample(ddim, **RUN), picture)
+    handle.remove()
+    assert whole(ddim.unet)
+
+
+def test_an_interrupted_call_is_undone_by_removal(ddim, sample):
+    before, stock = snapshot(ddim.unet), sample(ddim, **RUN)
+    handle = apply_agentsd(ddim, recipe=BOTH)
+    calls = []
+
+    def fail(module, args):
+        calls.append(None)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    hook = ddim.unet.conv_out.register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        sample(ddim, **RUN)
+    hook.remove()
+    assert not whole(ddim.unet)  # nobody was told of the interrupt
+    handle.remove()
+    assert snapshot(ddim.unet) == before
+    assert torch.equal(sample(ddim, **RUN), stock)
+
+
+def test_states_are_let_go_when_a_run_ends_or_breaks_off(ddim, sample):
+    handle = apply_agentsd(ddim, recipe=BOTH)
+    most = []
+    ddim.unet.register_forward_hook(lambda *_: most.append(len(kept(handle))))
+    sample(ddim, **RUN)
+    assert set(most) == {0, 1}
+    assert most[-1] == 0  # at the last timestep
+    unet = ddim.unet
+    for i in range(3):
+        Guided()(unet, i)
+    assert kept(handle)
+    ddim.maybe_free_model_hooks()
+    assert not kept(handle)
+    assert handle._calls.reuse.left_out.tap.seen is None
+
+
+def test_states_take_the_memory_that_the_docs_say(ddim, sample):
+    """`order + 1` states of the finest level for each picture and pass, and one difference."""
+    handle = apply_agentsd(ddim, recipe=BOTH)
+    most = []
+
+    def count(*_):
+        for stream in kept(handle).values():
+            tensors = [state for states in stream.states for _, state in states._kept]
+            most.append(sum(t.untyped_storage().nbytes() for t in tensors))
+
+    ddim.unet.register_forward_hook(count)
+    sample(ddim, **RUN)
+    assert max(most) == 2 * 2 * 16 * 16 * 16 * 4
+
+
+CHANGES = {
+    "batch": {"num_images_per_prompt": 2},
+    "size": {"height": 24, "width": 40},
+    "prompt": {"prompt": "a dog"},
+    "negative prompt": {"negative_prompt": "a dog"},
+    "steps": {"num_inference_steps": 13},
+    "guidance": {"guidance_scale": 1.0},
+    "seed": {"seed": 3},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_run_knows_nothing_of_the_run_before(make_pipeline, ddim, sample, name):
+    apply_agentsd(ddim, recipe=BOTH)
+    sample(ddim, **RUN)
+    picture = sample(ddim, **RUN | CHANGES[name])
+    fresh = make_pipeline(scheduler=ddim.scheduler)
+    apply_agentsd(fresh, recipe=BOTH)
+    assert torch.equal(sample(fresh, **RUN | CHANGES[name]), picture)
+
+
+def test_another_scheduler_dtype_or_list(make_pipeline, ddim, sample):
+    handle = apply_agentsd(ddim, recipe=BOTH)
+    sample(ddim, **RUN)
+    ddim.scheduler = diffusers.HeunDiscreteScheduler.from_config(ddim.scheduler.config)
+    heun = sample(ddim, **RUN)
+    fresh = make_pipeline(scheduler=ddim.scheduler)
+    apply_agentsd(fresh, recipe=BOTH)
+    assert torch.equal(sample(fresh, **RUN), heun)
+    ddim.to(dtype=torch.bfloat16)
+    assert sample(ddim, **RUN).isfinite().all()
+    assert set(handle.summary().split()[0]) == set("FfHh")
+
+
+def test_a_prompt_that_changes_in_the_middle_is_computed_whole(ddim, sample):
+    handle = apply_agentsd(ddim, recipe=BOTH)
+
+    def change(pipe, step, t, tensors):
+        if step == 4:
+            tensors["prompt_embeds"] = tensors["prompt_embeds"].flip(0)
+        return tensors
+
+    callback = {"callback_on_step_end": change, "callback_on_step_end_tensor_inputs": ["prompt_embeds"]}
+    sample(ddim, **RUN, **callback)
+    assert handle.summary().startswith("FfHhFFHhFf ")
+
+
+def test_text_that_is_new_in_each_call_keeps_the_run_whole(ddim):
+    handle = apply_agentsd(ddim, recipe=BOTH)
+    stock = make_unet()
+    caller = Guided()
+    with pytest.warns(UserWarning, match="gets its text as a new tensor in each call"):
+        for i in range(10):
+            caller.text = caller.text.clone()
+            assert torch.equal(caller(ddim.unet, i), caller(stock, i))
+    assert handle.summary().startswith("FFFFFFFFFF ")
+
+
+def test_a_run_without_a_list_of_steps_is_whole(sample):
+    unet, stock, caller = make_unet(), make_unet(), Guided()
+    caller.timesteps = [int(t) for t in caller.timesteps]
+    apply_agentsd(unet, recipe=BOTH)
+    with pytest.warns(UserWarning, match=r"pass elements of scheduler.timesteps to the U-Net"):
+        outs = [caller(unet, i) for i in range(10)]
+    assert all(torch.equal(out, caller(stock, i)) for i, out in enumerate(outs))
+
+
+def test_under_gradients_a_call_is_whole():
+    unet, stock, caller = make_unet(), make_unet(), Guided()
+    handle = apply_agentsd(unet, recipe=BOTH)
+    for model in (unet, stock):
+        for i in range(3):
+            with pytest.warns(UserWarning, match="gradients are on") if (model, i) == (unet, 0) else no_op():
+                out = model(caller.latents[i], caller.timesteps[i], caller.text).sample
+        out.square().mean().backward()
+    for ours, theirs in zip(unet.parameters(), stock.parameters(), strict=True):
+        assert (ours.grad is None and theirs.grad is None) or torch.equal(ours.grad, theirs.grad)
+    assert handle.summary().startswith("FFF ")
+    assert not kept(handle)
+
+
+class no_op:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch"])
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_copy_works_on_its_own(way, after):
+    unet, caller = make_unet(), Guided()
+    handle = apply_agentsd(unet, recipe=BOTH)
+    for i in range(after):
+        caller(unet, i)
+    if way == "deepcopy":
+        twin = copy.deepcopy(unet)
+    elif way == "pickle":
+        twin = pickle.loads(pickle.dumps(unet))
+    else:
+        file = io.BytesIO()
+        torch.save(unet, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    with torch.no_grad():
+        for parameter in unet.parameters():
+            parameter.zero_()
+    expected = make_unet()
+    apply_agentsd(expected, recipe=BOTH)
+    again = Guided()
+    for i in range(10):
+        assert torch.equal(again(twin, i), again(expected, i))
+    assert twin._agentsd.summary() == expected._agentsd.summary()
+    assert handle.summary().startswith("FfH"[:after] or "no call")
+    remove_agentsd(twin)
+    assert whole(twin)
+    assert not hasattr(twin, "_reset_stateful_cache")
+
+
+def test_two_pipelines_on_one_unet_by_turns(make_pipeline, ddim, sample):
+    """Also call by call: neither run gets the other's states."""
+    other = make_pipeline(unet=ddim.unet, scheduler=diffusers.EulerDiscreteScheduler(**BETAS))
+    alone = [sample(pipe, **RUN) for pipe in (ddim, other)]
+    apply_agentsd(ddim, recipe=BOTH)
+    expected = [sample(pipe, **RUN) for pipe in (ddim, other)]
+    assert not any(torch.equal(a, b) for a, b in zip(alone, expected, strict=True))
+    assert torch.equal(sample(ddim, **RUN), expected[0])
+
+    one, two, stock = Guided(), Guided(seed=1), make_unet()
+    for i in range(10):  # a run that is broken into begins anew, with a full call
+        for caller in (one, two):
+            assert torch.equal(caller(ddim.unet, i), caller(stock, i))
+
+
+def test_threads_that_take_turns_each_have_their_own_states(make_pipeline):
+    unet, lock, made = make_unet(), threading.Lock(), {}
+    expected = make_unet()
+    apply_agentsd(expected, recipe=BOTH)
+    apply_agentsd(unet, recipe=BOTH)
+    turn = threading.Barrier(2)
+
+    def work(seed):
+        caller, outs = Guided(seed=seed), []
+        for i in range(10):
+            turn.wait()
+            with lock:
+                outs.append(caller(unet, i))
+        made[seed] = outs
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed, outs in made.items():
+        caller = Guided(seed=seed)
+        for i, out in enumerate(outs):
+            assert torch.equal(out, caller(expected, i))
+
+
+def test_applied_and_removed_in_the_middle_of_a_run(ddim, sample):
+    stock, seen = sample(ddim, **RUN), []
+
+    def step(pipe, i, t, tensors):
+        if i == 1:
+            seen.append(apply_agentsd(pipe, recipe=BOTH))
+        if i == 5:
+            seen[0].remove()
+            assert whole(pipe.unet)
+        return tensors
+
+    picture = sample(ddim, **RUN, callback_on_step_end=step)
+    assert seen[0].summary().startswith("FfHh ")
+    assert not torch.equal(picture, stock)
+    assert torch.equal(sample(ddim, **RUN), stock)
+
+
+def test_modular_guiders_call_once_for_each_pass(tokenizer):
+    """Each pass has states of its own, by its text; nothing is there to be halved."""
+    modular = pytest.importorskip("diffusers.modular_pipelines")
+    from diffusers.guiders import ClassifierFreeGuidance
+
+    pipe = modular.StableDiffusionXLAutoBlocks().init_pipeline()
+    pipe.update_components(
+        vae=make_vae(),
+        text_encoder=make_text_encoder(tokenizer),
+        tokenizer=tokenizer,
+        unet=sdxl_unet(),
+        scheduler=diffusers.EulerDiscreteScheduler(**BETAS),
+        guider=ClassifierFreeGuidance(guidance_scale=5.0),
+        **sdxl_parts(tokenizer),
+    )
+    pipe.set_progress_bar_config(disable=True)
+
+    def run():
+        rng = torch.Generator().manual_seed(0)
+        inputs = {"prompt": "a cat", "height": 32, "width": 32, "num_inference_steps": 8}
+        return pipe(generator=rng, output="images", output_type="latent", **inputs)
+
+    stock = run()
+    handle = apply_agentsd(pipe, recipe=REUSE)
+    picture = run()
+    assert handle.summary().split()[0] == "FFff" * 4
+    assert (picture - stock).norm() < 0.3 * stock.norm()
+    assert torch.equal(run(), picture)
+
+
+def test_two_hundred_runs_leave_no_hook_and_no_tensor():
+    import gc
+
+    unet, caller = make_unet(), Guided(steps=8, size=(8, 8))
+    before = snapshot(unet)
+
+    def count():
+        gc.collect()
+        return sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
+
+    counts = []
+    for i in range(200):
+        if i % 20 == 0:
+            handle = apply_agentsd(unet, recipe=BOTH)
+        for j in range(8 if i % 3 else 5):  # a third of them break off
+            caller(unet, j)
+        if i % 20 == 19:
+            handle.remove()
+            assert snapshot(unet) == before
+            counts.append(count())
+    assert len(set(counts[1:])) == 1

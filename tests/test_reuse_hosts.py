@@ -1,0 +1,256 @@
+"""Reuse in every kind of pipeline: each run is compared with a twin's that computes every call in whole."""
+
+import warnings
+
+import accelerate
+import diffusers
+import pytest
+import torch
+from reuse_twin import Twin
+from test_hosts import HOSTS, IMAGE, PICTURE, sdxl_parts, sdxl_unet
+from test_neighbours import FEATURES
+from test_patch import snapshot
+from tiny import BETAS, WIDTH, make_image_encoder, make_image_processor, make_unet
+
+from agentsd import Recipe, ReuseGuidance, ReuseSteps, apply_agentsd, remove_agentsd
+
+STEPS = ReuseSteps(2, order=0)
+BOTH = Recipe(steps=STEPS, guidance=ReuseGuidance())
+WHOLE = {
+    "LCM": "LCMScheduler is for few steps",
+    "SD Turbo": "a run of 4 steps has none to spare",
+}
+
+
+def gligen_unet():
+    unet = make_unet(attention_type="gated")
+    for name, parameter in unet.named_parameters():
+        if "alpha_" in name:
+            torch.nn.init.constant_(parameter, 0.5)
+    return unet
+
+
+MORE = {
+    "SDXL, denoising_end": lambda t: (
+        diffusers.StableDiffusionXLPipeline,
+        sdxl_unet(),
+        sdxl_parts(t) | {"scheduler": diffusers.EulerDiscreteScheduler(**BETAS)},
+        {"denoising_end": 0.7, "num_inference_steps": 14},
+    ),
+    "SDXL, denoising_start": lambda t: (
+        diffusers.StableDiffusionXLImg2ImgPipeline,
+        sdxl_unet(),
+        sdxl_parts(t),
+        {"image": torch.zeros(1, 4, 16, 16), "denoising_start": 0.4, "num_inference_steps": 18},
+    ),
+    "img2img of low strength": lambda t: (
+        diffusers.StableDiffusionImg2ImgPipeline,
+        make_unet(),
+        {"scheduler": diffusers.DDIMScheduler(**BETAS)},
+        IMAGE | {"strength": 0.5, "num_inference_steps": 18},
+    ),
+    "GLIGEN": lambda t: (
+        diffusers.StableDiffusionGLIGENPipeline,
+        gligen_unet(),
+        {},
+        {
+            "gligen_phrases": ["a cat"],
+            "gligen_boxes": [[0.1, 0.1, 0.6, 0.6]],
+            "gligen_scheduled_sampling_beta": 1.0,
+            "height": 32,
+            "width": 32,
+        },
+    ),
+    "Heun": lambda t: (
+        diffusers.StableDiffusionPipeline,
+        make_unet(),
+        {"scheduler": diffusers.HeunDiscreteScheduler(**BETAS)},
+        {"num_inference_steps": 8},
+    ),
+    "guidance_rescale": lambda t: (
+        diffusers.StableDiffusionPipeline,
+        make_unet(),
+        {"scheduler": diffusers.DPMSolverMultistepScheduler(**BETAS)},
+        {"guidance_rescale": 0.7},
+    ),
+    "two prompts, two pictures each": lambda t: (
+        diffusers.StableDiffusionPipeline,
+        make_unet(),
+        {"scheduler": diffusers.DDIMScheduler(**BETAS)},
+        {"prompt": ["a cat", "a dog"], "num_images_per_prompt": 2},
+    ),
+}
+
+
+@pytest.fixture
+def build(make_pipeline, tokenizer):
+    """Build a host: the pipeline, and a function that runs it to its latents."""
+
+    def make(name, **features):
+        cls, unet, parts, inputs = (HOSTS | MORE)[name](tokenizer)
+        pipe = make_pipeline(unet=unet, cls=cls, **parts | features)
+
+        def run(**more):
+            torch.manual_seed(0)
+            inputs_ = {"prompt": "a cat", "num_inference_steps": 10, "output_type": "latent"} | inputs | more
+            return pipe(generator=torch.Generator().manual_seed(0), **inputs_)[0]
+
+        return pipe, run
+
+    return make
+
+
+def check(pipe, run, recipe=BOTH):
+    """Run with reuse and as the twin does; returns the letters of the calls."""
+    before = snapshot(pipe.unet)
+    handle = apply_agentsd(pipe, recipe=recipe)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="agentsd(?!.*adds noise)")
+        picture = run()
+    symbols = handle.summary().split()[0]
+    assert not handle._calls.reuse._kept.streams
+    remove_agentsd(pipe)
+    assert snapshot(pipe.unet) == before
+    twin = Twin(pipe.unet, symbols)
+    expected = run()
+    twin.remove()
+    assert not twin.left
+    assert (picture - expected).abs().max() < 1e-4 * max(1.0, expected.abs().max())
+    return symbols
+
+
+@pytest.mark.parametrize("name", [*(HOSTS.keys() - WHOLE.keys()), *MORE])
+def test_host(build, name):
+    symbols = check(*build(name))
+    assert set(symbols) == (set("Ff") if name == "InstructPix2Pix" else set("FfHh"))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_few_step_models_stay_whole_and_say_so(build, name):
+    pipe, run = build(name)
+    stock = run()
+    handle = apply_agentsd(pipe, recipe=BOTH)
+    with pytest.warns(UserWarning, match=WHOLE[name]):
+        assert torch.equal(run(), stock)
+    assert set(handle.summary().split()[0]) == {"F"}
+
+
+def offloaded_by_group(pipe):
+    pipe.unet.enable_group_offload(
+        onload_device=torch.device("cpu"), offload_type="block_level", num_blocks_per_group=1
+    )
+
+
+OFFLOADS = {
+    "group": offloaded_by_group,
+    "leaf": lambda p: p.unet.enable_group_offload(
+        onload_device=torch.device("cpu"), offload_type="leaf_level"
+    ),
+    "sequential": lambda p: accelerate.cpu_offload(p.unet, execution_device="cpu"),
+    "model": lambda p: accelerate.cpu_offload_with_hook(p.unet, execution_device="cpu"),
+    "layerwise casting": lambda p: p.unet.enable_layerwise_casting(
+        storage_dtype=torch.bfloat16, compute_dtype=torch.float32
+    ),
+}
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("name", OFFLOADS)
+def test_offloaded_weights(make_pipeline, sample, name, first):
+    """Before or after the patch, an offload changes no bit of a run with reuse."""
+    pipe, twin = make_pipeline(), make_pipeline()
+    if name == "layerwise casting":
+        OFFLOADS[name](twin)
+    apply_agentsd(twin, recipe=BOTH)
+    expected = sample(twin, num_inference_steps=10)
+    if first:
+        OFFLOADS[name](pipe)
+    handle = apply_agentsd(pipe, recipe=BOTH)
+    if not first:
+        OFFLOADS[name](pipe)
+    assert torch.equal(sample(pipe, num_inference_steps=10), expected)
+    assert "h" in handle.summary()
+
+
+@pytest.mark.parametrize("name", ["IP-Adapter", "LoRA", "FreeU", "fused QKV", "attention slicing"])
+def test_feature(make_pipeline, name):
+    parts = {"image_encoder": make_image_encoder(), "feature_extractor": make_image_processor()}
+    pipe = make_pipeline(**parts, safety_checker=None, requires_safety_checker=False)
+    FEATURES[name].on(pipe)
+    more = {"ip_adapter_image_embeds": [torch.ones(2, 1, WIDTH)]} if name == "IP-Adapter" else {}
+    if name == "LoRA":
+        more = {"cross_attention_kwargs": {"scale": 0.5}}
+
+    def run():
+        rng = torch.Generator().manual_seed(0)
+        return pipe("a cat", num_inference_steps=10, output_type="latent", generator=rng, **more).images
+
+    assert set(check(pipe, run)) == set("FfHh")
+
+
+def test_guidance_that_is_cut_off_in_the_middle(build):
+    pipe, run = build("guidance_rescale")
+
+    def cut_off(pipe, step, t, tensors):
+        if step == 4:
+            pipe._guidance_scale = 0.0
+            tensors["prompt_embeds"] = tensors["prompt_embeds"].chunk(2)[-1]
+        return tensors
+
+    callback = {"callback_on_step_end": cut_off, "callback_on_step_end_tensor_inputs": ["prompt_embeds"]}
+    symbols = check(pipe, lambda: run(guidance_rescale=0.0, **callback))
+    assert symbols == "FfHhFFFfFf"  # a batch of its own has no states at first
+
+
+def test_ddim_inversion(make_pipeline, sample):
+    """Timesteps that rise."""
+    pipe = make_pipeline(scheduler=diffusers.DDIMInverseScheduler(**BETAS))
+    assert check(pipe, lambda: sample(pipe, num_inference_steps=10)) == "FfHhFfHhFf"
+
+
+def test_controlnet_xs_has_half_calls_and_refuses_cheap_ones(make_pipeline, tokenizer):
+    unet = make_unet(layers_per_block=2)
+    torch.manual_seed(0)
+    control = diffusers.ControlNetXSAdapter.from_unet(
+        unet, size_ratio=0.5, num_attention_heads=2, conditioning_embedding_out_channels=(16, 16)
+    )
+    pipe = make_pipeline(unet=unet, cls=diffusers.StableDiffusionControlNetXSPipeline, controlnet=control)
+    before = snapshot(pipe.unet)
+    with pytest.raises(ValueError, match="ControlNetXSCrossAttnDownBlock2D, which no cheap call knows"):
+        apply_agentsd(pipe, recipe=BOTH)
+    assert snapshot(pipe.unet) == before
+    handle = apply_agentsd(pipe, recipe=Recipe(guidance=ReuseGuidance()))
+    rng = torch.Generator().manual_seed(0)
+    pipe("a cat", PICTURE, num_inference_steps=10, output_type="latent", generator=rng)
+    assert set(handle.summary().split()[0]) == set("FH")
+
+
+def test_panorama_stays_whole_and_says_so(make_pipeline):
+    """Many crops a step."""
+    scheduler = diffusers.DDIMScheduler(**BETAS, steps_offset=1, clip_sample=False)
+    pipe = make_pipeline(cls=diffusers.StableDiffusionPanoramaPipeline, scheduler=scheduler)
+
+    def run():
+        rng = torch.Generator().manual_seed(0)
+        sizes = {"height": 128, "width": 160}
+        return pipe("a cat", num_inference_steps=8, output_type="latent", generator=rng, **sizes).images
+
+    stock = run()
+    handle = apply_agentsd(pipe, recipe=BOTH)
+    with pytest.warns(UserWarning, match="nothing more is left out of this run"):
+        assert torch.equal(run(), stock)
+    assert set(handle.summary().split()[0]) == {"F"}
+
+
+def test_a_processor_that_looks_at_each_call_keeps_it_whole(pipe, sample):
+    class Watch(diffusers.models.attention_processor.AttnProcessor2_0):
+        pass
+
+    attn = pipe.unet.mid_block.attentions[0].transformer_blocks[0].attn2
+    attn.set_processor(Watch())
+    stock = sample(pipe, num_inference_steps=8)
+    apply_agentsd(pipe, recipe=BOTH)
+    rng = torch.Generator().manual_seed(0)
+    with pytest.warns(UserWarning, match="mid_block.*has a Watch, which may have to see each call"):
+        picture = pipe("a cat", num_inference_steps=8, output_type="latent", generator=rng).images
+    assert torch.equal(picture, stock)
