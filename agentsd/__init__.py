@@ -1,10 +1,12 @@
-"""Stable Diffusion's U-Nets faster without training: agent attention for diffusers, in one line."""
+"""Stable Diffusion's U-Nets faster without training, in one line."""
 
 from .attention import Agents, Downsample, Merge, PooledAgents
 from .calibration import calibrate
 from .patch import AgentHandle, apply_agentsd, remove_agentsd
 from .recipe import ByDistance, Phases, Recipe
 from .reuse import ReuseGuidance, ReuseSteps
+
+__version__ = "0.1.0"
 
 __all__ = [
     "AgentHandle",

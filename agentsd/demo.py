@@ -6,8 +6,8 @@ except ModuleNotFoundError as error:
     if error.name != "agentsd_demo":
         raise
     raise ModuleNotFoundError(
-        "the embedded model is a distribution of its own, agentsd-demo: install its wheel beside agentsd's, or "
-        "from a clone of the repository `pip install ./demo`",
+        "the embedded model is a distribution of its own, agentsd-demo: install its wheel beside agentsd's, "
+        "or from a clone of the repository `pip install ./demo`",
         name="agentsd_demo",
     ) from None
 

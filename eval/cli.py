@@ -183,6 +183,8 @@ def _clear_errors(name: str) -> Callable[[Callable[..., None]], Callable[..., No
                 return
             except EvalError as error:
                 message = f"error: {error}"
+            except ModuleNotFoundError as error:
+                message = f"error: {explain_missing(error)}"
             except KeyboardInterrupt:
                 way = "the same command goes on from here" if name in _RESUMED else "nothing was changed"
                 message, code = f"stopped; {way}", 130
@@ -198,6 +200,18 @@ def _clear_errors(name: str) -> Callable[[Callable[..., None]], Callable[..., No
         return wrapped
 
     return wrap
+
+
+def explain_missing(error: ModuleNotFoundError) -> str:
+    """Return what to install for a package that is not there; raises the error if it is none of ours."""
+    if error.name == "agentsd_demo":
+        try:
+            importlib.import_module("agentsd.demo")
+        except ModuleNotFoundError as missing:
+            return str(missing)
+    if error.name not in ("DeepCache", "efficientnet_lite_pytorch", "jinja2", "matplotlib", "PIL", "tomesd"):
+        raise error
+    return f"{error.name} is not installed: pip install 'agentsd[eval]'"
 
 
 def _hide_bars() -> None:

@@ -11,6 +11,9 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors; read when torch is imported, children too
 
+# Machines were met that report AMX and die of it (SIGILL in bfloat16).
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
 import numpy as np
 import pytest
 import torch
