@@ -76,7 +76,7 @@ class Settings(CommandSettings):
     """Attention of stock, and of every layer that a method leaves alone."""
     scheduler: Scheduler = "plms"
     """The sampler; model is the model's own."""
-    steps: int = Field(50, ge=1)
+    steps: int = Field(50, ge=1, le=1000)
     """Denoising steps."""
     guidance_scale: Annotated[float, Option("guidance")] = Field(7.5, ge=0)
     """Guidance scale; 1 or less turns it off."""
@@ -156,7 +156,7 @@ class SamplingSettings(Settings):
     """Pixels, a multiple of 8; without it the model's own."""
     width: int | None = Field(None, ge=8, multiple_of=8)
     """Pixels, a multiple of 8; without it the model's own."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**62)
     """Picture i starts from the noise of seed + i, whatever the method, batch size or process."""
 
 
@@ -356,7 +356,7 @@ class SubjectSettings(SamplingSettings):
 
     scheduler: Scheduler = "ddim"
     """The sampler; model is the model's own."""
-    steps: int = Field(20, ge=1)
+    steps: int = Field(20, ge=1, le=1000)
     """Denoising steps."""
     ratio: OneRatio = 0.4
     subject: Path | None = None

@@ -54,7 +54,7 @@ def test_wrong_settings_are_named(tmp_path: Path, text: str, message: str) -> No
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(EvalError, match=r"can't read the configuration .*gone\.yaml: No such file"):
+    with pytest.raises(EvalError, match=r"can't read the configuration .*gone\.yaml: no such file or preset"):
         load_settings(CompareSettings, tmp_path / "gone.yaml", {})
 
 

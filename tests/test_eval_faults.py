@@ -68,6 +68,9 @@ BOMB = "a0: &a0 [x, x, x]\n" + "".join(
         ("base: gone.yaml", "can't read the configuration .*gone.yaml"),
         ("base: run.yaml", r"base: run.yaml -> run.yaml goes in a circle"),
         ("base: [1]", r"base = \[1\]: write the name of a file beside it"),
+        ("seed: 99999999999999999999", "seed = 9+: Input should be less than"),
+        ("steps: 1001", "steps = 1001: Input should be less than or equal to 1000"),
+        ("steps: " + "9" * 5000, "not valid YAML"),
         ("fewer_steps: [1.5]", "fewer_steps.0 = 1.5: Input should be less than 1"),
     ],
 )
@@ -96,8 +99,10 @@ def test_presets_are_found_by_name_from_anywhere(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     assert load_settings(RunSettings, "demo", {}).out == Path("runs/demo")
     assert load_settings(RunSettings, "table10", {}).classes.read_text().startswith("tench\n")  # type: ignore[union-attr]
-    with pytest.raises(EvalError, match="no such file or preset; did you mean demo"):
+    with pytest.raises(EvalError, match="no such file or preset; did you mean --config demo"):
         load_settings(RunSettings, "demoo", {})
+    with pytest.raises(EvalError, match=r"configs/full.yaml: no such file .* --config full"):
+        load_settings(RunSettings, "configs/full.yaml", {})
     (tmp_path / "demo").write_text("steps: 3\n")  # a file of one's own comes first
     assert load_settings(RunSettings, "demo", {}).steps == 3
     assert {"demo", "full", "table13", "subject", "latency_sd15_cpu"} <= set(presets.presets())

@@ -116,6 +116,7 @@ def test_tomesd_is_no_silent_no_op_on_sdxl() -> None:
         ("agentsd-fast", "unknown method 'agentsd-fast' in 'agentsd-fast'; use stock"),
         ("deepcache-0", "unknown method 'deepcache-0'"),
         ("stock@0", "after the @ stands a number of steps, as in stock@20"),
+        ("stock@1001", "after the @ stands a number of steps"),
         ("stock@many", "after the @ stands a number of steps"),
     ],
 )

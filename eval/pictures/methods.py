@@ -125,7 +125,7 @@ def parse_method(
     name.
     """
     joined, at, count = text.partition("@")
-    if at and not re.fullmatch(r"[1-9]\d{0,3}", count):
+    if at and not re.fullmatch(r"[1-9]\d{0,2}|1000", count):
         raise EvalError(f"{text!r}: after the @ stands a number of steps, as in stock@20")
     parts = () if joined == "stock" else tuple(joined.split("+"))
     known = {*settings.named, *(part for part in parts if is_method(part))} - {"stock"}
