@@ -44,7 +44,7 @@ def load_settings(
 def find_config(config: str | Path) -> Path:
     """Return the file of that path, or the preset of that name."""
     path = Path(config)
-    if path.exists():
+    if path.exists() and not path.is_dir():
         return path
     if path.name == str(config) and (preset := PRESETS / f"{config}.yaml").is_file():
         return preset
