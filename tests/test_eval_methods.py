@@ -199,6 +199,22 @@ def test_rows_of_fewer_steps() -> None:
     assert not parse_method("fast@20", 0.4, SETTINGS).is_default
 
 
+def test_what_saves_whole_calls_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Rule:
+        """Around a call."""
+
+        def before(self, step: Any, args: Any, kwargs: Any) -> Any:
+            return args, kwargs
+
+        def after(self, step: Any, output: Any) -> Any:
+            return output
+
+    monkeypatch.setitem(MODES, "calls", Recipe(steps=Rule()))
+    names = ("stock", "fast", "tomesd", "limit", "calls", "deepcache-5", "fast+deepcache", "fast@20")
+    within = [parse_method(name, 0.4, SETTINGS).within_a_call for name in names]
+    assert within == [True] * 4 + [False] * 4
+
+
 def test_a_recipe_with_a_name_is_a_method(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = CompareSettings(agent={"k": 0.1, "early_frac": 0.2, "seed": 3})
     monkeypatch.setitem(MODES, "few", Recipe(Phases(None, Downsample(stride=4))))
