@@ -70,6 +70,7 @@ class Settings(CommandSettings):
     model: str = "demo"
     """demo (embedded), a folder, or a hub id of a Stable Diffusion pipeline."""
     dtype: DType = "float32"
+    """The model's numbers."""
     device: str | None = None
     """cpu, cuda, cuda:1 ...; without it the first CUDA device, else the CPU."""
     backend: Backend = "sdpa"

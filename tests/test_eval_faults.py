@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,10 @@ def test_features_that_do_not_fit_on_the_disk_say_so(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize(
     ("command", "said"),
-    [("table", "stopped; the same command goes on from here"), ("compare", "stopped; nothing was changed")],
+    [
+        ("table", "stopped; the same command goes on from here"),
+        ("compare", "stopped; the same command begins anew"),
+    ],
 )
 def test_ctrl_c_says_how_to_go_on(command: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: Any) -> None:
@@ -200,3 +204,16 @@ def test_a_run_of_two_pictures_is_json_without_repeats(pipe: Any, tmp_path: Path
         "results": {"table": {"a": 1}, "ablate-k": {"a": 2}},
         "pictures": {"steps": 3},
     }
+
+
+@pytest.mark.parametrize("words", [["table", "--features", "inception"], ["fid", "PICTURES", "PICTURES"]])
+def test_a_missing_package_is_told_before_any_work(
+    words: list[str], photographs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pytorch_fid", None)
+    for work in ("studies.table.load_pipeline", "quality.fid.load_network", "quality.fid.features_of"):
+        monkeypatch.setattr(f"agentsd_eval.{work}", lambda *args, **kwargs: pytest.fail("began"))
+    given = [str(photographs) if word == "PICTURES" else word for word in words]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 2
+    assert "pip install 'agentsd[fid]', or use --features efficientnet-lite0" in result.output
