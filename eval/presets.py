@@ -44,16 +44,15 @@ def load_settings(
 def find_config(config: str | Path) -> Path:
     """Return the file of that path, or the preset of that name."""
     path = Path(config)
-    preset = PRESETS / f"{config}.yaml"
-    if not path.is_file() and path.name == str(config) and preset.is_file():
+    if path.exists() and not path.is_dir():
+        return path
+    if path.name == str(config) and (preset := PRESETS / f"{config}.yaml").is_file():
         return preset
-    if not path.exists() and not path.suffix:
-        near = difflib.get_close_matches(str(config), presets(), 1)
-        meant = f"did you mean {near[0]}? " if near else ""
-        raise EvalError(
-            f"can't read the configuration {config}: no such file or preset; {meant}--list-configs lists them"
-        )
-    return path
+    near = difflib.get_close_matches(path.stem, presets(), 1)
+    meant = f"did you mean --config {near[0]}? " if near else ""
+    raise EvalError(
+        f"can't read the configuration {config}: no such file or preset; {meant}--list-configs lists presets"
+    )
 
 
 def presets() -> dict[str, tuple[str, list[str]]]:

@@ -70,13 +70,14 @@ class Settings(CommandSettings):
     model: str = "demo"
     """demo (embedded), a folder, or a hub id of a Stable Diffusion pipeline."""
     dtype: DType = "float32"
+    """The model's numbers."""
     device: str | None = None
     """cpu, cuda, cuda:1 ...; without it the first CUDA device, else the CPU."""
     backend: Backend = "sdpa"
     """Attention of stock, and of every layer that a method leaves alone."""
     scheduler: Scheduler = "plms"
     """The sampler; model is the model's own."""
-    steps: int = Field(50, ge=1)
+    steps: int = Field(50, ge=1, le=1000)
     """Denoising steps."""
     guidance_scale: Annotated[float, Option("guidance")] = Field(7.5, ge=0)
     """Guidance scale; 1 or less turns it off."""
@@ -156,7 +157,7 @@ class SamplingSettings(Settings):
     """Pixels, a multiple of 8; without it the model's own."""
     width: int | None = Field(None, ge=8, multiple_of=8)
     """Pixels, a multiple of 8; without it the model's own."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**62)
     """Picture i starts from the noise of seed + i, whatever the method, batch size or process."""
 
 
@@ -165,7 +166,7 @@ class CompareSettings(SamplingSettings):
 
     scheduler: Scheduler = "dpm++karras"
     """The sampler; model is the model's own."""
-    steps: int = Field(25, ge=1)
+    steps: int = Field(25, ge=1, le=1000)
     """Denoising steps."""
     guidance_scale: Annotated[float, Option("guidance")] = Field(4.0, ge=0)
     """Guidance scale; 1 or less turns it off."""
@@ -247,7 +248,7 @@ class ProofSettings(RunSettings):
     hidden: ClassVar[tuple[str, ...]] = ("methods", "ratios", "ablate_ratio", "ablate_values", "fewer_steps")
     scheduler: Scheduler = "dpm++karras"
     """A deterministic sampler, so that many steps converge."""
-    steps: int = Field(25, ge=1)
+    steps: int = Field(25, ge=1, le=1000)
     """Denoising steps of the rows that lose by something else."""
     converged_steps: int | None = Field(100, ge=2)
     """Steps of stock's converged pictures."""
@@ -383,7 +384,7 @@ class SubjectSettings(SamplingSettings):
 
     scheduler: Scheduler = "ddim"
     """The sampler; model is the model's own."""
-    steps: int = Field(20, ge=1)
+    steps: int = Field(20, ge=1, le=1000)
     """Denoising steps."""
     ratio: OneRatio = 0.4
     subject: Path | None = None

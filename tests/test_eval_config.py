@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+from agentsd_eval.cli import COMMANDS
 from agentsd_eval.cost import latency
 from agentsd_eval.errors import EvalError
+from agentsd_eval.pictures.methods import parse_method
 from agentsd_eval.pictures.prompts import pictures_of
-from agentsd_eval.presets import load_settings
+from agentsd_eval.presets import load_settings, presets
 from agentsd_eval.settings import AblateSettings, CompareSettings, LatencySettings, RunSettings
 from agentsd_eval.studies import ablate, table
 
@@ -54,7 +58,7 @@ def test_wrong_settings_are_named(tmp_path: Path, text: str, message: str) -> No
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(EvalError, match=r"can't read the configuration .*gone\.yaml: No such file"):
+    with pytest.raises(EvalError, match=r"can't read the configuration .*gone\.yaml: no such file or preset"):
         load_settings(CompareSettings, tmp_path / "gone.yaml", {})
 
 
@@ -87,3 +91,17 @@ def test_presets_of_cost_are_valid(name: str) -> None:
     labels = [method.label for method in latency.methods_of(settings)]
     assert labels[0] == "stock"
     assert "fast+deepcache r=0.4" in labels
+
+
+LISTED = [(name, command) for name, (_, commands) in presets().items() for command in commands]
+
+
+@pytest.mark.parametrize(("name", "command"), LISTED)
+def test_each_preset_is_valid_for_each_command_that_its_comments_name(name: str, command: str) -> None:
+    word, *given = command.split()
+    kind, _ = COMMANDS[word]
+    made = {"operators": pytest.raises(EvalError, match=r"runs/operators/.* isn't there; make it first")}
+    with made.get(name, nullcontext()):
+        settings: Any = load_settings(kind, name, {"what": given[0]} if given else {})
+        for method in (*getattr(settings, "methods", ()), "stock"):
+            assert parse_method(method, 0.4, settings).name == method

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,9 @@ BOMB = "a0: &a0 [x, x, x]\n" + "".join(
         ("base: gone.yaml", "can't read the configuration .*gone.yaml"),
         ("base: run.yaml", r"base: run.yaml -> run.yaml goes in a circle"),
         ("base: [1]", r"base = \[1\]: write the name of a file beside it"),
+        ("seed: 99999999999999999999", "seed = 9+: Input should be less than"),
+        ("steps: 1001", "steps = 1001: Input should be less than or equal to 1000"),
+        ("steps: " + "9" * 5000, "not valid YAML"),
         ("fewer_steps: [1.5]", "fewer_steps.0 = 1.5: Input should be less than 1"),
     ],
 )
@@ -96,8 +100,10 @@ def test_presets_are_found_by_name_from_anywhere(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     assert load_settings(RunSettings, "demo", {}).out == Path("runs/demo")
     assert load_settings(RunSettings, "table10", {}).classes.read_text().startswith("tench\n")  # type: ignore[union-attr]
-    with pytest.raises(EvalError, match="no such file or preset; did you mean demo"):
+    with pytest.raises(EvalError, match="no such file or preset; did you mean --config demo"):
         load_settings(RunSettings, "demoo", {})
+    with pytest.raises(EvalError, match=r"configs/full.yaml: no such file .* --config full"):
+        load_settings(RunSettings, "configs/full.yaml", {})
     (tmp_path / "demo").write_text("steps: 3\n")  # a file of one's own comes first
     assert load_settings(RunSettings, "demo", {}).steps == 3
     assert {"demo", "full", "table13", "subject", "latency_sd15_cpu"} <= set(presets.presets())
@@ -166,7 +172,10 @@ def test_features_that_do_not_fit_on_the_disk_say_so(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize(
     ("command", "said"),
-    [("table", "stopped; the same command goes on from here"), ("compare", "stopped; nothing was changed")],
+    [
+        ("table", "stopped; the same command goes on from here"),
+        ("compare", "stopped; the same command begins anew"),
+    ],
 )
 def test_ctrl_c_says_how_to_go_on(command: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: Any) -> None:
@@ -195,3 +204,16 @@ def test_a_run_of_two_pictures_is_json_without_repeats(pipe: Any, tmp_path: Path
         "results": {"table": {"a": 1}, "ablate-k": {"a": 2}},
         "pictures": {"steps": 3},
     }
+
+
+@pytest.mark.parametrize("words", [["table", "--features", "inception"], ["fid", "PICTURES", "PICTURES"]])
+def test_a_missing_package_is_told_before_any_work(
+    words: list[str], photographs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pytorch_fid", None)
+    for work in ("studies.table.load_pipeline", "quality.fid.load_network", "quality.fid.features_of"):
+        monkeypatch.setattr(f"agentsd_eval.{work}", lambda *args, **kwargs: pytest.fail("began"))
+    given = [str(photographs) if word == "PICTURES" else word for word in words]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 2
+    assert "pip install 'agentsd[fid]', or use --features efficientnet-lite0" in result.output

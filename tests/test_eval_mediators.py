@@ -40,10 +40,13 @@ def test_the_envelope_is_what_nothing_beats() -> None:
     points = [(3.0, 5.0), (1.0, 9.0), (2.0, 9.5), (2.5, 6.0), (4.0, 5.0), (5.0, 1.0)]
     assert envelope(points) == [(1.0, 9.0), (2.5, 6.0), (3.0, 5.0), (5.0, 1.0)]
     rows = [{"method": f"mediators {x}, 0", "multiply_adds": 1e9 * x, "frechet": y} for x, y in points]
-    axes = draw([{**rows[0], "method": "stock"}, *rows], "efficientnet-lite0").axes[0]
+    few = [{"method": name, "multiply_adds": 1e9, "frechet": 0.5} for name in ("stock", "stock@5")]
+    axes = draw([*few, *rows], "efficientnet-lite0").axes[0]
     assert axes.get_ylabel() == "Fréchet (efficientnet-lite0)"
     assert len(axes.lines[0].get_xdata()) == 4
-    assert [text.get_text() for text in axes.texts] == ["1.0, 0", "2.5, 0", "3.0, 0", "5.0, 0"]
+    assert [text.get_text() for text in axes.texts] == [
+        "1.0, 0", "2.5, 0", "3.0, 0", "5.0, 0", "stock", "stock@5",
+    ]  # fmt: skip
 
 
 def test_the_command(model_folder: str, photographs: Path, tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ def test_tomesd_is_no_silent_no_op_on_sdxl() -> None:
         ("agentsd-fast", "unknown method 'agentsd-fast' in 'agentsd-fast'; use stock"),
         ("deepcache-0", "unknown method 'deepcache-0'"),
         ("stock@0", "after the @ stands a number of steps, as in stock@20"),
+        ("stock@1001", "after the @ stands a number of steps"),
         ("stock@many", "after the @ stands a number of steps"),
     ],
 )
@@ -196,6 +197,22 @@ def test_rows_of_fewer_steps() -> None:
     ]
     assert [method.is_default for method in methods] == [False, False, True]
     assert not parse_method("fast@20", 0.4, SETTINGS).is_default
+
+
+def test_what_saves_whole_calls_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Rule:
+        """Around a call."""
+
+        def before(self, step: Any, args: Any, kwargs: Any) -> Any:
+            return args, kwargs
+
+        def after(self, step: Any, output: Any) -> Any:
+            return output
+
+    monkeypatch.setitem(MODES, "calls", Recipe(steps=Rule()))
+    names = ("stock", "fast", "tomesd", "limit", "calls", "deepcache-5", "fast+deepcache", "fast@20")
+    within = [parse_method(name, 0.4, SETTINGS).within_a_call for name in names]
+    assert within == [True] * 4 + [False] * 4
 
 
 def test_a_recipe_with_a_name_is_a_method(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ from importlib.metadata import version
 
 import pytest
 from agentsd_eval.cli import COMMANDS, app
-from agentsd_eval.settings import Option
+from agentsd_eval.options import settings_of
+from agentsd_eval.settings import Option, RunSettings
 from typer.testing import CliRunner
 
 
@@ -58,3 +59,22 @@ def test_nothing_heavy_is_loaded_for_the_help() -> None:
     code = f"import sys; from agentsd_eval import cli; sys.exit(' '.join({heavy} & set(sys.modules)) or 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert not done.stderr, done.stderr
+
+
+def test_options_become_settings() -> None:
+    given = settings_of(
+        {
+            "steps": None,
+            "methods": ["none"],
+            "ratios": ["0.5", "half"],
+            "fewer_steps": ["none"],
+            "agent": ["k=0.1", "seed=2"],
+        },
+        RunSettings,
+    )
+    assert given == {
+        "methods": ["none"],
+        "ratios": [0.5, "half"],  # for the settings to refuse
+        "fewer_steps": (),
+        "agent": {"k": 0.1, "seed": 2},
+    }

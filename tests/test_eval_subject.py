@@ -58,15 +58,18 @@ def test_the_ordering_marks_what_is_inside_the_noise() -> None:
         "a": np.array([0.8, 0.9, 0.7]),  # b + 0.1 at every seed
         "b": np.array([0.7, 0.8, 0.6]),
     }
-    assert subject_report.ordering(values) == "a (0.800) > b (0.700) ≈ c (0.683)"
-    same = {"a": np.ones(2), "b": np.ones(2)}
+    assert subject_report.ordering(values) == "a (0.800), b (0.700), c (0.683)"  # too few to judge
+    many = {name: np.tile(some, 10) for name, some in values.items()}
+    assert subject_report.ordering(many) == "a (0.800) > b (0.700) ≈ c (0.683)"
+    same = {"a": np.ones(30), "b": np.ones(30)}
     assert subject_report.ordering(same) == "a (1.000) ≈ b (1.000)"
 
 
 def test_the_sentences_compare_within_a_prior() -> None:
     variants = subject_plan.variants_of(SubjectSettings())
     figures = {
-        v: subject_plan.Figures(np.array([i, i + 0.5]), np.array([1.0, 0.0])) for i, v in enumerate(variants)
+        v: subject_plan.Figures(np.tile([i, i + 0.5], 15), np.tile([1.0, 0.0], 15))
+        for i, v in enumerate(variants)
     }
     similar, right = subject_report.sentences(variants, figures)
     without, with_prior = similar.split("; ")
@@ -77,6 +80,10 @@ def test_the_sentences_compare_within_a_prior() -> None:
     assert with_prior.startswith("with it: train+generate (8.250) > ")
     assert with_prior.endswith("stock (5.250) > before finetuning (0.250).")
     assert right.count("≈") == 9  # once in the explanation
+    few = {v: subject_plan.Figures(f.similarity[:2], f.right[:2]) for v, f in figures.items()}
+    for told in subject_report.sentences(variants, few):
+        assert "greatest first (2 are too few to judge)" in told
+        assert not {">", "≈"} & set(told)
 
 
 def test_agents_generate_as_they_were_trained() -> None:

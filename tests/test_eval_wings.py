@@ -19,7 +19,8 @@ MAY_IMPORT = {
     "cost": BASE | {"pages", "pictures"},
     "quality": BASE | {"pages", "pictures"},
     "studies": BASE | {"pages", "pictures", "cost", "quality"},
-    "cli": BASE | {"presets"},
+    "options": BASE | {"presets"},
+    "cli": BASE | {"presets", "options"},
 }
 
 

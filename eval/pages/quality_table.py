@@ -17,14 +17,17 @@ def row_label(row: Row) -> str:
     return row.get("label") or method_text(row)
 
 
-def change(key: str, form: str, factor: float = 1.0) -> Callable[[Row], str]:
-    """Return a column's text: the change against stock with its 95% half-width, "≈" if inside the noise."""
+def change(key: str, form: str, factor: float = 1.0, count: str = "images") -> Callable[[Row], str]:
+    """Return a column's text: the change against stock with its 95% half-width, "≈" if inside the noise.
+
+    It is told of no fewer than `FEWEST` pictures, by the row's `count` or one of the figure's own.
+    """
 
     def text(row: Row) -> str:
         value, error = row.get(f"{key}_change"), row.get(f"{key}_change_error")
         if value is None or error is None:
             return "-"
-        if int(row.get(f"{key}_count") or row.get("images") or FEWEST) < FEWEST:
+        if int(row.get(f"{key}_count") or row.get(count) or FEWEST) < FEWEST:
             return TOO_FEW
         half = Z95 * error
         return f"{format(factor * value, '+' + form)} ± {format(factor * half, form)}" + (

@@ -106,20 +106,22 @@ def _facts(run: Row) -> dict[str, str]:
 
 
 def _scatter(rows: Sequence[Row], features: str | None) -> Markup | None:
-    """Return an SVG of distance against seconds, a line through each method's ratios."""
+    """Return an SVG of distance against seconds, a line through each method's ratios, or steps."""
     points = [row for row in rows if row.get("frechet") is not None and row.get("seconds") is not None]
     if not points:
         return None
     figure = Figure(figsize=(8.5, 4.2), layout="constrained")
     axes = figure.add_subplot()
-    for marker, (name, group) in zip(_MARKERS * 9, groupby(points, lambda row: row["method"]), strict=False):
+    lines = groupby(points, lambda row: row["method"].partition("@")[0])
+    for marker, (name, group) in zip(_MARKERS * 9, lines, strict=False):
         line = list(group)
         x, y = [row["seconds"] for row in line], [row["frechet"] for row in line]
         # Values of an ablated setting have no order in time: points without a line.
         style = "none" if any(row.get("agent") for row in line) else "-"
         axes.plot(x, y, marker=marker, markersize=7, linestyle=style, label=name)
         for row in line:
-            ratio = f"r={row['ratio']:g}" if row["ratio"] is not None else ""
+            steps = row["method"].partition("@")[2]
+            ratio = f"{steps} steps" if steps else "" if row["ratio"] is None else f"r={row['ratio']:g}"
             text = (row.get("agent") or ratio) if len(line) > 1 else ratio
             axes.annotate(
                 text, (row["seconds"], row["frechet"]), (6, 5), textcoords="offset points", fontsize=8

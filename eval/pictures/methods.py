@@ -93,8 +93,11 @@ class Method:
 
     @property
     def within_a_call(self) -> bool:
-        """Whether what it saves shows in one U-Net call."""
-        return self.interval is None and self.steps is None
+        """Whether what it saves shows in one U-Net call: no call is left out, or halved."""
+        recipes = [MODES[part] for part in self.parts if part in MODES]
+        recipes += [self.recipe] if self.recipe else []
+        calls_left_out = any(recipe.steps or recipe.guidance for recipe in recipes)
+        return self.interval is None and self.steps is None and not calls_left_out
 
     @contextmanager
     def applied(self, pipe: Any) -> Iterator[Reseed]:
@@ -125,7 +128,7 @@ def parse_method(
     name.
     """
     joined, at, count = text.partition("@")
-    if at and not re.fullmatch(r"[1-9]\d{0,3}", count):
+    if at and not re.fullmatch(r"[1-9]\d{0,2}|1000", count):
         raise EvalError(f"{text!r}: after the @ stands a number of steps, as in stock@20")
     parts = () if joined == "stock" else tuple(joined.split("+"))
     known = {*settings.named, *(part for part in parts if is_method(part))} - {"stock"}

@@ -26,7 +26,7 @@ from ..pages.output import check_writable, progress, write_bytes
 from ..pages.rows import Column, Row, figure, to_markdown, to_terminal, write_rows
 from ..pictures.methods import parse_method
 from ..pictures.models import load_pipeline
-from ..pictures.prompts import Picture, pictures_to_show
+from ..pictures.prompts import Picture, note_unknown_words, pictures_to_show
 from ..pictures.sampling import sample
 from ..settings import RedundancySettings
 from .divergence import MAX_SCORE, attention_map, js_score, js_score_sampled
@@ -150,6 +150,7 @@ def command(settings: RedundancySettings, console: Console) -> None:
     check_writable(settings.out / "redundancy.jsonl")
     pipe = load_pipeline(settings)
     pictures = pictures_to_show(settings)
+    note_unknown_words(pipe, pictures, settings, console)
     with progress(console) as bars:
         task = bars.add_task("layers", total=score_count(pipe, pictures, settings))
         rows = measure(pipe, pictures, settings, lambda: bars.advance(task))

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ..pages import rows as results
 from ..pages.grid import draw_grid
-from ..pages.quality_table import change
+from ..pages.quality_table import FEWEST, TOO_FEW, change
 from ..pages.rows import Column, Row, figure
 from ..pictures.sampling import Seconds
 from ..pictures.store import Entry
@@ -85,7 +85,7 @@ def tables_of() -> dict[str, list[Column]]:
         "other prompts": [
             first,
             Column("right ± s.e.", _with_error("right", ".1%")),
-            Column("change", change("right", ".1%")),
+            Column("change", change("right", ".1%", count="other_images")),
         ],
         "cost": [
             first,
@@ -133,23 +133,28 @@ def sentences(variants: Sequence[Variant], figures: Mapping[Variant, Figures]) -
             group = [v for v in variants if v.training.prior == prior or v.training.apply is None]
             values = {v.name: getattr(figures[v], name) for v in group}
             groups.append(f"{'with it' if prior else 'without prior preservation'}: {ordering(values)}")
-        told.append(f"{title}, greatest first (> beyond the noise, ≈ inside it), {'; '.join(groups)}.")
+        count = len(getattr(next(iter(figures.values())), name))
+        signs = "> beyond the noise, ≈ inside it" if count >= FEWEST else f"{count} are {TOO_FEW}"
+        told.append(f"{title}, greatest first ({signs}), {'; '.join(groups)}.")
     return told
 
 
 def ordering(values: Mapping[str, np.ndarray]) -> str:
     """Return names with their means, greatest first, and between neighbours ">" or "≈".
 
-    `values` are figures (N,) for the same N seeds, at least 2; ">" stands where the paired difference of the
-    neighbours is beyond half of its 95% interval.
+    `values` are figures (N,) for the same N seeds; ">" stands where the paired difference of the neighbours
+    is beyond half of its 95% interval, and neither sign where N is below 30.
     """
     names = sorted(values, key=lambda name: -values[name].mean())
     text = ""
     for before, name in zip([None, *names], names, strict=False):
         if before is not None:
             difference = values[before] - values[name]
-            beyond = difference.mean() > metrics.Z95 * metrics.standard_error(difference)
-            text += " > " if beyond else " ≈ "
+            if len(difference) < FEWEST:
+                text += ", "
+            else:
+                beyond = difference.mean() > metrics.Z95 * metrics.standard_error(difference)
+                text += " > " if beyond else " ≈ "
         text += f"{name} ({values[name].mean():.3f})"
     return text
 
