@@ -147,6 +147,11 @@ def _check_arguments(
 ) -> None:
     if not prompts or isinstance(prompts, str):
         raise ValueError(f"prompts={prompts!r}: pass a list of a few that are like the ones to come")
+    if base.steps is not None or base.guidance is not None:
+        raise ValueError(
+            f"base={base!r}: calls are tried one by one, in whole; leave its steps and guidance out, and give "
+            "them to what is found (dataclasses.replace)"
+        )
     if calls < 1:
         raise ValueError(f"calls={calls}: pass 1 or more, for instance 6")
     if cost not in ("time", "multiply_adds"):
