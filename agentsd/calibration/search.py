@@ -147,17 +147,17 @@ def _check_arguments(
 ) -> None:
     if not prompts or isinstance(prompts, str):
         raise ValueError(f"prompts={prompts!r}: pass a list of a few that are like the ones to come")
-    if base.steps is not None or base.guidance is not None:
-        raise ValueError(
-            f"base={base!r}: calls are tried one by one, in whole; leave its steps and guidance out, and give "
-            "them to what is found (dataclasses.replace)"
-        )
     if calls < 1:
         raise ValueError(f"calls={calls}: pass 1 or more, for instance 6")
     if cost not in ("time", "multiply_adds"):
         raise ValueError(f"cost={cost!r}: choose 'time' or 'multiply_adds'")
     if not isinstance(base, Recipe) or base.attention is None or not isinstance(base.timing, Phases | None):
         raise ValueError(f"base={base!r}: pass a recipe with attention, in phases or in every step")
+    if base.steps is not None or base.guidance is not None:
+        raise ValueError(
+            f"base={base!r}: calls are tried one by one and in whole; leave its steps and guidance out, and "
+            "give them to what is found (dataclasses.replace)"
+        )
     if not operators or not all(isinstance(operator, Operator) for operator in operators):
         raise ValueError(f"operators={operators!r}: pass a list of operators, as [Downsample(), Agents()]")
     if trained := [operator for operator in [*base.operators, *operators] if operator.needs_core]:
