@@ -10,6 +10,7 @@ import threading
 import warnings
 
 import diffusers
+import pytest
 import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
@@ -136,6 +137,7 @@ def expected(spec):
     return run(unet, spec)
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")  # a word of torch's on its own flags
 @settings(
     max_examples=SEQUENCES, deadline=None, database=None, derandomize=True, suppress_health_check=HealthCheck
 )
