@@ -89,6 +89,14 @@ def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
+@pytest.mark.parametrize("name", ["steps", "guidance"])
+def test_calls_that_leave_something_out_are_refused(settings, name):
+    with pytest.raises(
+        ValueError, match=rf"{name}=.*each call in whole; leave {name} out here, and pass it to"
+    ):
+        settings(**{name: {"reuse": {"every": 2}}})
+
+
 def test_a_run_trains_saves_and_says_how_to_apply(settings, model):
     config = settings(validation_prompt="a sks cat", validation_steps=2)
     folder = Run(config).train()

@@ -233,7 +233,7 @@ def test_ones_own_operator_is_read_and_written(tmp_path, monkeypatch):
         ("version: 1", "layers.yaml: attention=None: the recipe would do nothing"),
         (
             "version: 1\nratio: 0.3",
-            "layers.yaml: 'ratio' is unknown; the settings are attention, guidance, layers",
+            "layers.yaml: 'ratio' is unknown; the settings are attention, guidance",
         ),
         ("version: 1\nsteps: 3", "3: name it, as `reuse: {every: 2}`"),
         ("version: 1\nlayers: 3", "layers=3: write"),

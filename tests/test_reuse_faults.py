@@ -163,10 +163,14 @@ def test_text_that_is_new_in_each_call_keeps_the_run_whole(ddim):
     handle = apply_agentsd(ddim, recipe=BOTH)
     stock = make_unet()
     caller = Guided()
-    with pytest.warns(UserWarning, match="gets its text as a new tensor in each call"):
+
+    def run():
         for i in range(10):
             caller.text = caller.text.clone()
             assert torch.equal(caller(ddim.unet, i), caller(stock, i))
+
+    with pytest.warns(UserWarning, match="gets its text as a new tensor in each call"):
+        run()
     assert handle.summary().startswith("FFFFFFFFFF ")
 
 

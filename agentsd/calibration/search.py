@@ -153,6 +153,11 @@ def _check_arguments(
         raise ValueError(f"cost={cost!r}: choose 'time' or 'multiply_adds'")
     if not isinstance(base, Recipe) or base.attention is None or not isinstance(base.timing, Phases | None):
         raise ValueError(f"base={base!r}: pass a recipe with attention, in phases or in every step")
+    if base.steps is not None or base.guidance is not None:
+        raise ValueError(
+            f"base={base!r}: calls are tried one by one and in whole; leave its steps and guidance out, and "
+            "give them to what is found (dataclasses.replace)"
+        )
     if not operators or not all(isinstance(operator, Operator) for operator in operators):
         raise ValueError(f"operators={operators!r}: pass a list of operators, as [Downsample(), Agents()]")
     if trained := [operator for operator in [*base.operators, *operators] if operator.needs_core]:

@@ -73,8 +73,8 @@ class DreamBoothConfig(BaseModel):
         for name in ("steps", "guidance"):
             if isinstance(given, dict) and name in given:
                 raise ValueError(
-                    f"{name}={given[name]!r}: training computes each call in whole; leave {name} out here, and "
-                    "pass it to apply_agentsd with the trained pipeline"
+                    f"{name}={given[name]!r}: training computes each call in whole; leave {name} out here, "
+                    "and pass it to apply_agentsd with the trained pipeline"
                 )
         return given
 

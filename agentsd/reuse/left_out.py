@@ -25,8 +25,9 @@ _UP = ("UpBlock2D", "CrossAttnUpBlock2D", "UpBlockMotion", "CrossAttnUpBlockMoti
 
 def nothing(*args: Any, **kwargs: Any) -> Tensor:
     """In place of a layer: a sliver of its input, which keeps the host's own code going."""
-    x: Tensor = args[0] if args else kwargs.get("hidden_states", kwargs.get("input_tensor"))
-    return x[..., :1, :1, :1]
+    x: Any = args[0] if args else kwargs.get("hidden_states", kwargs.get("input_tensor"))
+    sliver: Tensor = x[..., :1, :1, :1]
+    return sliver
 
 
 def nothing_in_a_tuple(*args: Any, **kwargs: Any) -> tuple[Tensor]:

@@ -22,6 +22,7 @@ from .steps import ReuseSteps
 
 FEWEST = 8
 """Steps of a run that anything is left out of."""
+_UNGUIDED = "agentsd: no guidance of two passes was found in a call, so none was halved"
 _CONSISTENCY = ("LCM", "TCD")
 _NOISY = ("Ancestral", "SDE", "DDPM", "DDPMParallel")
 
@@ -238,16 +239,19 @@ class Reuse:
                 self._give_up("the U-Net gets its text as a new tensor in each call")
                 return None
             guided = self._guidance is not None and not off and is_guided(sample, text)
-            order = 0 if self._steps is None else self._steps.order
-            stream = kept.streams[key] = Stream(text, guided, [States(order) for _ in range(1 + guided)])
-            if self._guidance is not None and self._steps is None and not guided:
-                self._say("agentsd: no guidance of two passes was found in a call, so none was halved")
+            if self._guidance is not None and not guided and not kept.streams:
+                self._say(_UNGUIDED)
+            stream = kept.streams[key] = Stream(text, guided, self._states(1 + guided))
             return stream
         kept.unmatched = 0
         if stream.place == place:
             self._give_up("the U-Net is called more than once in a step on the same text")
             return None
         return stream
+
+    def _states(self, count: int) -> list[States]:
+        order = 0 if self._steps is None else self._steps.order
+        return [States(order) for _ in range(count)]
 
     def _give_up(self, reason: str) -> None:
         self._kept.plan = {}
@@ -259,7 +263,8 @@ class Reuse:
         whole = kind.whole or not stream.guided or stream.difference is None
         if not whole and not stream.halved and not torch.equal(*sample.chunk(2)):
             stream.guided, whole = False, True  # equal pictures at the start, and no guidance
-            stream.states, stream.difference = [States(0)], None
+            stream.states, stream.difference = self._states(1), None
+            self._say(_UNGUIDED)
         states = stream.states if whole else stream.states[-1:]
         return Kind(kind.full or not all(states), whole)
 

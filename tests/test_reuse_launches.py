@@ -1,0 +1,60 @@
+"""What calls with reuse ask of the device on SD 1.5's structure: counted, not timed."""
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, UNet2DConditionModel
+from test_launches import Launches
+
+from agentsd import Recipe, ReuseGuidance, ReuseSteps, apply_agentsd
+
+WAITS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")
+
+
+@pytest.fixture(scope="module")
+def unet():
+    """SD 1.5's U-Net, narrow."""
+    torch.manual_seed(0)
+    widths = {"block_out_channels": (32, 64, 128, 128), "cross_attention_dim": 32, "norm_num_groups": 8}
+    return UNet2DConditionModel(sample_size=16, **widths).eval()
+
+
+@torch.no_grad()
+def run(unet, recipe, calls):
+    """The launches of each call of a guided run."""
+    scheduler = DDIMScheduler()
+    scheduler.set_timesteps(20)
+    rng = torch.Generator().manual_seed(0)
+    latents = torch.cat([torch.randn(calls, 1, 4, 16, 16, generator=rng)] * 2, dim=1)
+    text, counts = torch.randn(2, 77, 32, generator=rng), []
+    with apply_agentsd(unet, recipe=recipe) as handle:
+        for latent, t in zip(latents, scheduler.timesteps, strict=False):
+            with Launches() as mode:
+                unet(latent, t, text)
+            counts.append(mode.counts)
+        return handle.summary().split()[0], counts
+
+
+def test_launches_of_each_kind_of_call(unet):
+    """A few for what a call leaves and takes; a cheap one has 64 of 727."""
+    stock = run(unet, Recipe(steps=ReuseSteps(1)), 2)[1][1].total()
+    recipe = Recipe(steps=ReuseSteps(2), guidance=ReuseGuidance())
+    symbols, counts = run(unet, recipe, 12)
+    assert symbols == "FfHhFfHhFfHh"
+    later = dict(zip(symbols[8:], (c.total() for c in counts[8:]), strict=True))
+    assert (stock, later["f"]) == (727, 64)
+    assert later["F"] == stock + 3  # two states kept, a difference
+    assert later["H"] == stock + 3  # one kept, subtracted, joined
+    assert (
+        later["f"] == later["h"] + 2 - 1
+    )  # two lines joined and a difference; or one line, and a half's two
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_no_call_waits_for_the_device_once_a_run_is_known(unet, order):
+    recipe = Recipe(steps=ReuseSteps(2, order=order), guidance=ReuseGuidance())
+    symbols, counts = run(unet, recipe, 10)
+    waits = [sum(call[name] for name in WAITS) for call in counts]
+    first_half = symbols.index("H")
+    assert waits[0] > 0
+    assert waits[first_half] == 1  # the halves are equal still
+    assert not any(waits[1:first_half] + waits[first_half + 1 :])

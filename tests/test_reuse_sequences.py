@@ -1,0 +1,168 @@
+"""Random sequences of runs on one U-Net: each gives what it gives on a fresh one.
+
+`AGENTSD_SEQUENCES` says how many are tried, 300 if it is not set.
+"""
+
+import copy
+import functools
+import os
+import threading
+import warnings
+
+import diffusers
+import pytest
+import torch
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from tiny import BETAS, make_unet
+
+from agentsd import Downsample, Phases, Recipe, ReuseGuidance, ReuseSteps, apply_agentsd, remove_agentsd
+
+SEQUENCES = int(os.environ.get("AGENTSD_SEQUENCES", "300"))
+RECIPES = {
+    "stock": None,
+    "steps": Recipe(steps=ReuseSteps(2)),
+    "two layers": Recipe(steps=ReuseSteps(3, order=0, layers=2)),
+    "guidance": Recipe(guidance=ReuseGuidance(2, start=0.25)),
+    "both": Recipe(steps=ReuseSteps(2), guidance=ReuseGuidance()),
+    "levels": Recipe(steps=ReuseSteps(at=(999, 600, 200)), guidance=ReuseGuidance(at=(999, 200))),
+    "attention": Recipe(Phases(None, Downsample()), steps=ReuseSteps(2), guidance=ReuseGuidance()),
+}
+SAMPLERS = {
+    "DDIM": functools.partial(diffusers.DDIMScheduler, clip_sample=False),
+    "PLMS": functools.partial(diffusers.PNDMScheduler, skip_prk_steps=True),
+    "Heun": diffusers.HeunDiscreteScheduler,
+    "DPM++": diffusers.DPMSolverMultistepScheduler,
+    "Euler a": diffusers.EulerAncestralDiscreteScheduler,
+}
+RUNS = st.tuples(
+    st.sampled_from(list(RECIPES)),
+    st.sampled_from(list(SAMPLERS)),
+    st.just(8),  # steps
+    st.sampled_from([0, 2]),  # of which left out at the start, as img2img does
+    st.sampled_from([(4, 4), (6, 4)]),
+    st.sampled_from([1, 2]),  # pictures
+    st.sampled_from([True, True, False]),  # guided
+    st.sampled_from([0, 1]),  # prompt
+    st.sampled_from(["whole", "whole", "break", "error", "interrupt", "cut", "prompt", "reapply"]),
+    st.sampled_from([1, 3, 4]),  # calls before that
+)
+
+
+@functools.cache
+def base():
+    return make_unet(
+        block_out_channels=(4, 8),
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        mid_block_type=None,
+        cross_attention_dim=4,
+        attention_head_dim=1,
+        norm_num_groups=2,
+    )
+
+
+class Stop(Exception):
+    """In the middle of a call."""
+
+
+class Denoising:
+    """A pipeline's loop on a U-Net, with something that happens after some of its calls."""
+
+    def __init__(self, unet, spec):
+        _, sampler, steps, skipped, size, pictures, self.guided, prompt, self.happens, self.after = spec
+        self.unet, self.scheduler = unet, SAMPLERS[sampler](**BETAS)
+        self.scheduler.set_timesteps(steps + skipped)
+        begin = skipped * getattr(self.scheduler, "order", 1)
+        if hasattr(self.scheduler, "set_begin_index"):
+            self.scheduler.set_begin_index(begin)
+        self.timesteps = self.scheduler.timesteps[begin:]
+        self.rng = torch.Generator().manual_seed(prompt)
+        self.latent = torch.randn(pictures, 4, *size, generator=self.rng)
+        self.text = torch.randn(pictures * (1 + self.guided), 3, 4, generator=self.rng)
+        self.outs, self.hooks = [], []
+
+    def run(self):
+        """What the U-Net gives in each call."""
+        try:
+            for t in self.timesteps:
+                if len(self.outs) == self.after:
+                    self.happen()
+                self.step(t)
+        except (Stop, KeyboardInterrupt):
+            pass
+        finally:
+            for hook in self.hooks:
+                hook.remove()
+        return self.outs
+
+    def happen(self):
+        if self.happens == "break":
+            raise Stop
+        if self.happens in ("error", "interrupt"):
+            last = self.unet.up_blocks[-1].resnets[-1]
+            self.hooks.append(last.register_forward_pre_hook(self.fail))
+        if self.happens == "cut" and self.guided:
+            self.guided, self.text = False, self.text.chunk(2)[1].clone()
+        if self.happens == "prompt":
+            self.text = self.text.flip(0)
+        if self.happens == "reapply" and hasattr(self.unet, "_agentsd"):
+            apply_agentsd(self.unet, recipe=self.unet._agentsd.recipe)
+
+    def fail(self, module, args):
+        raise KeyboardInterrupt if self.happens == "interrupt" else Stop
+
+    def step(self, t):
+        x = self.scheduler.scale_model_input(self.latent, t)
+        with torch.no_grad():
+            out = self.unet(torch.cat([x] * 2) if self.guided else x, t, self.text).sample
+        self.outs.append(out)
+        if self.guided:
+            first, second = out.chunk(2)
+            out = first + 3.0 * (second - first)
+        noisy = "Ancestral" in type(self.scheduler).__name__
+        more = {"generator": self.rng} if noisy else {}
+        self.latent = self.scheduler.step(out, t, self.latent, **more).prev_sample
+
+
+def run(unet, spec):
+    return Denoising(unet, spec).run()
+
+
+@functools.cache
+def expected(spec):
+    unet = copy.deepcopy(base())
+    if RECIPES[spec[0]] is not None:
+        apply_agentsd(unet, recipe=RECIPES[spec[0]])
+    return run(unet, spec)
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")  # a word of torch's on its own flags
+@settings(
+    max_examples=SEQUENCES, deadline=None, database=None, derandomize=True, suppress_health_check=HealthCheck
+)
+@given(st.lists(RUNS, min_size=2, max_size=3), st.booleans())
+def test_a_run_gives_what_it_gives_on_a_fresh_model(specs, in_threads):
+    unet, before = copy.deepcopy(base()), None
+    with warnings.catch_warnings(), torch.backends.mkldnn.flags(enabled=False):  # slower on so small a model
+        warnings.simplefilter("ignore")
+        for spec in specs:
+            if spec[0] != before:
+                before = spec[0]
+                if RECIPES[before] is None:
+                    remove_agentsd(unet)
+                else:
+                    apply_agentsd(unet, recipe=RECIPES[before])
+            made = []
+            if in_threads:
+                thread = threading.Thread(target=lambda spec=spec, made=made: made.extend(run(unet, spec)))
+                thread.start()
+                thread.join()
+            else:
+                made = run(unet, spec)
+            assert len(made) == len(expected(spec))
+            assert all(torch.equal(a, b) for a, b in zip(made, expected(spec), strict=True))
+            if before != "stock":
+                event("".join(sorted(set(unet._agentsd.summary().split()[0]))))
+    remove_agentsd(unet)
+    assert not any("forward" in vars(module) for module in unet.modules())
