@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from agentsd_eval.pages import run_file
 from agentsd_eval.pages.report import write_report
@@ -40,7 +39,7 @@ def test_each_result_names_its_maker_and_has_one_set_of_figures(folder: Path) ->
         assert run["command"] in (folder / f"{name}.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["full", "operators", "runs-sd15-512-cpu"])
+@pytest.mark.parametrize("name", ["gate-demo", "runs-sd15-512-cpu"])
 def test_a_report_is_written_of_them(name: str, tmp_path: Path) -> None:
     folder = tmp_path / name
     shutil.copytree(RESULTS / name, folder, ignore=shutil.ignore_patterns("features"))
@@ -50,14 +49,11 @@ def test_a_report_is_written_of_them(name: str, tmp_path: Path) -> None:
             assert row["method"] in page
 
 
-def test_the_features_that_are_kept_give_the_tables_distance() -> None:
-    folder = RESULTS / "full"
-    of = {row.get("key"): row["frechet"] for row in rows_of(folder / "table.jsonl")}
-    network = "efficientnet-lite0"
-    real = metrics.fit(load_features(folder / "features" / "real.npz", network))
+def test_the_features_that_are_kept_give_the_tables_diversity() -> None:
+    folder = RESULTS / "gate-demo"
+    of = {row.get("key"): row.get("diversity") for row in rows_of(folder / "table.jsonl")}
     kept = sorted(path.stem for path in (folder / "features").glob("*.npz"))
-    assert kept == ["agentsd-fast-r0.4-sdpa", "real", "stock-sdpa"]
-    for name in (kept[0], kept[2]):
-        features = load_features(folder / "features" / f"{name}.npz", network)
-        distance = metrics.FrechetSample(features, real).distance(np.arange(len(features)))
-        assert distance == pytest.approx(of[name], rel=1e-3)
+    assert kept == ["fast-r0.4-sdpa", "stock-sdpa"]
+    for name in kept:
+        features = load_features(folder / "features" / f"{name}.npz", "efficientnet-lite0")
+        assert metrics.diversity(features) == pytest.approx(of[name], rel=1e-3)

@@ -119,8 +119,8 @@ class Judge:
     ) -> tuple[list[Row], list[Row]]:
         """Return a row for each method and then for each harm to stock's pictures, and one for each picture.
 
-        The features of the real pictures, of stock's and of the default's are written to `features/` in the
-        run's folder: what is small enough to be kept with a table.
+        The features of stock's pictures and of the default's, and of real pictures of a folder, are written to
+        `features/` in the run's folder: what is small enough to be kept with a table.
         """
 
         def shown_by(method: Method, pictures: Sequence[Picture] = self.pictures) -> Shown:
@@ -138,7 +138,7 @@ class Judge:
             else None,
         )
         rows, singles = [], []
-        kept = {} if self.real is None else {"real": self.real_features}
+        kept = {} if self.real is None or self.real.cache else {"real": self.real_features}
         for method in methods:
             shown = stock if method == compared.stock else shown_by(method)
             row, single = self.row_of(shown, against)
