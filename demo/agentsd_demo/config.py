@@ -76,9 +76,6 @@ class DiffusionConfig(LoopConfig):
     leak_weight: float = Field(default=0.1, ge=0)
     """Weight of the squared change that a style makes to the text encoder's hidden states of a concept."""
     snr_gamma: float = Field(default=5.0, gt=0)
-    noise_offset: float = Field(default=0.2, ge=0)
-    """Standard deviation of a shift of each channel's noise. At the last noise level a picture's mean shows
-    through noise whose mean is 0, so that without a shift a caption's colour is not listened to."""
     workers: int = Field(default=0, ge=0)
     """Processes that compose scenes ahead; a GPU is kept busy by a dozen, a CPU has no use for any."""
     sheet_every: int = Field(default=2000, gt=0)

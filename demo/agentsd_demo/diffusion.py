@@ -215,8 +215,6 @@ def train_diffusion(
         pixels = images.to(device).permute(0, 3, 1, 2).float() / 127.5 - 1
         latents = encode(autoencoder, pixels) * autoencoder.config.scaling_factor
         noise = torch.randn(latents.shape, generator=generator)
-        shift = torch.randn((*latents.shape[:2], 1, 1), generator=generator)
-        noise = noise + config.noise_offset * shift
         # Evenly spread over the schedule, so that a small batch meets every level of noise.
         t = (spread + torch.rand(config.batch, generator=generator) / config.batch) * len(loss.noise)
 
