@@ -75,7 +75,7 @@ def test_places_fill_the_canvas():
 
 def test_held_out_triples_are_a_quarter_and_pairs_are_those_of_the_references():
     every = triples()
-    assert len(every) == 96 * len(COLOURS)
+    assert len(every) == 17 * 2 * len(COLOURS)
     pairs = {(r.concept, r.style) for r in load_references() if r.split == "heldout"}
     assert {(t.concept, t.style) for t in triples("heldout pair")} == pairs
     heldout, seen = triples("heldout triple"), triples("seen")
