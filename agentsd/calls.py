@@ -117,7 +117,7 @@ class Calls:
         self._scheduler: Any = None
         self.reuse = None
         if recipe.steps is not None or recipe.guidance is not None:
-            self.reuse = Reuse(unet, recipe.steps, recipe.guidance, self._say_once)
+            self.reuse = Reuse(unet, recipe.steps, recipe.guidance)
             self._find_deep()
         self._timing = recipe.timing
         self._run = Run(recipe.timing)
@@ -151,6 +151,8 @@ class Calls:
         if self.reuse is not None:
             given = named_arguments(unet, args, kwargs)
             kind, given = self.reuse.begin(unet, step, self._run.reader, given, pipe)
+            while self.reuse.words:
+                self._say_once(self.reuse.words.pop(0))
         self._kind, self._symbols = kind, "" if step.opens else self._symbols
         if not kind.whole:
             stages = stages[len(stages) // 2 :]

@@ -64,3 +64,18 @@ def test_fullgraph_with_a_graph_for_each_kind_of_call(name, order):
     assert counter.frame_count == graphs
     run(compiled, caller)
     assert counter.frame_count == graphs
+
+
+def test_compile_repeated_blocks():
+    """The blocks that are compiled lie inside those left out: a half batch and the last layer are theirs."""
+    recipe, _ = RECIPES["both"]
+    eager, unet, counter, caller = small_unet(), small_unet(), CompileCounter(), Guided()
+    for model in (eager, unet):
+        apply_agentsd(model, recipe=recipe)
+    unet.compile_repeated_blocks(fullgraph=True, backend=counter)
+    for out, reference in zip(run(unet, caller), run(eager, caller), strict=True):
+        torch.testing.assert_close(out, reference, rtol=0, atol=1e-6)
+    graphs = counter.frame_count
+    assert graphs == 2  # of both passes, and of one
+    run(unet, caller)
+    assert counter.frame_count == graphs

@@ -1,9 +1,11 @@
 """State that lives across calls, where it could go wrong."""
 
 import copy
+import gc
 import io
 import pickle
 import threading
+import weakref
 
 import diffusers
 import pytest
@@ -97,6 +99,20 @@ def test_states_are_let_go_when_a_run_ends_or_breaks_off(ddim, sample):
     assert handle._calls.reuse.left_out.tap.seen is None
 
 
+def test_no_reference_cycle_holds_the_model():
+    unet, caller = make_unet(), Guided()
+    handle = apply_agentsd(unet, recipe=BOTH)
+    for i in range(4):
+        caller(unet, i)
+    gone = weakref.ref(unet.down_blocks[0])
+    gc.disable()
+    try:
+        del unet, handle
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 def test_states_take_the_memory_that_the_docs_say(ddim, sample):
     """`order + 1` states of the finest level for each picture and pass, and one difference."""
     handle = apply_agentsd(ddim, recipe=BOTH)
@@ -118,7 +134,6 @@ CHANGES = {
     "prompt": {"prompt": "a dog"},
     "negative prompt": {"negative_prompt": "a dog"},
     "steps": {"num_inference_steps": 13},
-    "guidance": {"guidance_scale": 1.0},
     "seed": {"seed": 3},
 }
 
@@ -131,6 +146,20 @@ def test_a_run_knows_nothing_of_the_run_before(make_pipeline, ddim, sample, name
     fresh = make_pipeline(scheduler=ddim.scheduler)
     apply_agentsd(fresh, recipe=BOTH)
     assert torch.equal(sample(fresh, **RUN | CHANGES[name]), picture)
+
+
+def test_a_run_without_guidance_after_one_with_it(make_pipeline, ddim, sample):
+    def run(pipe):
+        rng = torch.Generator().manual_seed(0)
+        with pytest.warns(UserWarning, match="no guidance of two passes"):
+            return pipe("a cat", guidance_scale=1.0, output_type="latent", generator=rng, **RUN).images
+
+    fresh = make_pipeline(scheduler=ddim.scheduler)
+    for pipe in (ddim, fresh):
+        apply_agentsd(pipe, recipe=BOTH)
+    sample(ddim, **RUN)
+    assert torch.equal(run(ddim), run(fresh))
+    assert ddim.unet._agentsd.summary().startswith("FfFfFfFfFf ")
 
 
 def test_another_scheduler_dtype_or_list(make_pipeline, ddim, sample):
@@ -325,8 +354,6 @@ def test_modular_guiders_call_once_for_each_pass(tokenizer):
 
 
 def test_two_hundred_runs_leave_no_hook_and_no_tensor():
-    import gc
-
     unet, caller = make_unet(), Guided(steps=8, size=(8, 8))
     before = snapshot(unet)
 

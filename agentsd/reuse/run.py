@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,7 @@ FEWEST = 8
 """Steps of a run that anything is left out of."""
 _UNGUIDED = "agentsd: no guidance of two passes was found in a call, so none was halved"
 _CONSISTENCY = ("LCM", "TCD")
-_NOISY = ("Ancestral", "SDE", "DDPM", "DDPMParallel")
+_NOISY = ("Ancestral", "SDE", "DDPM")
 
 
 @dataclass
@@ -68,14 +67,12 @@ class Call:
     Attributes:
         kind: what it computes.
         level: its noise level.
-        batch: of the latents it was made on.
         stream: where its states are kept; None if they are not.
         last: it is in the last step of its run.
     """
 
     kind: Kind
     level: float
-    batch: int
     stream: Stream | None = None
     last: bool = False
 
@@ -86,23 +83,21 @@ class Reuse:
     Args:
         unet: the model.
         steps, guidance: the recipe's settings.
-        say: warns of a line once.
+
+    Attributes:
+        left_out: the layers that its cheap calls leave out, where it has any.
+        words: what the user is to be told, a line each, since this was last emptied.
 
     Raises:
         ValueError: the model's blocks are not Stable Diffusion's.
     """
 
-    def __init__(
-        self,
-        unet: Any,
-        steps: ReuseSteps | None,
-        guidance: ReuseGuidance | None,
-        say: Callable[[str], None],
-    ) -> None:
+    def __init__(self, unet: Any, steps: ReuseSteps | None, guidance: ReuseGuidance | None) -> None:
         if not hasattr(unet, "up_blocks"):
             raise ValueError(f"{type(unet).__name__} is no U-Net: leave steps and guidance out of the recipe")
-        self._steps, self._guidance, self._say = steps, guidance, say
+        self._steps, self._guidance = steps, guidance
         self.left_out = None if steps is None else LeftOut(unet, steps.layers)
+        self.words: list[str] = []
         self._kept = Kept()
         self._call: Call | None = None
 
@@ -137,9 +132,9 @@ class Reuse:
         kept = self._kept
         if step.opens or not kept.open:
             self._open(unet, reader, pipe)
-        place, batch = reader.place, given["sample"].shape[0]
+        place = reader.place
         level = reader.levels[place]
-        self._call = Call(WHOLE, level, batch)
+        self._call = Call(WHOLE, level)
         if not kept.plan or step.off_list or not self._may_keep():
             return WHOLE, given
         stream = self._stream(given, place, self._is_off(reader, pipe))
@@ -148,9 +143,10 @@ class Reuse:
         kind = self._possible(kept.plan[level], stream, given["sample"])
         stream.place = place
         kept.streams = {key: other for key, other in kept.streams.items() if other.place >= place - 1}
-        self._call = Call(kind, level, batch, stream, last=place == len(reader.levels) - 1)
+        self._call = Call(kind, level, stream, last=place == len(reader.levels) - 1)
         if not kind.whole:
             stream.halved = True
+            batch = given["sample"].shape[0]
             given = {name: conditional_half(value, batch) for name, value in given.items()}
         return kind, given
 
@@ -199,13 +195,13 @@ class Reuse:
         kept.plan = {}
         ahead = reader.levels[reader.place :]
         if whole := _why_whole(unet, reader, ahead, getattr(pipe, "scheduler", None)):
-            self._say(f"agentsd: {whole}; nothing is left out of this run")
+            self.words.append(f"agentsd: {whole}; nothing is left out of this run")
             return
         plan = plan_run(self._steps, self._guidance, ahead)
         if any(kind != WHOLE for kind in plan.values()):
             kept.plan = plan
             if noisy := _adds_noise(getattr(pipe, "scheduler", None)):
-                self._say(
+                self.words.append(
                     f"agentsd: {noisy} adds noise in each step, which reuse changes pictures more under; "
                     "a deterministic sampler loses less"
                 )
@@ -214,7 +210,7 @@ class Reuse:
         if not torch.is_grad_enabled():
             return True
         self._kept.streams.clear()
-        self._say(
+        self.words.append(
             "agentsd: gradients are on, under which no call is left out or halved; call the U-Net under "
             "torch.no_grad() to leave some out"
         )
@@ -240,7 +236,7 @@ class Reuse:
                 return None
             guided = self._guidance is not None and not off and is_guided(sample, text)
             if self._guidance is not None and not guided and not kept.streams:
-                self._say(_UNGUIDED)
+                self.words.append(_UNGUIDED)
             stream = kept.streams[key] = Stream(text, guided, self._states(1 + guided))
             return stream
         kept.unmatched = 0
@@ -256,7 +252,7 @@ class Reuse:
     def _give_up(self, reason: str) -> None:
         self._kept.plan = {}
         self._kept.streams.clear()
-        self._say(f"agentsd: {reason}; nothing more is left out of this run")
+        self.words.append(f"agentsd: {reason}; nothing more is left out of this run")
 
     def _possible(self, kind: Kind, stream: Stream, sample: Tensor) -> Kind:
         """What is planned, or more where not enough is known yet."""
@@ -264,7 +260,7 @@ class Reuse:
         if not whole and not stream.halved and not torch.equal(*sample.chunk(2)):
             stream.guided, whole = False, True  # equal pictures at the start, and no guidance
             stream.states, stream.difference = self._states(1), None
-            self._say(_UNGUIDED)
+            self.words.append(_UNGUIDED)
         states = stream.states if whole else stream.states[-1:]
         return Kind(kind.full or not all(states), whole)
 
