@@ -9,11 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROWS = {
-    row["label"]: row
-    for row in map(json.loads, (ROOT / "eval/results/gate-demo/table.jsonl").read_text().splitlines())
-    if "label" in row
-}
+RESULTS = ROOT / "eval/results/gate-demo/table.jsonl"
 SHOWN = {
     "stock": "stock, 25 steps",
     "stock@14": "stock, 14 steps",
@@ -27,10 +23,12 @@ SHOWN = {
 
 def table() -> str:
     """The README's table, from the results."""
+    found = map(json.loads, RESULTS.read_text(encoding="utf-8").splitlines())
+    rows = {row["label"]: row for row in found if "label" in row}
     lines = ["| | cost | distance x1000 | worth |", "|---|---|---|---|"]
     for label, name in SHOWN.items():
-        row = ROWS[label]
-        cost = row["multiply_adds"] / ROWS["stock"]["multiply_adds"]
+        row = rows[label]
+        cost = row["multiply_adds"] / rows["stock"]["multiply_adds"]
         value, low, high = (1e3 * row[f"converged{end}"] for end in ("", "_low", "_high"))
         worth = ""
         if "worth_multiply_adds" in row:
