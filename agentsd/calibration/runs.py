@@ -61,9 +61,7 @@ class Runs:
         """(B, C, H, W) the final latents of a prompt's run."""
         rng = torch.Generator().manual_seed(self._seed + number)
         settings = self._settings | changes
-        latents: Tensor = self._pipe(self.prompts[number], generator=rng, output_type="latent", **settings)[
-            0
-        ]
+        latents: Tensor = self._pipe(self.prompts[number], generator=rng, output_type="latent", **settings)[0]
         return latents
 
     def metered(self, number: int, run: Callable[[], Tensor]) -> tuple[Tensor, float]:
