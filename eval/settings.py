@@ -350,28 +350,40 @@ class RedundancySettings(SamplingSettings):
 
 
 class CalibrateSettings(SamplingSettings):
-    """Find what each self-attention layer should run in each phase, on your prompts, for a goal."""
+    """Find what each self-attention layer or (--whole-calls) each step should run, for a goal."""
 
+    whole_calls: bool = False
+    """Choose which of a run's calls are full, cheap or half, in place of what each layer runs."""
     prompts: Prompts = ()
     images: int = Field(3, ge=1)
     """How many of the embedded model's captions."""
     speedup: float | None = Field(None, gt=1)
-    """The goal: how much cheaper a U-Net call."""
+    """The goal: how much cheaper a U-Net call, or all calls of a run."""
     max_error: float | None = Field(None, gt=0)
-    """Or the goal: the largest error."""
+    """Or the goal: the largest error of a call."""
+    max_distance: float | None = Field(None, gt=0)
+    """Or, with whole_calls, the largest distance of a run's final latents to stock's, such as 0.05."""
     cost: Literal["time", "multiply_adds"] = "time"
     """What is to become cheaper."""
     calls: int = Field(6, ge=1)
-    """U-Net calls of each prompt's run that are measured, evenly spread."""
+    """U-Net calls of each prompt's run that layers are measured on, evenly spread."""
     out: Path = Path("outputs/calibrated.yaml")
     """The YAML file to write."""
 
     @model_validator(mode="after")
     def _one_goal(self) -> CalibrateSettings:
-        if (self.speedup is None) == (self.max_error is None):
+        losses = {"--max-error": self.max_error, "--max-distance": self.max_distance}
+        loss, example, other = "--max-error", "0.001", "--max-distance"
+        if self.whole_calls:
+            loss, example, other = "--max-distance", "0.05", "--max-error"
+        if losses[other] is not None or (self.speedup is None) == (losses[loss] is None):
+            of = "with" if self.whole_calls else "without"
             raise ValueError(
-                "give one goal: --speedup, for instance 1.15, or --max-error, for instance 0.001"
+                f"give one goal: --speedup, for instance 1.15, or, {of} --whole-calls, {loss}, for instance "
+                f"{example}"
             )
+        if self.whole_calls and self.agent:
+            raise ValueError(f"agent={self.agent}: whole calls have no such setting, leave it out")
         return self
 
 

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+import typer
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from diffusers import DDPMScheduler, StableDiffusionPipeline
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from agentsd import Agents, Recipe, apply_agentsd
 from agentsd.dreambooth import DreamBoothConfig
 from agentsd.dreambooth.checkpoints import find_checkpoint, list_checkpoints, step_of
+from agentsd.dreambooth.cli import dreambooth
 from agentsd.dreambooth.data import Batch, Pictures, find_pictures, load_picture
 from agentsd.dreambooth.step import diffusion_loss
 from agentsd.dreambooth.training import Run
@@ -303,19 +305,65 @@ BAD = [
 
 @pytest.mark.parametrize(("options", "message"), BAD)
 def test_bad_input_is_said_before_anything_is_loaded(options, message, subject, tmp_path):
-    import typer
-
-    from agentsd.dreambooth.cli import dreambooth
-
     for name in ("EMPTY", "BROKEN"):
         (tmp_path / name).mkdir()
     (tmp_path / "BROKEN" / "broken.png").write_bytes(b"no picture")
     (tmp_path / "UNKNOWN").write_text("max_steps: 3\n")
     options = [str(tmp_path / o) if (tmp_path / o).exists() else o for o in options]
-    app = typer.Typer()
-    app.command()(dreambooth)
     base = ["--pretrained_model_name_or_path", "no/model", "--instance_prompt", "a sks cat"]
     base += ["--instance_data_dir", str(subject), "--output_dir", str(tmp_path / "out")]
-    result = CliRunner().invoke(app, base + options)
+    assert message in told_by(base + options)
+
+
+def told_by(options):
+    """What the command says of input it refuses."""
+    app = typer.Typer()
+    app.command()(dreambooth)
+    result = CliRunner().invoke(app, options)
     assert result.exit_code == 2, result.output
-    assert message in result.output.replace("\n", "")
+    assert isinstance(result.exception, SystemExit)
+    return result.output
+
+
+MISSING = (
+    "--pretrained_model_name_or_path, --instance_data_dir, --instance_prompt missing: give each as an option"
+)
+BOMB = "a: &a [1, 1]\nb: [*a, *a]\n"
+
+
+def test_what_is_missing_is_told_as_options():
+    assert told_by([]) == f"error: {MISSING}, or as lines of a YAML file, with --config\n"
+    assert told_by(["--instance_prompt", "a sks cat"]).startswith(
+        "error: --pretrained_model_name_or_path, --instance_data_dir missing: give each as an option"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"ratio: [1\n", "is not valid YAML: line 2, column 1: expected ',' or ']'"),
+        (b"- ratio\n", "holds a list: write `name: value` lines"),
+        (b"", f"error: {MISSING}, or as lines of FILE\n"),
+        (b"ratio: \xff\n", "FILE is not UTF-8 text (byte 7): save it as UTF-8"),
+        (
+            BOMB.encode(),
+            "FILE is not valid YAML: line 2, column 5: aliases (*name) are not read: write it out",
+        ),
+        (b"[" * 5000, "FILE is nested too deeply"),
+        (b"#" * 1_000_001, "FILE is larger than 1,000,000 bytes"),
+        (b"when: 2026-13-45\n", "FILE is not valid YAML: month must be in 1..12"),
+        (b"ratio: x\n", "FILE: ratio='x': Input should be a valid number"),
+        (b"max_steps: 3\n", "FILE: max_steps: there is no such setting; --help lists them"),
+        (b"1: 2\n", "FILE: 1"),
+        (None, "error: FILE: No such file or directory\n"),
+    ],
+)
+def test_a_bad_file_of_settings_is_told_in_a_line(content, message, tmp_path):
+    path = tmp_path / "run.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    printed = told_by(["--config", str(path)]).replace(str(path), "FILE")
+    assert message in printed
+    assert "run.yaml" not in printed.replace("FILE", "")
+    assert all(line.startswith("error: ") for line in printed.splitlines())
+    assert len(printed) < 500

@@ -1,12 +1,31 @@
-"""Exact counts of work: multiply-adds of a call."""
+"""What a call costs: exact counts of its multiply-adds, or seconds."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+Cost = Literal["time", "multiply_adds"]
+
+
+def cost_of(cost: Cost, device: torch.device, run: Callable[[], Any]) -> float:
+    """Multiply-adds of one call of `run`, or its CPU seconds; on a GPU seconds, when it has finished."""
+    if cost == "multiply_adds":
+        return multiply_adds(run)
+    start = _now(device)
+    run()
+    return _now(device) - start
+
+
+def _now(device: torch.device) -> float:
+    if device.type != "cuda":
+        return time.process_time()
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def multiply_adds(run: Callable[[], Any]) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +16,7 @@ from ..hosts import latent_and_timestep
 from ..patch import apply_agentsd
 from ..recipe import Recipe
 from ..steps.run import RunReader
-from .cost import multiply_adds
-
-Cost = Literal["time", "multiply_adds"]
+from .cost import Cost, cost_of
 
 
 class Figures(NamedTuple):
@@ -129,7 +126,8 @@ class Meter:
         def metered(forward: Callable[..., Any], costs: list[float]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
                 outputs: list[Any] = []
-                costs.append(self._cost_of(lambda: outputs.append(forward(*args, **kwargs))))
+                device = self.unet.device
+                costs.append(cost_of(self._cost, device, lambda: outputs.append(forward(*args, **kwargs))))
                 return outputs[0]
 
             return run
@@ -154,17 +152,3 @@ class Meter:
             without, with_prompt = output.chunk(2)
             output = without + self._scale * (with_prompt - without)
         return float(output.square().mean())
-
-    def _cost_of(self, run: Callable[[], Any]) -> float:
-        if self._cost == "multiply_adds":
-            return multiply_adds(run)
-        start = self._now()
-        run()
-        return self._now() - start
-
-    def _now(self) -> float:
-        """CPU seconds; on a GPU seconds, after it has finished what came before."""
-        if self.unet.device.type != "cuda":
-            return time.process_time()
-        torch.cuda.synchronize(self.unet.device)
-        return time.perf_counter()

@@ -10,10 +10,12 @@ from functools import cache
 from typing import Any
 
 from ..attention import Agents, Downsample, Merge, Operator
-from ..hosts import EVERY_LEVEL, Site, find_model, find_sites
+from ..hosts import EVERY_LEVEL, Site, find_sites
 from ..patch import apply_agentsd
 from ..recipe import FAST, Phases, Recipe, Schedule
-from .replay import Cost, Figures, Meter, is_guided, record_calls
+from .cost import Cost
+from .goal import check_cost, check_goal, check_prompts, free_unet
+from .replay import Figures, Meter, is_guided, record_calls
 
 OPERATORS: tuple[Operator, ...] = (
     Downsample(at_most=None),
@@ -76,10 +78,10 @@ def calibrate(
         ValueError: an argument is out of range, the U-Net is patched or compiled, there is not exactly one
             goal, or nothing meets it; the message says what can be had.
     """
-    _check_goal(speedup, max_error)
+    check_goal(speedup=speedup, max_error=max_error)
     _check_arguments(prompts, calls, cost, base, operators)
     early_frac = base.timing.early_frac if isinstance(base.timing, Phases) else 0.0
-    unet = _free_unet(pipe)
+    unet = _free_layers(pipe)
     settings = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale, **call_kwargs}
     recorded = record_calls(pipe, unet, early_frac, prompts, calls, seed, settings)
     meter = Meter(unet, cost, recorded, guidance_scale if is_guided(pipe, guidance_scale) else 1.0)
@@ -133,24 +135,13 @@ def _meeting(
     raise ValueError(f"{goal} cannot be met on this model at this size: {had}")
 
 
-def _check_goal(speedup: float | None, max_error: float | None) -> None:
-    if (speedup is None) == (max_error is None):
-        raise ValueError(f"speedup={speedup}, max_error={max_error}: give one goal, the one or the other")
-    if speedup is not None and not 1 < speedup < math.inf:
-        raise ValueError(f"speedup={speedup}: pass more than 1, for instance 1.15")
-    if max_error is not None and not 0 < max_error < math.inf:
-        raise ValueError(f"max_error={max_error}: pass more than 0, for instance 0.001")
-
-
 def _check_arguments(
     prompts: Sequence[str], calls: int, cost: str, base: Recipe, operators: Sequence[Operator]
 ) -> None:
-    if not prompts or isinstance(prompts, str):
-        raise ValueError(f"prompts={prompts!r}: pass a list of a few that are like the ones to come")
+    check_prompts(prompts)
     if calls < 1:
         raise ValueError(f"calls={calls}: pass 1 or more, for instance 6")
-    if cost not in ("time", "multiply_adds"):
-        raise ValueError(f"cost={cost!r}: choose 'time' or 'multiply_adds'")
+    check_cost(cost)
     if not isinstance(base, Recipe) or base.attention is None or not isinstance(base.timing, Phases | None):
         raise ValueError(f"base={base!r}: pass a recipe with attention, in phases or in every step")
     if base.steps is not None or base.guidance is not None:
@@ -164,15 +155,9 @@ def _check_arguments(
         raise ValueError(f"{trained[0]!r} is to be trained: only what runs without training is calibrated")
 
 
-def _free_unet(pipe: Any) -> Any:
+def _free_layers(pipe: Any) -> Any:
     """The pipeline's U-Net, if every layer of it can be patched."""
-    if not callable(pipe) or not hasattr(pipe, "unet"):
-        raise TypeError(f"{type(pipe).__name__} is no pipeline with a `unet`, to be run on the prompts")
-    unet = find_model(pipe)
-    if unet is not pipe.unet or unet._compiled_call_impl is not None:
-        raise ValueError("the U-Net is compiled: calibrate first, and compile it afterwards")
-    if hasattr(unet, "_agentsd"):
-        raise ValueError("the pipeline is patched: call remove_agentsd(pipe) first")
+    unet = free_unet(pipe)
     every = {site.name: Downsample() for site in find_sites(unet, EVERY_LEVEL, at_most=True)}
     apply_agentsd(unet, recipe=Recipe(layers=every)).remove()  # raises what it would raise later
     return unet

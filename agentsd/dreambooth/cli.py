@@ -11,29 +11,55 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from .config import DreamBoothConfig, read_yaml
+from ..yaml_file import read_mapping
+from .config import DreamBoothConfig
+
+_SHOWN = 120  # characters of a wrong value
 
 
 def dreambooth(config: Path | None = None, **options: Any) -> None:
     """Finetune a subject into Stable Diffusion with agent attention in every step."""
     given = {name: value for name, value in options.items() if value is not None}
-    errors = Console(stderr=True)
+    errors = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
     try:
-        settings = DreamBoothConfig.model_validate((read_yaml(config) if config else {}) | given)
+        read = read_mapping(config) if config else {}
+        settings = DreamBoothConfig.model_validate(read | given)
         from .training import Run
 
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         with Progress(*columns) as progress:
             folder = Run(settings, progress).train()
     except ValidationError as error:
-        for problem in error.errors():
-            place = ".".join(map(str, problem["loc"])) or "settings"
-            errors.print(f"error: {place}={problem.get('input')!r}: {problem['msg']}", markup=False)
+        for line in _explain(error, config, given):
+            errors.print(f"error: {line}")
         raise typer.Exit(2) from None
-    except (OSError, ValueError) as error:
-        errors.print(f"error: {error}", markup=False, soft_wrap=True)
+    except OSError as error:
+        errors.print(f"error: {error.filename}: {error.strerror}" if error.filename else f"error: {error}")
+        raise typer.Exit(2) from None
+    except ValueError as error:
+        errors.print(f"error: {error}")
         raise typer.Exit(2) from None
     Console().print(f"saved to {folder}; checkpoints and logs are beside it", soft_wrap=True)
+
+
+def _explain(error: ValidationError, config: Path | None, given: dict[str, Any]) -> list[str]:
+    """A line for each wrong setting, and one for all that are missing."""
+    lines, missing = [], []
+    for problem in error.errors():
+        place, told = ".".join(map(str, problem["loc"])), problem["msg"].removeprefix("Value error, ")
+        option = f"--{place}" if place in given or config is None else f"{config}: {place}"
+        if problem["type"] == "missing":
+            missing.append(f"--{place}")
+        elif problem["type"] == "extra_forbidden":
+            lines.append(f"{option}: there is no such setting; --help lists them")
+        else:
+            value = repr(problem["input"])
+            shown = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
+            lines.append(f"{option}={shown}: {told}" if place else told)
+    if missing:
+        where = f"or as lines of {config}" if config else "or as lines of a YAML file, with --config"
+        lines.append(f"{', '.join(missing)} missing: give each as an option, {where}")
+    return lines
 
 
 def _signature() -> inspect.Signature:

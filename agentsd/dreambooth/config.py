@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..attention import Agents, Operator
@@ -101,11 +100,3 @@ class DreamBoothConfig(BaseModel):
             "attnzero": AttnZero,
         }
         return Recipe(operators[self.attention](), levels=1)
-
-
-def read_yaml(path: Path) -> dict[str, object]:
-    """The settings of a YAML file, unchecked. Raises ValueError if it does not hold a mapping."""
-    values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} holds a {type(values).__name__}: write `key: value` lines")
-    return values

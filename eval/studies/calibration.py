@@ -1,4 +1,4 @@
-"""Settings by layer, calibrated on a model and prompts, beside the fixed settings they start from."""
+"""Settings by layer or by call, calibrated on a model and prompts, beside what they are compared with."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,8 +8,10 @@ from rich.table import Table
 
 from agentsd import Phases, Recipe, calibrate
 from agentsd.attention import Downsample, Operator
+from agentsd.calibration import calibrate_calls
 from agentsd.hosts import EVERY_LEVEL, find_sites
 from agentsd.recipe import stages_of
+from agentsd.reuse.plan import tell
 
 from ..errors import EvalError
 from ..pages.output import check_writable, explain_os_error, make_table, progress
@@ -20,6 +22,8 @@ from ..pictures.sampling import size_of
 from ..settings import CalibrateSettings, recipe_of
 from .redundancy import short_name
 
+_CLOCKS = {"time": "time", "multiply_adds": "multiply-adds"}
+
 
 def command(settings: CalibrateSettings, console: Console) -> None:
     """Calibrate, write the YAML file, print what was found."""
@@ -29,9 +33,14 @@ def command(settings: CalibrateSettings, console: Console) -> None:
         task = bars.add_task("trials", total=None)
         found = run(pipe, settings, lambda done, of: bars.update(task, completed=done, total=of))
     save(found, settings)
-    console.print(choices(pipe, found))
-    console.print(figures(found, settings))
-    console.print(note(found), markup=False)
+    if settings.whole_calls:
+        console.print(tell(found.measured["plan"]), markup=False, highlight=False, soft_wrap=True)
+        console.print(call_figures(found, settings))
+        console.print(call_note(found), markup=False)
+    else:
+        console.print(choices(pipe, found))
+        console.print(figures(found, settings))
+        console.print(note(found), markup=False)
     console.print(f"settings: {settings.out}", soft_wrap=True)
 
 
@@ -41,22 +50,28 @@ def run(pipe: Any, settings: CalibrateSettings, tick: Callable[[int, int], None]
     Raises EvalError where there is not exactly one goal, or none is met, with what can be had.
     """
     height, width = size_of(pipe, settings)
+    prompts = [picture.prompt for picture in pictures_to_show(settings)]
+    shared: dict[str, Any] = {
+        "speedup": settings.speedup,
+        "cost": settings.cost,
+        "num_inference_steps": settings.steps,
+        "guidance_scale": settings.guidance_scale,
+        "seed": settings.seed,
+        "on_step": tick,
+        "height": height,
+        "width": width,
+    }
     try:
         with parse_method("stock", None, settings).applied(pipe):
+            if settings.whole_calls:
+                return calibrate_calls(pipe, prompts, max_distance=settings.max_distance, **shared)
             return calibrate(
                 pipe,
-                [picture.prompt for picture in pictures_to_show(settings)],
-                speedup=settings.speedup,
+                prompts,
                 max_error=settings.max_error,
-                cost=settings.cost,
                 base=recipe_of(settings.agent),
-                num_inference_steps=settings.steps,
-                guidance_scale=settings.guidance_scale,
                 calls=settings.calls,
-                seed=settings.seed,
-                on_step=tick,
-                height=height,
-                width=width,
+                **shared,
             )
     except ValueError as error:
         raise EvalError(str(error)) from error
@@ -97,9 +112,31 @@ def figures(found: Recipe, settings: CalibrateSettings) -> Table:
         [name, f"{row['error']:.3g}", f"{row['speedup']:.3f}x"]
         for name, row in ((fixed, measured["base"]), ("calibrated", measured))
     ]
-    clock = {"time": "time", "multiply_adds": "multiply-adds"}[settings.cost]
+    clock = _CLOCKS[settings.cost]
     run = f"{settings.model}, {measured['calls']} U-Net calls"
     return make_table(run, ["settings", "error of the guided output", f"speed-up ({clock})"], rows)
+
+
+def call_figures(found: Recipe, settings: CalibrateSettings) -> Table:
+    """Return the speed-up and distance of the plan and of fewer steps as a terminal table."""
+    measured = found.measured
+    rows = [("calibrated", measured), ("as predicted", measured["predicted"])]
+    rows += [(f"stock, {row['steps']} steps", row) for row in measured["fewer_steps"]]
+    run = f"{settings.model}, {measured['steps']} steps of {measured['sampler']}"
+    heads = ["runs", "distance of the final latents", f"speed-up ({_CLOCKS[settings.cost]})"]
+    cells = [[name, f"{row['distance']:.3g}", f"{row['speedup']:.3f}x"] for name, row in rows]
+    return make_table(run, heads, cells)
+
+
+def call_note(found: Recipe) -> str:
+    """Return what was measured, whether fewer steps do as well, and the prompts."""
+    prompts = "\n".join(f"  {prompt}" for prompt in found.measured["prompts"])
+    beaten = "Fewer steps of the same sampler end nearer to stock at this cost: use those. "
+    return (
+        f"{beaten if found.measured['beaten_by_fewer_steps'] else ''}The distance is the root mean square of "
+        "the change of the final latents over theirs; the speed-up is of the U-Net's calls in a run. "
+        f"Calibrated on:\n{prompts}"
+    )
 
 
 def note(found: Recipe) -> str:

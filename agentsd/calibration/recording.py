@@ -1,0 +1,93 @@
+"""A stock run's U-Net calls, step by step, with the state that cheap calls are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..hosts import named_arguments
+from ..reuse.halves import sample_of
+from ..reuse.left_out import LeftOut
+from ..steps.run import RunReader
+
+
+@dataclass(frozen=True)
+class Call:
+    """A U-Net call of a stock run.
+
+    Attributes:
+        step: the number of its noise level in the run.
+        level: that, in training timesteps.
+        given: its arguments by name.
+        output: what the U-Net returned.
+        hidden: (B, C, H, W) what entered the last layer.
+    """
+
+    step: int
+    level: float
+    given: dict[str, Any]
+    output: Any
+    hidden: Tensor
+
+    @property
+    def sample(self) -> Tensor:
+        """(B, C, H, W) the prediction."""
+        return sample_of(self.output)
+
+
+def record(pipe: Any, unet: Any, left_out: LeftOut, run: Callable[[], Tensor]) -> tuple[list[Call], Tensor]:
+    """The U-Net's calls in `run`, whose first is of step 0, and what `run` returns.
+
+    Args:
+        pipe: the pipeline.
+        unet: its U-Net.
+        left_out: of it; its tap is in.
+        run: runs the pipeline.
+    """
+    calls: list[Call] = []
+    reader = RunReader(0.0)
+
+    def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        given = named_arguments(unet, args, kwargs)
+        read = reader.read(given["timestep"], pipe.scheduler)
+        hidden = left_out.end()
+        assert hidden is not None
+        step = calls[-1].step + (read.timestep != calls[-1].level) if calls else 0
+        # Copies, as pipelines may change theirs in place.
+        calls.append(Call(step, read.timestep, *deepcopy((given, output)), hidden.clone()))
+
+    hook = unet.register_forward_hook(keep, with_kwargs=True)
+    try:
+        latents = run()
+    finally:
+        hook.remove()
+    return calls, latents
+
+
+@contextmanager
+def standing_in(unet: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """`forward(host, *args, **kwargs)` in place of the U-Net's own, which is its first argument."""
+    before, host = vars(unet).get("forward"), unet.forward
+    unet.forward = lambda *args, **kwargs: forward(host, *args, **kwargs)
+    try:
+        yield
+    finally:
+        del unet.forward
+        if before is not None:
+            unet.forward = before
+
+
+@torch.no_grad()
+def cheap_call(unet: Any, left_out: LeftOut, given: dict[str, Any], hidden: Tensor) -> Tensor:
+    """(B, C, H, W) the prediction of the last layers, on a state (B, C, H, W) that enters them."""
+    left_out.begin(hidden)
+    try:
+        return sample_of(unet(**left_out.without_residuals(given)))
+    finally:
+        left_out.end()

@@ -1,0 +1,93 @@
+"""The dynamic program over steps against all plans, run by what a patched pipeline does with them."""
+
+import itertools
+import random
+
+import pytest
+
+from agentsd import ReuseGuidance, ReuseSteps
+from agentsd.calibration.program import best_plans
+from agentsd.reuse.plan import plan_run
+
+PRICES = {"F": 10, "f": 2, "H": 5, "h": 1}
+LEVELS = (999, 900, 850, 700, 400, 150, 20)
+
+
+def realized(full, whole, order):
+    """What a run with these full steps, and of them these whole ones, computes."""
+    at_full = tuple(level for level, is_full in zip(LEVELS, full, strict=True) if is_full)
+    at_whole = tuple(level for level, is_whole in zip(LEVELS, whole, strict=True) if is_whole)
+    plan = plan_run(ReuseSteps(order=order, at=at_full), ReuseGuidance(at=at_whole), LEVELS)
+    return "".join(kind.symbol for kind in plan.values())
+
+
+def every_plan(order, halves, max_age, max_kept):
+    """The symbols of all plans within the limits, one by one."""
+    count, found = len(LEVELS), {}
+    for full in itertools.product((True, False), repeat=count - 1):
+        full = (True, *full)
+        places = [i for i in range(count) if full[i]]
+        for picked in itertools.product((True, False), repeat=len(places) - 1):
+            chosen = dict(zip(places, (True, *picked), strict=True))
+            if all(picked) or halves:
+                symbols = realized(full, [chosen.get(i, False) for i in range(count)], order)
+                found[symbols] = None
+    return [symbols for symbols in found if within(symbols, max_age, max_kept)]
+
+
+def within(symbols, max_age, max_kept):
+    if "H" in symbols and symbols[: symbols.index("H")].count("F") < 2:
+        return False
+    for i, symbol in enumerate(symbols):
+        before = symbols[:i]
+        if symbol in "fh" and i - max(before.rfind("F"), before.rfind("H")) > max_age:
+            return False
+        if symbol in "Hh" and i - max(before.rfind("F"), before.rfind("f")) > max_kept:
+            return False
+    return True
+
+
+def figures_of(symbols, order, lost):
+    """Cost and error, by looking back from each step."""
+    error = 0.0
+    for i, symbol in enumerate(symbols):
+        fulls = tuple(j for j in range(i) if symbols[j] in "FH")[-1 - order :]
+        whole = max((j for j in range(i) if symbols[j] in "Ff"), default=-1)
+        error += lost(i, symbol, fulls, whole)
+    return sum(PRICES[symbol] for symbol in symbols), error
+
+
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize(("max_age", "max_kept"), [(3, 4), (1, 2), (9, 9)])
+def test_no_plan_of_all_is_better_at_any_cost(order, halves, max_age, max_kept):
+    for seed in range(5):
+        table = {}
+
+        def lost(*key, table=table, rng=random.Random(seed)):  # noqa: B008  (a new one in each round)
+            return table.setdefault(key, 0.0 if key[1] == "F" else rng.random())
+
+        limits = {"order": order, "halves": halves, "max_age": max_age, "max_kept": max_kept}
+        found = best_plans(len(LEVELS), lambda i, symbol: PRICES[symbol], lost, **limits)
+        every = [figures_of(symbols, order, lost) for symbols in every_plan(order, halves, max_age, max_kept)]
+        assert [plan.cost for plan in found] == sorted({plan.cost for plan in found}, reverse=True)
+        for plan in found:
+            assert figures_of(plan.symbols, order, lost) == pytest.approx((plan.cost, plan.error))
+            assert within(plan.symbols, max_age, max_kept)
+        for budget in range(min(cost for cost, _ in every), 71):
+            best = min(error for cost, error in every if cost <= budget)
+            assert min(plan.error for plan in found if plan.cost <= budget) == pytest.approx(best)
+
+
+def test_the_dearest_step_is_left_out_first():
+    found = best_plans(
+        4,
+        lambda i, symbol: PRICES[symbol] * (3 if i == 2 else 1),
+        lambda i, symbol, fulls, whole: 1.0 * (symbol != "F"),
+        order=0,
+        halves=False,
+        max_age=4,
+        max_kept=8,
+    )
+    assert [plan[:2] for plan in found] == [(60, 0.0), (36, 1.0), (28, 2.0), (20, 3.0)]
+    assert (found[0].symbols, found[1].symbols, found[3].symbols) == ("FFFF", "FFfF", "Ffff")
