@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, HeunDiscreteScheduler
+from diffusers import DDIMScheduler, HeunDiscreteScheduler, LCMScheduler
 from tiny import BETAS, make_unet, snapshot
 
 from agentsd import Recipe, ReuseGuidance, ReuseSteps, apply_agentsd
@@ -24,7 +25,7 @@ SETTINGS = {"num_inference_steps": STEPS, "guidance_scale": 7.5}
 @pytest.fixture
 def plain(make_pipeline):
     """A pipeline with one U-Net call in each step."""
-    return make_pipeline(scheduler=DDIMScheduler(**BETAS, clip_sample=False))
+    return make_pipeline(scheduler=DDIMScheduler(**BETAS, clip_sample=False, steps_offset=1))
 
 
 def run(pipe, seed=0, **changes):
@@ -161,7 +162,7 @@ def test_a_plan_is_of_cheap_calls_alone_without_guidance(plain):
 
 
 def test_samplers_of_two_calls_a_step(make_pipeline):
-    pipe = make_pipeline(scheduler=HeunDiscreteScheduler(**BETAS))
+    pipe = make_pipeline(scheduler=HeunDiscreteScheduler(**BETAS, steps_offset=1))
     found = calibrate_calls(pipe, ["a cat"], speedup=1.5, **SETTINGS)
     assert compared(pipe, found)[0] == pytest.approx(found.measured["distance"], rel=1e-3)
     assert found.measured["speedup"] >= 1.5
@@ -233,6 +234,45 @@ def test_what_cannot_be_calibrated_is_refused_before_any_run(plain, monkeypatch)
 def test_a_goal_out_of_reach_says_what_can_be_had(plain):
     with pytest.raises(ValueError, match=r"speedup=99 cannot be met in these runs: the greatest is about \d"):
         calibrate_calls(plain, ["a cat"], speedup=99, **SETTINGS)
+
+
+def test_a_sampler_that_nothing_is_left_out_of_is_refused(make_pipeline):
+    pipe = make_pipeline(scheduler=LCMScheduler(**BETAS, steps_offset=1))
+    before = snapshot(pipe.unet)
+    with (
+        pytest.warns(UserWarning, match="LCMScheduler is for few steps"),
+        pytest.raises(ValueError, match="nothing was left out of a run under a plan"),
+    ):
+        calibrate_calls(pipe, ["a cat"], speedup=1.3, **SETTINGS)
+    assert snapshot(pipe.unet) == before
+
+
+def test_time_may_be_the_cost(plain, monkeypatch):
+    """By a clock that shows 2 s for the last layer of a pass, and 14 s for the middle one."""
+    shown = 0.0
+
+    def pass_by(seconds):
+        nonlocal shown
+        shown += seconds
+
+    monkeypatch.setattr(time, "process_time", lambda: shown)
+    plain.unet.conv_out.register_forward_hook(lambda m, args, out: pass_by(2 * len(args[0])))
+    plain.unet.mid_block.resnets[0].register_forward_hook(lambda m, args, out: pass_by(14 * len(args[0])))
+    found = calibrate_calls(plain, ["a cat"], speedup=2.0, cost="time", **SETTINGS)
+    plan = found.measured["plan"]
+    seconds = sum({"F": 32, "f": 4, "H": 16, "h": 2}[symbol] for symbol in plan)
+    assert found.measured["cost"] == "time"
+    assert found.measured["speedup"] == pytest.approx(32 * STEPS / seconds)
+    assert found.measured["predicted"]["speedup"] == pytest.approx(32 * STEPS / seconds, rel=0.01)
+
+
+def test_a_plan_serves_another_number_of_steps(plain):
+    found = calibrate_calls(plain, ["a cat"], speedup=1.5, **SETTINGS)
+    with apply_agentsd(plain, recipe=found) as handle:
+        run(plain, num_inference_steps=12)
+        calls = handle.summary().split()[0]
+    assert (len(calls), calls[0]) == (12, "F")
+    assert calls.count("F") == found.measured["plan"].count("F")
 
 
 def test_weights_lie_on_lines_of_their_logarithms():

@@ -10,6 +10,7 @@ from agentsd_eval.pictures import models
 from typer.testing import CliRunner
 
 from agentsd import Recipe, apply_agentsd, calibrate
+from agentsd.calibration import calibrate_calls
 
 RUN = ("--steps", 2, "--calls", 1, "--cost", "multiply_adds", "--scheduler", "model")
 
@@ -34,6 +35,22 @@ def test_the_command_saves_what_the_call_finds(pipe, model_folder: str, tmp_path
         assert set(handle.layer_names) == set(found.layers)
 
 
+def test_the_command_saves_which_calls_are_full(pipe, model_folder: str, tmp_path: Path) -> None:
+    path = tmp_path / "calls.yaml"
+    arguments = ("--model", model_folder, "--prompt", "a cat", "--scheduler", "model", "--steps", 8)
+    goal = ("--whole-calls", "--speedup", 1.5, "--cost", "multiply_adds", "--out", path)
+    printed = invoke(*arguments, *goal)
+    found = Recipe.load(path)
+    same = {"num_inference_steps": 8, "height": 32, "width": 32}
+    assert found == calibrate_calls(pipe, ["a cat"], speedup=1.5, **same)
+    assert found.measured["speedup"] >= 1.5
+    assert f"{found.measured['plan']} (8 calls: " in printed
+    assert f"{found.measured['speedup']:.3f}x" in printed
+    for row in found.measured["fewer_steps"]:
+        assert f"stock, {row['steps']} steps" in printed
+    assert str(path) in printed
+
+
 def test_prompts_are_the_embedded_models_if_none_are_given(model_folder: str, tmp_path: Path) -> None:
     path = tmp_path / "layers.yaml"
     invoke("--model", model_folder, "--images", 2, "--max-error", 1.0, *RUN, "--out", path)
@@ -46,6 +63,11 @@ def test_prompts_are_the_embedded_models_if_none_are_given(model_folder: str, tm
         ((), "give one goal"),
         (("--speedup", 1.1, "--max-error", 0.1), "give one goal"),
         (("--speedup", 0.9), "speedup"),
+        (("--max-distance", 0.1), "without --whole-calls, --max-error"),
+        (("--whole-calls",), "with --whole-calls, --max-distance"),
+        (("--whole-calls", "--max-error", 0.1), "with --whole-calls, --max-distance"),
+        (("--whole-calls", "--speedup", 2, "--agent", "k=0.1"), "whole calls have no such setting"),
+        (("--whole-calls", "--speedup", 2, "--steps", 5), "num_inference_steps=5: pass 8 or more"),
         (("--speedup", 9, "--agent", "late=none"), "unknown ['late']"),
     ],
 )

@@ -169,7 +169,7 @@ class _Measured:
         tap = left_out.hook()
         try:
             for number in range(len(runs.prompts)):
-                (calls, latents), spent = _recorded(pipe, unet, left_out, runs, number)
+                calls, latents, spent = _recorded(pipe, unet, left_out, runs, number)
                 runs.stock.append(latents)
                 runs.spent += spent
                 tick()
@@ -206,7 +206,8 @@ class _Measured:
 
 def _recorded(
     pipe: Any, unet: Any, left_out: LeftOut, runs: Runs, number: int
-) -> tuple[tuple[list[Call], Tensor], float]:
+) -> tuple[list[Call], Tensor, float]:
+    """A stock run's calls, its final latents, and its cost."""
     calls: list[Call] = []
 
     def run() -> Tensor:
@@ -214,8 +215,9 @@ def _recorded(
         calls.extend(found)
         return latents
 
-    latents, spent = runs.metered(number, run)
-    return (calls, latents), spent
+    latents, costs = runs.metered(number, run)
+    # All are alike; a first one, which is slower as caches are cold, would flatter what comes after.
+    return calls, latents, median(costs) * len(costs) if costs else 0.0
 
 
 def _prices(unet: Any, left_out: LeftOut, cost: Cost, call: Call, guided: bool) -> dict[str, int]:
@@ -231,7 +233,7 @@ def _prices(unet: Any, left_out: LeftOut, cost: Cost, call: Call, guided: bool) 
         does["H"] = lambda: unet(**halved)
         does["h"] = lambda: cheap_call(unet, left_out, halved, hidden.chunk(2)[1])
     with torch.no_grad():
-        spent = {symbol: [] for symbol in does}  # type: dict[str, list[float]]
+        spent: dict[str, list[float]] = {symbol: [] for symbol in does}
         for _ in range(1 if cost == "multiply_adds" else 5):  # in turn
             for symbol, run in does.items():
                 spent[symbol].append(cost_of(cost, unet.device, run))

@@ -64,11 +64,11 @@ class Runs:
         latents: Tensor = self._pipe(self.prompts[number], generator=rng, output_type="latent", **settings)[0]
         return latents
 
-    def metered(self, number: int, run: Callable[[], Tensor]) -> tuple[Tensor, float]:
-        """What `run` returns, and what its U-Net calls cost; multiply-adds are counted on the first alone."""
+    def metered(self, number: int, run: Callable[[], Tensor]) -> tuple[Tensor, list[float]]:
+        """What `run` returns, and what each U-Net call cost; multiply-adds are counted on the first alone."""
         spent: list[float] = []
         if self._cost == "multiply_adds" and number:
-            return run(), 0.0
+            return run(), []
 
         def forward(host: Any, *args: Any, **kwargs: Any) -> Any:
             outputs: list[Any] = []
@@ -77,7 +77,7 @@ class Runs:
             return outputs[0]
 
         with standing_in(self._unet, forward):
-            return run(), sum(spent)
+            return run(), spent
 
     def compare(self, recipe: Recipe | None, tick: Callable[[], None], **changes: Any) -> Figures:
         """Run all prompts under a recipe, or with changed settings, and compare them with stock's runs."""
@@ -85,8 +85,8 @@ class Runs:
         symbols = ""
         with nullcontext() if recipe is None else apply_agentsd(self._pipe, recipe=recipe) as handle:
             for number, stock in enumerate(self.stock):
-                latents, cost = self.metered(number, lambda n=number: self.run(n, **changes))  # type: ignore[misc]
-                spent += cost
+                latents, costs = self.metered(number, lambda n=number: self.run(n, **changes))  # type: ignore[misc]
+                spent += sum(costs)
                 moved += mean_square(latents.float() - stock.float())
                 tick()
             if handle is not None:
