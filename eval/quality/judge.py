@@ -119,8 +119,8 @@ class Judge:
     ) -> tuple[list[Row], list[Row]]:
         """Return a row for each method and then for each harm to stock's pictures, and one for each picture.
 
-        The features of stock's pictures and of the default's, and of real pictures of a folder, are written to
-        `features/` in the run's folder: what is small enough to be kept with a table.
+        The features of stock's pictures, the default's and a folder's real ones are written to `features/` in
+        the run's folder: what is small enough to be kept with a table.
         """
 
         def shown_by(method: Method, pictures: Sequence[Picture] = self.pictures) -> Shown:
