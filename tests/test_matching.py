@@ -66,9 +66,14 @@ def test_sources_are_ordered_by_similarity_to_their_best_destination():
     ranking = rank_tokens(metric, partition)
     for image, points in enumerate(metric.double()):
         unit = points / points.norm(dim=1, keepdim=True)
-        scores = [max(float(unit[s] @ unit[d]) for d in ranking.dst) for s in ranking.src[image]]
+        ranked = partition.src[ranking.order[image]]
+        scores = [max(float(unit[s] @ unit[d]) for d in partition.dst) for s in ranked]
         assert scores == sorted(scores, reverse=True)
-        assert set(ranking.src[image].tolist()) == set(partition.src.tolist())
+        assert set(ranked.tolist()) == set(partition.src.tolist())
+        matched = partition.dst[ranking.match[image]]
+        pairs = zip(partition.src, matched, strict=True)
+        best = [max(float(unit[s] @ unit[d]) for d in partition.dst) for s in partition.src]
+        assert [float(unit[s] @ unit[d]) for s, d in pairs] == pytest.approx(best, abs=1e-6)
 
 
 def test_score_matrix_in_slices_gives_the_same_ranking(monkeypatch):
@@ -77,7 +82,7 @@ def test_score_matrix_in_slices_gives_the_same_ranking(monkeypatch):
     whole = rank_tokens(metric, partition)
     monkeypatch.setattr(matching, "SCORE_BUDGET", 2 * 16 * 7)
     sliced = rank_tokens(metric, partition)
-    assert torch.equal(whole.src, sliced.src)
+    assert torch.equal(whole.order, sliced.order)
     assert torch.equal(whole.match, sliced.match)
 
 
@@ -89,4 +94,7 @@ def test_zero_norm_tokens_are_alike_to_none(dtype):
     ranking = rank_tokens(metric, partition)
     cut = cut_ranking(ranking, 20)
     assert merge(metric, cut).isfinite().all()
-    assert not set(ranking.src[0, :20].tolist()) & {5, 7}  # sources among the zero tokens rank below likeness
+    assert not set(partition.src[ranking.order[0, :20]].tolist()) & {
+        5,
+        7,
+    }  # sources among the zero tokens rank below likeness

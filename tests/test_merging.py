@@ -2,12 +2,13 @@ import pytest
 import torch
 
 from agentsd.attention.matching import Ranking
-from agentsd.attention.merging import cut_ranking, merge, unmerge
+from agentsd.attention.merging import cut_ranking, first_of, merge, second_of, unmerge
 
 # Two images of six tokens; destinations 0 and 3.
 RANKING = Ranking(
-    src=torch.tensor([[5, 1, 4, 2], [2, 4, 1, 5]]),
-    match=torch.tensor([[1, 0, 1, 0], [0, 0, 1, 1]]),
+    order=torch.tensor([[3, 0, 2, 1], [1, 2, 0, 3]]),  # 5 1 4 2, and 2 4 1 5
+    match=torch.tensor([[0, 0, 1, 1], [1, 0, 0, 1]]),
+    src=torch.tensor([1, 2, 4, 5]),
     dst=torch.tensor([0, 3]),
 )
 X = torch.arange(12.0).view(2, 6, 1)
@@ -24,6 +25,19 @@ def test_unmerge_by_hand():
     back = unmerge(torch.tensor([[[20.0], [21.0], [22.0]], [[30.0], [31.0], [32.0]]]), cut)
     assert back[0].flatten().tolist() == [21, 21, 20, 22, 22, 22]
     assert back[1].flatten().tolist() == [31, 32, 31, 32, 31, 30]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("r", "further"), [(3, 4), (0, 4), (1, 2)])
+def test_two_cuts_are_formed_in_one_pass(r, further, dtype):
+    x, both = X.to(dtype), cut_ranking(RANKING, r, dtype, further)
+    alone = [cut_ranking(RANKING, n, dtype) for n in (r, further)]
+    rows = 2 * (6 - r)
+    expected = [merge(x, cut) for cut in alone]
+    assert torch.equal(merge(x, both), torch.cat([part.flatten(0, 1) for part in expected])[None])
+    for cut, part in zip((first_of(both, rows), second_of(both, rows)), expected, strict=True):
+        assert torch.equal(merge(x, cut), part)
+    assert torch.equal(unmerge(expected[0], first_of(both, rows)), unmerge(expected[0], alone[0]))
 
 
 @pytest.mark.parametrize("r", [0, 1, 4, 99])
@@ -45,6 +59,7 @@ def test_merging_is_differentiable():
 def test_half_precision_sums_are_taken_in_float32_whatever_was_ranked(dtype):
     """2,001 tokens of 1 and 3 joined in float16 steps would stop counting at 2,048."""
     n = 4001
-    ranking = Ranking(torch.arange(1, n)[None], torch.zeros(1, n - 1, dtype=torch.int64), torch.tensor([0]))
+    order, src = torch.arange(n - 1)[None], torch.arange(1, n)
+    ranking = Ranking(order, torch.zeros_like(order), src, torch.tensor([0]))
     x = torch.ones(1, n, 1, dtype=torch.float16)
     assert merge(x, cut_ranking(ranking, n, dtype)).item() == 1

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..checks import check, check_share
 from .formula import agent_attention
 from .matching import Ranking
-from .merging import Cut, cut_ranking, merge, unmerge
+from .merging import Cut, cut_ranking, first_of, merge, second_of, unmerge
 from .operator import Attend, Operator, Place, heads, project, project_out
 from .ranking import RankedPlan, check_cells, partition
 
@@ -86,21 +86,35 @@ def check_ranking(ranking: str) -> None:
 class AgentsPlan(RankedPlan):
     """Merged tokens, and agents from the same ranking; plain attention where agents would not be few."""
 
-    agents: Cut | None = None
+    both: Cut | None = None
+    """The cut of the tokens, where they are merged, and then that of the agents."""
 
     def __init__(self, settings: Agents, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
         self.settings = settings
 
-    def cut_further(self, ranking: Ranking, block_input: Tensor, n_merged: int) -> None:
-        """Cut the ranking for the agents."""
-        settings, n_tokens = self.settings, block_input.shape[1]
+    @property
+    def agents(self) -> Cut | None:
+        """How tokens are merged into agents; None where attention is plain."""
+        if self.both is None or self.tokens is None:
+            return self.both
+        return second_of(self.both, self.tokens.edges.numel() - 1)
+
+    def cut(self, ranking: Ranking, block_input: Tensor, n_merged: int) -> None:
+        """Cut the ranking for the tokens and for the agents."""
+        settings, (batch, n_tokens, _), dtype = self.settings, block_input.shape, block_input.dtype
         n_agents = self.drawn.dst.numel()
         if settings.agent_ratio is not None:
             n_agents = max(n_tokens - int(n_tokens * settings.agent_ratio), n_agents)
         # As the reference: where agents would be no fewer than half the tokens, attention stays plain.
         few = 2 * n_agents < n_tokens - n_merged
-        self.agents = cut_ranking(ranking, n_tokens - n_agents, block_input.dtype) if few else None
+        if not few:
+            super().cut(ranking, block_input, n_merged)
+        elif n_merged:
+            self.both = cut_ranking(ranking, n_merged, dtype, n_tokens - n_agents)
+            self.tokens = first_of(self.both, batch * (n_tokens - n_merged))
+        else:
+            self.both = cut_ranking(ranking, n_tokens - n_agents, dtype)
         if settings.feed_forward:
             self.feed_forward = self.tokens
 
@@ -108,29 +122,46 @@ class AgentsPlan(RankedPlan):
         """Let go of the agents' cut as well."""
         super().forget()
         if self.own:
-            self.agents = None
+            self.both = None
 
     def attend(self, attn: Attention, tokens: Tensor, wrapped: Attend) -> Tensor:
         """Merge, gather and broadcast, unmerge."""
-        cut, agents = self.tokens, self.agents
-        merged = tokens if cut is None else merge(tokens, cut)
-        if agents is None:
-            out = wrapped(merged)
+        cut, both, settings = self.tokens, self.both, self.settings
+        if both is None:
+            out = wrapped(tokens if cut is None else merge(tokens, cut))
+        elif cut is None:
+            out = attend_agents(attn, tokens, merge(tokens, both), settings.k, settings.scale)
         else:
-            out = attend_agents(attn, merged, merge(tokens, agents), self.settings.k, self.settings.scale)
+            merged, batch = merge(tokens, both), tokens.shape[0]
+            parts = merged[0].tensor_split([cut.edges.numel() - 1])
+            tokens, agents = (part.unflatten(0, (batch, -1)) for part in parts)
+            out = attend_agents(attn, tokens, agents, settings.k, settings.scale, both=merged)
         self.forget()
         return out if cut is None else unmerge(out, cut)
 
 
 def attend_agents(
-    attn: Attention, tokens: Tensor, agents: Tensor, k: float, scale: float, mask: Tensor | None = None
+    attn: Attention,
+    tokens: Tensor,
+    agents: Tensor,
+    k: float,
+    scale: float,
+    mask: Tensor | None = None,
+    both: Tensor | None = None,
 ) -> Tensor:
     """The layer's own projections and norms around `agent_attention`: (B, M, C) -> (B, M, C).
 
-    Agents (B, n, C) are projected as queries.
+    Agents (B, n, C) are projected as queries; in one pass with the tokens where they stand side by side,
+    `both` (1, B * M + B * n, C).
     """
-    query, key, value = project(attn, tokens)
-    agent = heads(attn, attn.to_q(agents))
+    if both is None:
+        query, agent = attn.to_q(tokens), attn.to_q(agents)
+    else:
+        batch, n_tokens, _ = tokens.shape
+        parts = attn.to_q(both)[0].tensor_split([batch * n_tokens])
+        query, agent = (part.unflatten(0, (batch, -1)) for part in parts)
+    query, key, value = project(attn, tokens, query)
+    agent = heads(attn, agent)
     if attn.norm_q is not None:
         agent = attn.norm_q(agent)
     dtype = value.dtype

@@ -25,16 +25,17 @@ class Partition(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """Sources ordered by how alike they are to their best destination, best first.
+    """How alike the sources are to their best destinations.
 
     Attributes:
-        src: (B, N-n) positions of the sources, in that order.
-        match: (B, N-n) index into `dst` of each source's best destination, in that order.
-        dst: (n,) positions of the destinations.
+        order: (B, N-n) indices into `src`, best first.
+        match: (B, N-n) index into `dst` of each source's best destination.
+        src, dst: (N-n,) and (n,) positions of the sources and the destinations.
     """
 
-    src: Tensor
+    order: Tensor
     match: Tensor
+    src: Tensor
     dst: Tensor
 
 
@@ -76,14 +77,14 @@ def rank_tokens(metric: Tensor, partition: Partition) -> Ranking:
     """
     src, dst = (index.to(metric.device) for index in partition)
     precise = torch.promote_types(metric.dtype, torch.float32)
+    metric = metric.index_select(1, torch.cat([src, dst]))
     norm = torch.linalg.vector_norm(metric, dim=-1, dtype=precise)
     norm = norm.clamp_min(torch.finfo(torch.float32).tiny)
+    sources, targets = metric.tensor_split([src.numel()], dim=1)
     # A source's own norm does not change which destination is best: it is divided out of the best one.
-    targets = metric.index_select(1, dst) / norm.index_select(1, dst)[..., None]
-    targets = targets.to(metric.dtype).transpose(1, 2)
+    targets = (targets / norm[:, src.numel() :, None]).to(metric.dtype).transpose(1, 2)
     step = max(1, SCORE_BUDGET // (metric.shape[0] * max(1, dst.numel())))
-    best = [(metric.index_select(1, part) @ targets).max(dim=-1) for part in src.split(step)]
+    best = [(part @ targets).max(dim=-1) for part in sources.split(step, dim=1)]
     value, match = best[0] if len(best) == 1 else (torch.cat(part, dim=1) for part in zip(*best, strict=True))
-    similarity = value / norm.index_select(1, src)
-    order = similarity.argsort(dim=1, descending=True, stable=True)
-    return Ranking(src[order], match.gather(1, order), dst)
+    similarity = value / norm[:, : src.numel()]
+    return Ranking(similarity.argsort(dim=1, descending=True, stable=True), match, src, dst)

@@ -17,8 +17,9 @@ class Cut(NamedTuple):
     """Which tokens form each merged token, when the first `r` sources of a ranking are merged.
 
     Merged tokens stand in the order: sources that stay (N-n-r), then destinations (n). Rows count through
-    the batch (row = image * tokens + token), so that every move is one flat index operation. All are int32:
-    a cut may live as long as the model call.
+    the batch (row = image * tokens + token), so that every move is one flat index operation.
+
+    A second cut of the same ranking may follow in `members`, `edges` and `share`: one pass then forms both.
 
     Attributes:
         home: (B * N,) row of the merged token that each token is in.
@@ -33,34 +34,56 @@ class Cut(NamedTuple):
     share: Tensor | None
 
 
-def cut_ranking(ranking: Ranking, r: int, dtype: torch.dtype = torch.float32) -> Cut:
-    """Merge the `r` best-matched sources, at most all of them; `dtype` is that of the tokens to be merged."""
-    src, match, dst = ranking
-    (batch, sources), targets = src.shape, dst.numel()
-    r = min(r, sources)
-    kept = sources - r
-    tokens, merged = sources + targets, kept + targets
+def cut_ranking(
+    ranking: Ranking, r: int, dtype: torch.dtype = torch.float32, further: int | None = None
+) -> Cut:
+    """Merge the `r` best-matched sources, at most all of them; `dtype` is that of the tokens to be merged.
 
-    rows = torch.arange(batch * merged + 1, dtype=torch.int32, device=src.device)
-    slots = rows[:-1].view(batch, merged)
-    joined = slots[:, kept:].gather(1, match[:, :r])
-    home = torch.empty(batch, tokens, dtype=torch.int32, device=src.device)
-    home.scatter_(1, src, torch.cat([joined, slots[:, :kept]], dim=1) if kept else joined)
-    home.index_copy_(1, dst, slots[:, kept:])
-    home = home.flatten()
+    A second cut, which merges `further` sources, follows where that is given.
+    """
+    order, match, src, dst = ranking
+    (batch, sources), targets = order.shape, dst.numel()
+    kept = [sources - min(n, sources) for n in ((r,) if further is None else (r, further))]
+    sizes = [batch * (n + targets) for n in kept]
+
+    rows = torch.arange(sum(sizes) + 1, dtype=torch.int32, device=order.device)
+    slots = [part.view(batch, -1) for part in rows[:-1].split(sizes)]
+    ends = [part[:, n:] for part, n in zip(slots, kept, strict=True)]
+    end = ends[0][None] if further is None else torch.stack(ends)
+    joined = end.gather(2, match.expand(len(kept), -1, -1))
+    for each, part, n in zip(joined, slots, kept, strict=True):
+        if n:
+            each.scatter_(1, order[:, sources - n :], part[:, :n])
+    home = torch.empty(len(kept), batch, sources + targets, dtype=torch.int32, device=order.device)
+    home.index_copy_(2, src, joined).index_copy_(2, dst, end)
     # Sorting, not counting with atomics: the same order of summation, and so the same bits, in every call.
-    ordered, members = home.sort(stable=True)
-    edges = torch.searchsorted(ordered, rows, out_int32=True)
+    ordered, members = (x.flatten() for x in home.flatten(1).sort(dim=1, stable=True))
+    edges = torch.searchsorted(ordered, rows)
     share = None
     if dtype not in _HALF:
         share = (edges[1:] - edges[:-1]).to(dtype).reciprocal().index_select(0, ordered)
-    return Cut(home, members.int(), edges, share)
+    return Cut(home[0].flatten(), members, edges, share)
+
+
+def first_of(cut: Cut, merged: int) -> Cut:
+    """The first cut of two, which has `merged` merged tokens in the batch."""
+    tokens = cut.home.numel()
+    share = None if cut.share is None else cut.share[:tokens]
+    return Cut(cut.home, cut.members[:tokens], cut.edges[: merged + 1], share)
+
+
+def second_of(cut: Cut, merged: int) -> Cut:
+    """The second cut of two, without its way back; the first has `merged` merged tokens in the batch."""
+    tokens = cut.home.numel()
+    share = None if cut.share is None else cut.share[tokens:]
+    return Cut(cut.home[:0], cut.members[tokens:], cut.edges[merged:] - tokens, share)
 
 
 def merge(x: Tensor, cut: Cut) -> Tensor:
     """Tokens (B, N, C) -> (B, N-r, C): each destination becomes the mean of itself and what joins it.
 
-    Sums are taken in float32 where `x` is of half precision.
+    Sums are taken in float32 where `x` is of half precision. Of two cuts: (1, B * (N-r) + B * (N-s), C), the
+    merged tokens of all images and then those of the second cut.
     """
     batch, _, channels = x.shape
     rows = x.reshape(-1, channels)
@@ -75,7 +98,8 @@ def merge(x: Tensor, cut: Cut) -> Tensor:
             per_sample_weights=cut.share.to(x.dtype),
             include_last_offset=True,
         )
-    return mean.view(batch, -1, channels)
+    two = cut.members.numel() > rows.shape[0]
+    return mean.view(1 if two else batch, -1, channels)
 
 
 def unmerge(x: Tensor, cut: Cut) -> Tensor:

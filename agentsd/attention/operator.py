@@ -99,9 +99,13 @@ def separate(attn: Attention, wrapped: Attend) -> Attend:
     return (lambda *args: _SEPARATE(attn, *args)) if attn.fused_projections else wrapped
 
 
-def project(attn: Attention, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value (B, heads, M, d) of tokens (B, M, C), through the layer's own projections."""
-    query, key, value = (heads(attn, to(tokens)) for to in (attn.to_q, attn.to_k, attn.to_v))
+def project(attn: Attention, tokens: Tensor, query: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value (B, heads, M, d) of tokens (B, M, C), through the layer's own projections.
+
+    `query` (B, M, heads * d) is passed where it is projected already.
+    """
+    query = attn.to_q(tokens) if query is None else query
+    query, key, value = (heads(attn, x) for x in (query, attn.to_k(tokens), attn.to_v(tokens)))
     if attn.norm_q is not None:
         query = attn.norm_q(query)
     if attn.norm_k is not None:
@@ -113,7 +117,7 @@ def project_out(attn: Attention, out: Tensor) -> Tensor:
     """(B, heads, M, d) -> (B, M, C), through the layer's own output projection."""
     out = out.transpose(1, 2).flatten(2)
     out = attn.to_out[1](attn.to_out[0](out))  # linear, dropout
-    return out / attn.rescale_output_factor
+    return out if attn.rescale_output_factor == 1 else out / attn.rescale_output_factor
 
 
 def heads(attn: Attention, x: Tensor) -> Tensor:

@@ -60,14 +60,13 @@ class RankedPlan(Plan):
     def rank(self, block_input: Tensor) -> None:
         """Rank the tokens (B, N, C) of a block's input and cut the ranking."""
         ranking = rank_tokens(block_input, self.drawn)
-        n_tokens = block_input.shape[1]
-        n_merged = min(int(n_tokens * self.ratio), self.drawn.src.numel())
-        self.tokens = cut_ranking(ranking, n_merged, block_input.dtype) if n_merged else None
-        self.cut_further(ranking, block_input, n_merged)
+        n_merged = min(int(block_input.shape[1] * self.ratio), self.drawn.src.numel())
+        self.cut(ranking, block_input, n_merged)
         self.ranked = True
 
-    def cut_further(self, ranking: Ranking, block_input: Tensor, n_merged: int) -> None:
-        """Make the operator's other cuts of the same ranking."""
+    def cut(self, ranking: Ranking, block_input: Tensor, n_merged: int) -> None:
+        """Make the operator's cuts of the ranking."""
+        self.tokens = cut_ranking(ranking, n_merged, block_input.dtype) if n_merged else None
 
     def forget(self) -> None:
         """Let go of the cuts, where they are one layer's alone: they are large where tokens are many."""
