@@ -193,7 +193,9 @@ def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
     assert torch.equal(_train_line(tmp_path / "cut", 12), whole)
 
 
-def test_the_recipe_runs_from_pictures_to_a_pipeline(micro, tmp_path):
+def test_the_recipe_runs_from_pictures_to_a_pipeline(micro, tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe, "SHEET_PROMPTS", 2)
+    monkeypatch.setattr(recipe, "SHEET_SIZE", 32)
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(micro.model_dump(mode="json")))
     recipe.main(path)

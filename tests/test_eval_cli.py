@@ -37,11 +37,12 @@ def invoke(*arguments: Any, code: int = 0) -> str:
 def test_compare(model_folder: str, tmp_path: Path) -> None:
     out = tmp_path / "new" / "grid.png"
     printed = invoke(
-        "compare", "--model", model_folder, "--prompt", "a cat", "--prompt", "a dog", "--steps", 3,
+        "compare", "--model", model_folder, "--prompt", "a cat", "--prompt", "a dog", "--steps", 8,
         "--ratio", 0.5, "--agent", "k=0.1", "--out", out,
     )  # fmt: skip
-    for method in ("stock", "tomesd r=0.5", "exact r=0.5"):
+    for method in ("stock", "stock@4", "tomesd r=0.5", "fast r=0.5"):
         assert method in printed
+    assert "reuse, each call: FfFfFfFf (8 calls: 4 full; 4 cheap)" in printed
     with Image.open(out) as image:
         assert image.size[0] > 2 * 160
         assert image.size[1] > 3 * 160

@@ -42,7 +42,7 @@ def test_the_envelope_is_what_nothing_beats() -> None:
     rows = [{"method": f"mediators {x}, 0", "multiply_adds": 1e9 * x, "frechet": y} for x, y in points]
     few = [{"method": name, "multiply_adds": 1e9, "frechet": 0.5} for name in ("stock", "stock@5")]
     axes = draw([*few, *rows], "efficientnet-lite0").axes[0]
-    assert axes.get_ylabel() == "Fréchet (efficientnet-lite0)"
+    assert axes.get_ylabel() == "Fréchet (efficientnet-lite0, 48 components)"
     assert len(axes.lines[0].get_xdata()) == 4
     assert [text.get_text() for text in axes.texts] == [
         "1.0, 0", "2.5, 0", "3.0, 0", "5.0, 0", "stock", "stock@5",

@@ -23,7 +23,7 @@ from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from pydantic import ValidationError
 from tiny import BETAS, fingerprint, make_sdxl_unet, make_unet
 
-from agentsd import Downsample, Phases, PooledAgents, Recipe, apply_agentsd
+from agentsd import Downsample, Phases, PooledAgents, Recipe, ReuseSteps, apply_agentsd
 from agentsd.modules import AgentModule, FocusedLinear
 from agentsd.recipe import EXACT, FAST, MODES
 
@@ -189,7 +189,7 @@ def test_rows_of_fewer_steps() -> None:
     assert counts(12, 0.8, 0.6, 0.4) == ["stock@10", "stock@7", "stock@5"]
     assert counts(2, 0.8, 0.6, 0.4) == ["stock@1"]  # 1.6 is 2 again, 0.8 is 1 as 1.2
     assert counts(1, 0.5) == counts(50) == []
-    methods = expand(["stock@20", "fast"], [0.4], CompareSettings(), (0.4,))
+    methods = expand(["stock@20", "fast"], [0.4], CompareSettings(steps=50), (0.4,))
     assert [(method.label, method.is_stock) for method in methods] == [
         ("stock", True),
         ("stock@20", False),
@@ -200,16 +200,7 @@ def test_rows_of_fewer_steps() -> None:
 
 
 def test_what_saves_whole_calls_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Rule:
-        """Around a call."""
-
-        def before(self, step: Any, args: Any, kwargs: Any) -> Any:
-            return args, kwargs
-
-        def after(self, step: Any, output: Any) -> Any:
-            return output
-
-    monkeypatch.setitem(MODES, "calls", Recipe(steps=Rule()))
+    monkeypatch.setitem(MODES, "calls", Recipe(steps=ReuseSteps()))
     names = ("stock", "fast", "tomesd", "limit", "calls", "deepcache-5", "fast+deepcache", "fast@20")
     within = [parse_method(name, 0.4, SETTINGS).within_a_call for name in names]
     assert within == [True] * 4 + [False] * 4

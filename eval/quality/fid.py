@@ -14,6 +14,7 @@ from ..settings import FidSettings
 from . import metrics
 from .feature_file import SUFFIX, load_features
 from .features import check_network, features_of, load_network, picture_files
+from .projection import frechet_features
 
 
 def command(settings: FidSettings, console: Console) -> None:
@@ -67,7 +68,8 @@ def distances(
     a, b = features
     count = min(len(a), len(b))
     row: Row = {"images": f"{len(a)} / {len(b)}"}
-    row["frechet"] = metrics.frechet_distance(metrics.fit(a), metrics.fit(b))
+    fits = (metrics.fit(frechet_features(part, settings.features)) for part in (a, b))
+    row["frechet"] = metrics.frechet_distance(*fits)
     if count >= 3:
         random = np.random.default_rng(0)
         picked = [part[random.permutation(len(part))[:count]] for part in (a, b)]

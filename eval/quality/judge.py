@@ -19,7 +19,7 @@ from .feature_file import SUFFIX, save_features
 from .features import Network, features_of, load_network
 from .grain import grain
 from .perceptual import Looks, StageFeatures
-from .projection import load_basis, project
+from .projection import frechet_features
 from .real import Real
 from .scenes import place_distance, read_pictures
 from .summary import summary_of
@@ -62,7 +62,6 @@ class Judge:
     def __post_init__(self) -> None:
         self.network = load_network(self.settings.features, self.device, self.settings.inception_weights)
         self._stages = StageFeatures(self.device)
-        self._basis = load_basis() if self.network.name == "efficientnet-lite0" else None
         self._clip = ClipScore(self.settings.clip, self.device) if self.settings.clip else None
         self._cache = self.settings.out / "features"
         self._reader = scene_reader(self.pictures)
@@ -77,8 +76,7 @@ class Judge:
             self._kernel_reference = metrics.KernelSet(self.real_features)
 
     def _projected(self, features: np.ndarray) -> np.ndarray:
-        """What a Fréchet distance is of: Inception's features as they are (FID), or the fixed basis's."""
-        return features if self._basis is None else project(features, self._basis)
+        return frechet_features(features, self.network.name)
 
     def floor(self) -> Row | None:
         """Return the distances of real pictures to other real pictures, means over random splits.

@@ -37,3 +37,8 @@ def load_basis() -> np.ndarray:
 def project(features: np.ndarray, basis: np.ndarray) -> np.ndarray:
     """Return features (N, D) in a basis (K, D), as (N, K)."""
     return np.asarray(features, np.float64) @ basis.T
+
+
+def frechet_features(features: np.ndarray, network: str) -> np.ndarray:
+    """Return what a Fréchet distance is of: Inception's features as they are (FID), others in the basis."""
+    return features if network == "inception" else project(features, load_basis())
