@@ -76,6 +76,9 @@ class DiffusionConfig(LoopConfig):
     leak_weight: float = Field(default=0.1, ge=0)
     """Weight of the squared change that a style makes to the text encoder's hidden states of a concept."""
     snr_gamma: float = Field(default=5.0, gt=0)
+    offset_noise: float = Field(default=0.15, ge=0)
+    """Standard deviation of a shift of each channel's noise. SD 1.5's last level of noise lets a latent's mean
+    through; without a shift the background is read there and its word is not learnt."""
     workers: int = Field(default=0, ge=0)
     """Processes that compose scenes ahead; a GPU is kept busy by a dozen, a CPU has no use for any."""
     sheet_every: int = Field(default=2000, gt=0)
@@ -90,6 +93,8 @@ class DemoConfig(_Settings):
     export_dir: Path = PIPELINE
     init_from: Path | None = None
     """Folder of an exported pipeline whose weights a new run starts from; its shapes are kept."""
+    fresh_words: tuple[str, ...] = ()
+    """Words that the start doesn't tell apart: the embeddings of their last tokens are drawn anew."""
     concepts: Literal["all"] | tuple[str, ...] = "all"
     """What the U-Net is trained on; the autoencoder always sees every concept."""
     device: str = "cpu"

@@ -67,6 +67,20 @@ def build_text_encoder(tokenizer: CLIPTokenizer, config: DiffusionConfig) -> CLI
     )
 
 
+def renew_embeddings(
+    text_encoder: CLIPTextModel, tokenizer: CLIPTokenizer, words: Sequence[str], scale: float = 0.1
+) -> None:
+    """Draw the embeddings of the words' last tokens anew, with a standard deviation of `scale`.
+
+    CLIP's own, 0.02, suits long training: a few thousand steps leave words that hardly differ at the start
+    the same to the U-Net.
+    """
+    embeddings = text_encoder.get_input_embeddings().weight
+    last = [tokenizer(word, add_special_tokens=False).input_ids[-1] for word in words]
+    with torch.no_grad():
+        embeddings[last] = scale * torch.randn(len(last), embeddings.shape[1], device=embeddings.device)
+
+
 def build_unet(config: DiffusionConfig, latent_size: int) -> Any:
     """Return an untrained UNet2DConditionModel: self- and cross-attention at every level, one head each."""
     levels = len(config.channels)
@@ -215,6 +229,7 @@ def train_diffusion(
         pixels = images.to(device).permute(0, 3, 1, 2).float() / 127.5 - 1
         latents = encode(autoencoder, pixels) * autoencoder.config.scaling_factor
         noise = torch.randn(latents.shape, generator=generator)
+        noise += config.offset_noise * torch.randn(*latents.shape[:2], 1, 1, generator=generator)
         # Evenly spread over the schedule, so that a small batch meets every level of noise.
         t = (spread + torch.rand(config.batch, generator=generator) / config.batch) * len(loss.noise)
 

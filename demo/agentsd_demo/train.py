@@ -23,6 +23,7 @@ from .diffusion import (
     build_text_encoder,
     build_tokenizer,
     build_unet,
+    renew_embeddings,
     train_diffusion,
 )
 from .loop import averaged_weights
@@ -95,6 +96,8 @@ class Recipe:
         if config.init_from is not None:
             pipe = load_pipeline(folder=config.init_from, device=self.device)
             pipe.vae = autoencoder
+            torch.manual_seed(config.seed)
+            renew_embeddings(pipe.text_encoder, pipe.tokenizer, config.fresh_words)
             return pipe
         torch.manual_seed(config.seed)
         tokenizer = self.tokenizer()
