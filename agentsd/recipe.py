@@ -15,6 +15,7 @@ from .checks import check, check_share, check_types
 from .modules import AgentModule, AttnZero, FocusedLinear
 from .reuse import ReuseGuidance, ReuseSteps
 from .reuse.guidance import check_renewed
+from .yaml_file import read_mapping
 
 VERSION = 1
 """Of the file format."""
@@ -241,14 +242,13 @@ class Recipe:
         return plain
 
     @classmethod
-    def from_mapping(cls, content: Any, where: str = "recipe") -> Recipe:
+    def from_mapping(cls, content: Mapping[Any, Any], where: str = "recipe") -> Recipe:
         """The recipe of plain values.
 
         Raises:
             ValueError: it is of another version, or not of this form; the message says `where`.
         """
-        if not isinstance(content, dict) or content.get("version") != VERSION:
-            found = content.get("version") if isinstance(content, dict) else type(content).__name__
+        if (found := content.get("version")) != VERSION:
             raise ValueError(f"{where}: version {found!r} of a recipe is not read here, only {VERSION}")
         try:
             _only(content, {"version", *(f.name for f in fields(cls))})
@@ -287,11 +287,9 @@ class Recipe:
         """
         file = _file(path)
         try:
-            content = yaml.safe_load(file.read_text(encoding="utf-8"))
+            content = read_mapping(file)
         except FileNotFoundError:
             raise FileNotFoundError(f"{file}: no such file; Recipe.save(path) writes one") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"{file} is not YAML: {error}") from None
         return cls.from_mapping(content, str(file))
 
 

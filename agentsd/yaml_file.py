@@ -20,6 +20,11 @@ class _PlainLoader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
+def parse(text: str) -> Any:
+    """What YAML text without aliases holds; raises yaml.YAMLError or ValueError."""
+    return yaml.load(text, _PlainLoader)
+
+
 def read_mapping(path: Path) -> dict[Any, Any]:
     """What a YAML file of settings holds; an empty one holds nothing.
 
@@ -30,7 +35,7 @@ def read_mapping(path: Path) -> dict[Any, Any]:
     if path.is_file() and path.stat().st_size > _LARGEST:
         raise ValueError(f"{path} is larger than {_LARGEST:,} bytes: it is no file of settings")
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _PlainLoader)
+        values = parse(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start}): save it as UTF-8") from None
     except RecursionError:

@@ -17,7 +17,6 @@ _INSTALLED, _CHECKOUT = Path(__file__).parent / "configs", Path(__file__).parent
 PRESETS = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
 """The folder of the presets that ship."""
 _INPUT_FILES = {"prompts", "classes", "reference", "inception_weights", "subject"}
-_LARGEST = 1_000_000  # bytes of a file of settings
 _SHOWN = 120  # characters of a wrong value
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
@@ -71,46 +70,30 @@ def presets() -> dict[str, tuple[str, list[str]]]:
 
 def parse_scalar(text: str) -> Any:
     """Return `text` as YAML reads it: a number, true, null or a string."""
+    from agentsd.yaml_file import parse  # agentsd loads torch, which --help has no use for
+
     try:
-        return yaml.load(text, _PlainLoader)
+        return parse(text)
     except yaml.YAMLError:
         return text
 
 
-class _PlainLoader(yaml.SafeLoader):
-    """YAML without aliases: nine lines of them can stand for a billion values."""
+def _read(path: Path) -> dict[str, Any]:
+    from agentsd.yaml_file import read_mapping
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark
-            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not read: write it out", mark)
-        return super().compose_node(parent, index)
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Return what a YAML file of settings holds. Raises EvalError unless that is a mapping."""
     try:
-        if path.is_file() and path.stat().st_size > _LARGEST:
-            raise EvalError(f"{path} is larger than {_LARGEST:,} bytes: it is no file of settings")
-        values = yaml.load(path.read_text(encoding="utf-8"), _PlainLoader)
+        return read_mapping(path)
     except OSError as error:
         raise EvalError(f"can't read the configuration {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise EvalError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise EvalError(f"{path} is not valid YAML: {error}") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise EvalError(f"{path} must hold `key: value` lines; it holds a {type(values).__name__}")
-    return values
+    except ValueError as error:
+        raise EvalError(str(error)) from None
 
 
 def _read_config(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return a file's settings on top of those of its `base`, with its files' paths as they are from here."""
     if path in above:
         raise EvalError(f"{path}: base: {' -> '.join(p.name for p in (*above, path))} goes in a circle")
-    values = read_yaml(path)
+    values = _read(path)
     base = values.pop("base", None)
     for key in _INPUT_FILES & set(values):
         if isinstance(values[key], str):

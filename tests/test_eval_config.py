@@ -48,7 +48,7 @@ def test_command_line_over_yaml_over_defaults(tmp_path: Path) -> None:
         ("agent: {k: many}", "k='many' is a str: pass a float"),
         ("height: 100", "height = 100: Input should be a multiple of 8"),
         ("template: a photo", "a template holds {cls}"),
-        ("- 1", "must hold `key: value` lines; it holds a list"),
+        ("- 1", "holds a list: write `name: value` lines"),
         ("a: [", "not valid YAML"),
     ],
 )

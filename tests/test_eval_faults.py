@@ -49,7 +49,7 @@ BOMB = "a0: &a0 [x, x, x]\n" + "".join(
         (b"model: \xff\xfe", "run.yaml is not UTF-8 text"),
         (b"model: \x00", "run.yaml is not valid YAML"),
         (BOMB, r"not valid YAML: (.|\n)*aliases \(\*name\) are not read"),
-        ("[" * 5000, "not valid YAML"),
+        ("[" * 5000, "nested too deeply"),
         ("x: " + "y" * 1_000_001, "is larger than 1,000,000 bytes"),
         ("named: [1]", r"named = \[1\]: Input should be a valid dictionary"),
         ("named: {1: {k: 1}}", "named.1"),

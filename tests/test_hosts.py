@@ -3,15 +3,10 @@
 import diffusers
 import pytest
 import torch
-from PIL import Image
+from pipelines import HOSTS
 from tiny import (
     BETAS,
-    PICTURE,
     WIDTH,
-    make_controlnet,
-    make_motion_adapter,
-    make_sdxl_unet,
-    make_t2i_adapter,
     make_text_encoder,
     make_unet,
     make_vae,
@@ -21,87 +16,6 @@ from tiny import (
 )
 
 from agentsd import Agents, Downsample, Phases, Recipe, apply_agentsd, remove_agentsd
-
-MASK = Image.radial_gradient("L").resize((32, 32))
-IMAGE = {"image": PICTURE, "strength": 1.0}
-
-
-HOSTS = {
-    "SD 1.x": lambda t: (diffusers.StableDiffusionPipeline, make_unet(), {}, {}),
-    "SD 2.x": lambda t: (
-        diffusers.StableDiffusionPipeline,
-        make_unet(upcast_attention=True, use_linear_projection=True),
-        {"scheduler": diffusers.DDIMScheduler(**BETAS, prediction_type="v_prediction")},
-        {},
-    ),
-    "SDXL": lambda t: (diffusers.StableDiffusionXLPipeline, sdxl_unet(), sdxl_parts(t), {}),
-    "SDXL img2img": lambda t: (diffusers.StableDiffusionXLImg2ImgPipeline, sdxl_unet(), sdxl_parts(t), IMAGE),
-    "SDXL refiner": lambda t: (
-        diffusers.StableDiffusionXLImg2ImgPipeline,
-        make_sdxl_unet(
-            addition_embed_type="text_time",
-            addition_time_embed_dim=8,
-            projection_class_embeddings_input_dim=5 * 8 + WIDTH,
-        ),
-        sdxl_parts(t) | {"tokenizer": None, "text_encoder": None, "requires_aesthetics_score": True},
-        IMAGE,
-    ),
-    "img2img": lambda t: (diffusers.StableDiffusionImg2ImgPipeline, make_unet(), {}, IMAGE),
-    "inpaint": lambda t: (
-        diffusers.StableDiffusionInpaintPipeline,
-        make_unet(),
-        {},
-        IMAGE | {"mask_image": MASK, "height": 32, "width": 32},
-    ),
-    "inpaint, 9 channels": lambda t: (
-        diffusers.StableDiffusionInpaintPipeline,
-        make_unet(in_channels=9),
-        {},
-        IMAGE | {"mask_image": MASK, "height": 32, "width": 32},
-    ),
-    "depth2img": lambda t: (
-        diffusers.StableDiffusionDepth2ImgPipeline,
-        make_unet(in_channels=5),
-        {"depth_estimator": None, "feature_extractor": None},
-        IMAGE | {"depth_map": torch.rand(1, 32, 32, generator=torch.Generator().manual_seed(0))},
-    ),
-    "ControlNet": lambda t: (
-        diffusers.StableDiffusionControlNetPipeline,
-        make_unet(),
-        {"controlnet": make_controlnet()},
-        {"image": PICTURE},
-    ),
-    "T2I-Adapter": lambda t: (
-        diffusers.StableDiffusionAdapterPipeline,
-        make_unet(),
-        {"adapter": make_t2i_adapter()},
-        {"image": PICTURE},
-    ),
-    "InstructPix2Pix": lambda t: (
-        diffusers.StableDiffusionInstructPix2PixPipeline,
-        make_unet(in_channels=8),
-        {},
-        {"image": PICTURE},
-    ),
-    "LCM": lambda t: (
-        diffusers.LatentConsistencyModelPipeline,
-        make_unet(time_cond_proj_dim=8),
-        {"scheduler": diffusers.LCMScheduler(**BETAS)},
-        {"num_inference_steps": 4},
-    ),
-    "SD Turbo": lambda t: (
-        diffusers.StableDiffusionPipeline,
-        make_unet(),
-        {"scheduler": diffusers.EulerAncestralDiscreteScheduler(**BETAS, timestep_spacing="trailing")},
-        {"num_inference_steps": 4, "guidance_scale": 0.0},
-    ),
-    "AnimateDiff": lambda t: (
-        diffusers.AnimateDiffPipeline,
-        make_unet(),
-        {"motion_adapter": make_motion_adapter(), "feature_extractor": None, "image_encoder": None},
-        {"num_frames": 2, "height": 32, "width": 32},
-    ),
-}
 
 
 @pytest.fixture

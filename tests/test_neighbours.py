@@ -1,72 +1,15 @@
 """Features of the host that load, replace or rebuild processors around the patch, in any order."""
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
-from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
-from peft import LoraConfig
+from pipelines import FEATURES, load_lora
 from tiny import WIDTH, make_image_encoder, make_image_processor
 
 from agentsd import apply_agentsd, remove_agentsd
 from agentsd.attention.processor import is_ours
 
-
-def ip_adapter_weights(unet):
-    """A tiny IP-Adapter: 4 image tokens, keys and values for each cross-attention layer."""
-    rng = torch.Generator().manual_seed(3)
-    weights, number = {}, 1
-    for name in unet.attn_processors:
-        if name.endswith("attn2.processor"):
-            attn = unet.get_submodule(name.removesuffix(".processor"))
-            for part in ("to_k_ip", "to_v_ip"):
-                weights[f"{number}.{part}.weight"] = torch.randn(attn.inner_dim, WIDTH, generator=rng)
-            number += 2
-    projection = {
-        "proj.weight": torch.randn(4 * WIDTH, WIDTH, generator=rng),
-        "proj.bias": torch.randn(4 * WIDTH, generator=rng),
-        "norm.weight": torch.ones(WIDTH),
-        "norm.bias": torch.zeros(WIDTH),
-    }
-    return {"image_proj": projection, "ip_adapter": weights}
-
-
-def load_ip_adapter(pipe):
-    pipe.load_ip_adapter(
-        ip_adapter_weights(pipe.unet), subfolder="", weight_name="", image_encoder_folder=None
-    )
-
-
-def load_lora(pipe):
-    config = LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights=False)
-    torch.manual_seed(4)
-    pipe.unet.add_adapter(config, adapter_name="style")
-
-
-@dataclass
-class Feature:
-    """A feature and its way back."""
-
-    on: Callable
-    off: Callable
-
-
-FEATURES = {
-    "IP-Adapter": Feature(load_ip_adapter, lambda p: p.unload_ip_adapter()),
-    "LoRA": Feature(load_lora, lambda p: p.unload_lora_weights()),
-    "fused QKV": Feature(lambda p: p.fuse_qkv_projections(), lambda p: p.unfuse_qkv_projections()),
-    "attention slicing": Feature(
-        lambda p: p.enable_attention_slicing(1), lambda p: p.disable_attention_slicing()
-    ),
-    "unfused attention": Feature(
-        lambda p: p.unet.set_attn_processor(AttnProcessor()),
-        lambda p: p.unet.set_attn_processor(AttnProcessor2_0()),
-    ),
-    "FreeU": Feature(lambda p: p.enable_freeu(0.9, 0.2, 1.2, 1.4), lambda p: p.disable_freeu()),
-    "VAE tiling": Feature(lambda p: p.vae.enable_tiling(), lambda p: p.vae.disable_tiling()),
-}
 # Each of these sets every processor anew; two at a time break a stock pipeline too.
 REPLACE = {"IP-Adapter", "fused QKV", "attention slicing", "unfused attention"}
 

@@ -225,9 +225,9 @@ def test_ones_own_operator_is_read_and_written(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("layers: [", "is not YAML"),
-        ("", "layers.yaml: version 'NoneType' of a recipe is not read here, only 1"),
-        ("- 1", "layers.yaml: version 'list' of a recipe is not read here"),
+        ("layers: [", "is not valid YAML"),
+        ("", "layers.yaml: version None of a recipe is not read here, only 1"),
+        ("- 1", "layers.yaml holds a list: write `name: value` lines"),
         ("layers: {a: agents}", "version None of a recipe is not read here"),
         ("version: 2", "version 2 of a recipe is not read here, only 1"),
         ("version: 1", "layers.yaml: attention=None: the recipe would do nothing"),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_reuse_guidance import Guided
+from callers import Guided
 from tiny import make_unet
 from torch._dynamo.testing import CompileCounter
 

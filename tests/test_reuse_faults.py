@@ -10,10 +10,8 @@ import weakref
 import diffusers
 import pytest
 import torch
-from test_hosts import sdxl_parts, sdxl_unet
-from test_patch import snapshot
-from test_reuse_guidance import Guided
-from tiny import BETAS, make_text_encoder, make_unet, make_vae
+from callers import Guided
+from tiny import BETAS, make_text_encoder, make_unet, make_vae, sdxl_parts, sdxl_unet, snapshot
 
 from agentsd import Recipe, ReuseGuidance, ReuseSteps, apply_agentsd, remove_agentsd
 from agentsd.recipe import REUSE

@@ -3,23 +3,13 @@
 import diffusers
 import pytest
 import torch
-from test_patch import snapshot
-from test_reuse_steps import RUN, Caller, deep_unet
-from tiny import BETAS, WIDTH, make_sdxl_unet, make_unet
+from callers import RUN, Guided, deep_unet
+from tiny import BETAS, WIDTH, make_sdxl_unet, make_unet, snapshot
 
 from agentsd import Agents, Downsample, Phases, Recipe, ReuseGuidance, ReuseSteps, apply_agentsd
 from agentsd.reuse.halves import both_halves, conditional_half, difference_of, is_guided
 
 HALVES = Recipe(guidance=ReuseGuidance())
-
-
-class Guided(Caller):
-    """Both passes of guidance in a batch: the same latents twice, on other texts."""
-
-    def __init__(self, *args, **settings):
-        super().__init__(*args, **settings)
-        half = self.latents.shape[1] // 2
-        self.latents = torch.cat([self.latents[:, :half]] * 2, dim=1)
 
 
 def ddim(make_pipeline, **parts):

@@ -6,11 +6,19 @@ import accelerate
 import diffusers
 import pytest
 import torch
+from pipelines import FEATURES, HOSTS, IMAGE
 from reuse_twin import Twin
-from test_hosts import HOSTS, IMAGE, PICTURE, sdxl_parts, sdxl_unet
-from test_neighbours import FEATURES
-from test_patch import snapshot
-from tiny import BETAS, WIDTH, make_image_encoder, make_image_processor, make_unet
+from tiny import (
+    BETAS,
+    PICTURE,
+    WIDTH,
+    make_image_encoder,
+    make_image_processor,
+    make_unet,
+    sdxl_parts,
+    sdxl_unet,
+    snapshot,
+)
 
 from agentsd import Recipe, ReuseGuidance, ReuseSteps, apply_agentsd, remove_agentsd
 

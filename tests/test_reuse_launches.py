@@ -3,7 +3,7 @@
 import pytest
 import torch
 from diffusers import DDIMScheduler, UNet2DConditionModel
-from test_launches import Launches
+from launches import Launches
 
 from agentsd import Recipe, ReuseGuidance, ReuseSteps, apply_agentsd
 

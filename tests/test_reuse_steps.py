@@ -5,19 +5,12 @@ import functools
 import diffusers
 import pytest
 import torch
-from test_patch import snapshot
-from tiny import BETAS, make_sdxl_unet, make_unet
+from callers import RUN, Caller, deep_unet
+from tiny import BETAS, make_sdxl_unet, make_unet, snapshot
 
 from agentsd import Agents, Downsample, Phases, Recipe, ReuseSteps, apply_agentsd
 from agentsd.recipe import REUSE
 from agentsd.reuse.states import States
-
-RUN = {"num_inference_steps": 10}
-
-
-def deep_unet():
-    """Two layers a block, as Stable Diffusion has: three in the last up block."""
-    return make_unet(layers_per_block=2)
 
 
 def deep_sdxl_unet():
@@ -35,22 +28,6 @@ def two_levels():
     )
     unet.enable_freeu(s1=0.9, s2=0.2, b1=1.5, b2=1.6)
     return unet
-
-
-class Caller:
-    """Calls a U-Net as a pipeline does, with elements of a scheduler's list."""
-
-    def __init__(self, steps=10, batch=2, size=(16, 16), seed=0):
-        scheduler = diffusers.DDIMScheduler(**BETAS)
-        scheduler.set_timesteps(steps)
-        self.timesteps = scheduler.timesteps
-        rng = torch.Generator().manual_seed(seed)
-        self.latents = torch.randn(steps, batch, 4, *size, generator=rng)
-        self.text = torch.randn(batch, 7, 16, generator=rng)
-
-    def __call__(self, unet, i, **more):
-        with torch.no_grad():
-            return unet(self.latents[i], self.timesteps[i], self.text, **more).sample
 
 
 @functools.cache

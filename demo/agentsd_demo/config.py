@@ -77,8 +77,8 @@ class DiffusionConfig(LoopConfig):
     """Weight of the squared change that a style makes to the text encoder's hidden states of a concept."""
     snr_gamma: float = Field(default=5.0, gt=0)
     offset_noise: float = Field(default=0.15, ge=0)
-    """Standard deviation of a shift of each channel's noise. SD 1.5's last level of noise lets a latent's mean
-    through; without a shift the background is read there and its word is not learnt."""
+    """Standard deviation of a shift of each channel's noise. The mean of a latent shows through SD 1.5's last
+    level of noise; without a shift the background is read there and its word is not learnt."""
     workers: int = Field(default=0, ge=0)
     """Processes that compose scenes ahead; a GPU is kept busy by a dozen, a CPU has no use for any."""
     sheet_every: int = Field(default=2000, gt=0)

@@ -1,0 +1,37 @@
+"""Calls of a U-Net as a pipeline makes them, without the pipeline."""
+
+import diffusers
+import torch
+from tiny import BETAS, make_unet
+
+RUN = {"num_inference_steps": 10}
+
+
+def deep_unet():
+    """Two layers a block, as Stable Diffusion has: three in the last up block."""
+    return make_unet(layers_per_block=2)
+
+
+class Caller:
+    """Calls a U-Net as a pipeline does, with elements of a scheduler's list."""
+
+    def __init__(self, steps=10, batch=2, size=(16, 16), seed=0):
+        scheduler = diffusers.DDIMScheduler(**BETAS)
+        scheduler.set_timesteps(steps)
+        self.timesteps = scheduler.timesteps
+        rng = torch.Generator().manual_seed(seed)
+        self.latents = torch.randn(steps, batch, 4, *size, generator=rng)
+        self.text = torch.randn(batch, 7, 16, generator=rng)
+
+    def __call__(self, unet, i, **more):
+        with torch.no_grad():
+            return unet(self.latents[i], self.timesteps[i], self.text, **more).sample
+
+
+class Guided(Caller):
+    """Both passes of guidance in a batch: the same latents twice, on other texts."""
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        half = self.latents.shape[1] // 2
+        self.latents = torch.cat([self.latents[:, :half]] * 2, dim=1)

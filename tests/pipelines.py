@@ -1,0 +1,160 @@
+"""Every kind of pipeline that the suites run, and the features of the host that change its processors."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import diffusers
+import torch
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+from peft import LoraConfig
+from PIL import Image
+from tiny import (
+    BETAS,
+    PICTURE,
+    WIDTH,
+    make_controlnet,
+    make_motion_adapter,
+    make_sdxl_unet,
+    make_t2i_adapter,
+    make_unet,
+    sdxl_parts,
+    sdxl_unet,
+)
+
+MASK = Image.radial_gradient("L").resize((32, 32))
+
+
+IMAGE = {"image": PICTURE, "strength": 1.0}
+
+
+HOSTS = {
+    "SD 1.x": lambda t: (diffusers.StableDiffusionPipeline, make_unet(), {}, {}),
+    "SD 2.x": lambda t: (
+        diffusers.StableDiffusionPipeline,
+        make_unet(upcast_attention=True, use_linear_projection=True),
+        {"scheduler": diffusers.DDIMScheduler(**BETAS, prediction_type="v_prediction")},
+        {},
+    ),
+    "SDXL": lambda t: (diffusers.StableDiffusionXLPipeline, sdxl_unet(), sdxl_parts(t), {}),
+    "SDXL img2img": lambda t: (diffusers.StableDiffusionXLImg2ImgPipeline, sdxl_unet(), sdxl_parts(t), IMAGE),
+    "SDXL refiner": lambda t: (
+        diffusers.StableDiffusionXLImg2ImgPipeline,
+        make_sdxl_unet(
+            addition_embed_type="text_time",
+            addition_time_embed_dim=8,
+            projection_class_embeddings_input_dim=5 * 8 + WIDTH,
+        ),
+        sdxl_parts(t) | {"tokenizer": None, "text_encoder": None, "requires_aesthetics_score": True},
+        IMAGE,
+    ),
+    "img2img": lambda t: (diffusers.StableDiffusionImg2ImgPipeline, make_unet(), {}, IMAGE),
+    "inpaint": lambda t: (
+        diffusers.StableDiffusionInpaintPipeline,
+        make_unet(),
+        {},
+        IMAGE | {"mask_image": MASK, "height": 32, "width": 32},
+    ),
+    "inpaint, 9 channels": lambda t: (
+        diffusers.StableDiffusionInpaintPipeline,
+        make_unet(in_channels=9),
+        {},
+        IMAGE | {"mask_image": MASK, "height": 32, "width": 32},
+    ),
+    "depth2img": lambda t: (
+        diffusers.StableDiffusionDepth2ImgPipeline,
+        make_unet(in_channels=5),
+        {"depth_estimator": None, "feature_extractor": None},
+        IMAGE | {"depth_map": torch.rand(1, 32, 32, generator=torch.Generator().manual_seed(0))},
+    ),
+    "ControlNet": lambda t: (
+        diffusers.StableDiffusionControlNetPipeline,
+        make_unet(),
+        {"controlnet": make_controlnet()},
+        {"image": PICTURE},
+    ),
+    "T2I-Adapter": lambda t: (
+        diffusers.StableDiffusionAdapterPipeline,
+        make_unet(),
+        {"adapter": make_t2i_adapter()},
+        {"image": PICTURE},
+    ),
+    "InstructPix2Pix": lambda t: (
+        diffusers.StableDiffusionInstructPix2PixPipeline,
+        make_unet(in_channels=8),
+        {},
+        {"image": PICTURE},
+    ),
+    "LCM": lambda t: (
+        diffusers.LatentConsistencyModelPipeline,
+        make_unet(time_cond_proj_dim=8),
+        {"scheduler": diffusers.LCMScheduler(**BETAS)},
+        {"num_inference_steps": 4},
+    ),
+    "SD Turbo": lambda t: (
+        diffusers.StableDiffusionPipeline,
+        make_unet(),
+        {"scheduler": diffusers.EulerAncestralDiscreteScheduler(**BETAS, timestep_spacing="trailing")},
+        {"num_inference_steps": 4, "guidance_scale": 0.0},
+    ),
+    "AnimateDiff": lambda t: (
+        diffusers.AnimateDiffPipeline,
+        make_unet(),
+        {"motion_adapter": make_motion_adapter(), "feature_extractor": None, "image_encoder": None},
+        {"num_frames": 2, "height": 32, "width": 32},
+    ),
+}
+
+
+def ip_adapter_weights(unet):
+    """A tiny IP-Adapter: 4 image tokens, keys and values for each cross-attention layer."""
+    rng = torch.Generator().manual_seed(3)
+    weights, number = {}, 1
+    for name in unet.attn_processors:
+        if name.endswith("attn2.processor"):
+            attn = unet.get_submodule(name.removesuffix(".processor"))
+            for part in ("to_k_ip", "to_v_ip"):
+                weights[f"{number}.{part}.weight"] = torch.randn(attn.inner_dim, WIDTH, generator=rng)
+            number += 2
+    projection = {
+        "proj.weight": torch.randn(4 * WIDTH, WIDTH, generator=rng),
+        "proj.bias": torch.randn(4 * WIDTH, generator=rng),
+        "norm.weight": torch.ones(WIDTH),
+        "norm.bias": torch.zeros(WIDTH),
+    }
+    return {"image_proj": projection, "ip_adapter": weights}
+
+
+def load_ip_adapter(pipe):
+    pipe.load_ip_adapter(
+        ip_adapter_weights(pipe.unet), subfolder="", weight_name="", image_encoder_folder=None
+    )
+
+
+def load_lora(pipe):
+    config = LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights=False)
+    torch.manual_seed(4)
+    pipe.unet.add_adapter(config, adapter_name="style")
+
+
+@dataclass
+class Feature:
+    """A feature and its way back."""
+
+    on: Callable
+    off: Callable
+
+
+FEATURES = {
+    "IP-Adapter": Feature(load_ip_adapter, lambda p: p.unload_ip_adapter()),
+    "LoRA": Feature(load_lora, lambda p: p.unload_lora_weights()),
+    "fused QKV": Feature(lambda p: p.fuse_qkv_projections(), lambda p: p.unfuse_qkv_projections()),
+    "attention slicing": Feature(
+        lambda p: p.enable_attention_slicing(1), lambda p: p.disable_attention_slicing()
+    ),
+    "unfused attention": Feature(
+        lambda p: p.unet.set_attn_processor(AttnProcessor()),
+        lambda p: p.unet.set_attn_processor(AttnProcessor2_0()),
+    ),
+    "FreeU": Feature(lambda p: p.enable_freeu(0.9, 0.2, 1.2, 1.4), lambda p: p.disable_freeu()),
+    "VAE tiling": Feature(lambda p: p.vae.enable_tiling(), lambda p: p.vae.disable_tiling()),
+}
