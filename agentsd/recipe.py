@@ -380,7 +380,7 @@ def _read_settings(content: Any, kinds: Mapping[str, Any]) -> Any:
     return kinds[name](**settings or {})
 
 
-def _only(content: dict[Any, Any], known: set[str]) -> None:
+def _only(content: Mapping[Any, Any], known: set[str]) -> None:
     if unknown := [key for key in content if key not in known]:
         raise ValueError(f"{unknown[0]!r} is unknown; the settings are {', '.join(sorted(known))}")
 

@@ -75,8 +75,8 @@ def renew_embeddings(
     CLIP's own, 0.02, suits long training: a few thousand steps leave words that hardly differ at the start
     the same to the U-Net.
     """
-    embeddings = text_encoder.get_input_embeddings().weight
-    last = [tokenizer(word, add_special_tokens=False).input_ids[-1] for word in words]
+    embeddings: Any = text_encoder.get_input_embeddings().weight
+    last = [tokenizer.encode(word, add_special_tokens=False)[-1] for word in words]
     with torch.no_grad():
         embeddings[last] = scale * torch.randn(len(last), embeddings.shape[1], device=embeddings.device)
 
