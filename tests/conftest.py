@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import warnings
 from collections.abc import Callable
@@ -44,9 +45,10 @@ def make_pipeline(tokenizer: CLIPTokenizer) -> Callable[..., Any]:
             "unet": unet or make_unet(),
             "scheduler": scheduler or make_scheduler(),
         }
-        if cls is None or "safety_checker" in cls._optional_components:
-            common |= {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
-        pipe = (cls or StableDiffusionPipeline)(**common | parts)
+        cls = cls or StableDiffusionPipeline
+        unused = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+        taken = inspect.signature(cls.__init__).parameters
+        pipe = cls(**common | {name: value for name, value in unused.items() if name in taken} | parts)
         pipe.set_progress_bar_config(disable=True)
         return pipe
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import diffusers
 import torch
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+from diffusers.pipelines.stable_diffusion.stable_unclip_image_normalizer import StableUnCLIPImageNormalizer
 from peft import LoraConfig
 from PIL import Image
 from tiny import (
@@ -13,6 +14,8 @@ from tiny import (
     PICTURE,
     WIDTH,
     make_controlnet,
+    make_image_encoder,
+    make_image_processor,
     make_motion_adapter,
     make_sdxl_unet,
     make_t2i_adapter,
@@ -95,6 +98,23 @@ HOSTS = {
         make_unet(),
         {"scheduler": diffusers.EulerAncestralDiscreteScheduler(**BETAS, timestep_spacing="trailing")},
         {"num_inference_steps": 4, "guidance_scale": 0.0},
+    ),
+    "upscale": lambda t: (
+        diffusers.StableDiffusionUpscalePipeline,
+        make_unet(in_channels=7, num_class_embeds=1000),
+        {"low_res_scheduler": diffusers.DDPMScheduler(**BETAS)},
+        {"image": PICTURE.resize((16, 16))},
+    ),
+    "unCLIP": lambda t: (
+        diffusers.StableUnCLIPImg2ImgPipeline,
+        make_unet(class_embed_type="projection", projection_class_embeddings_input_dim=2 * WIDTH),
+        {
+            "image_normalizer": StableUnCLIPImageNormalizer(WIDTH),
+            "image_noising_scheduler": diffusers.DDPMScheduler(**BETAS),
+            "image_encoder": make_image_encoder(),
+            "feature_extractor": make_image_processor(),
+        },
+        {"image_embeds": torch.ones(1, WIDTH), "height": 32, "width": 32},
     ),
     "AnimateDiff": lambda t: (
         diffusers.AnimateDiffPipeline,

@@ -108,8 +108,11 @@ def build(make_pipeline, tokenizer):
     return make
 
 
-def check(pipe, run, *more):
-    """Run with reuse and as the twin does; returns the letters of the calls. No more is said than `more`."""
+def check(pipe, run, *more, rounds=1):
+    """Run with reuse and as the twin does; returns the letters of the calls. No more is said than `more`.
+
+    A pipeline may make several runs alike, `rounds`.
+    """
     before = snapshot(pipe.unet)
     handle = apply_agentsd(pipe, recipe=BOTH)
     with warnings.catch_warnings():
@@ -121,7 +124,7 @@ def check(pipe, run, *more):
     assert not handle._calls.reuse._kept.streams
     remove_agentsd(pipe)
     assert snapshot(pipe.unet) == before
-    twin = Twin(pipe.unet, symbols)
+    twin = Twin(pipe.unet, rounds * symbols)
     expected = run()
     twin.remove()
     assert not twin.left
@@ -198,6 +201,38 @@ def test_feature(make_pipeline, name):
         return pipe("a cat", num_inference_steps=10, output_type="latent", generator=rng, **more).images
 
     assert set(check(pipe, run)) == set("FfHh")
+
+
+def test_freeinit(build):
+    """Each of its rounds is a run of its own."""
+    pipe, run = build("AnimateDiff")
+    pipe.enable_free_init(num_iters=2, use_fast_sampling=False)
+    assert check(pipe, run, rounds=2) == "FffHhFfHhFf"  # PLMS repeats a step
+
+
+@pytest.mark.parametrize("mode", [None, "reuse"])
+def test_marigold(make_pipeline, mode):
+    """A text without words and no guidance: attention and steps."""
+    pipe = make_pipeline(
+        unet=make_unet(in_channels=8),
+        cls=diffusers.MarigoldDepthPipeline,
+        scheduler=diffusers.DDIMScheduler(**BETAS, prediction_type="v_prediction"),
+        scale_invariant=True,
+        shift_invariant=True,
+    )
+
+    def run():
+        rng = torch.Generator().manual_seed(0)
+        sizes = {"processing_resolution": 0, "ensemble_size": 1, "output_latent": True}
+        return pipe(PICTURE, num_inference_steps=10, generator=rng, **sizes).latent
+
+    if mode is None:
+        stock = run()
+        with apply_agentsd(pipe):
+            assert not torch.equal(run(), stock)
+        assert torch.equal(run(), stock)
+    else:
+        assert check(pipe, run, "no guidance of two passes") == "FfFfFfFfFf"
 
 
 def test_guidance_that_is_cut_off_in_the_middle(build):
