@@ -100,10 +100,15 @@ def crop_sprite(image: Image.Image, box: Box | None) -> Image.Image:
 
 
 class ConceptReader:
-    """Names the concept and style of a sprite by the nearest of composed scenes on the same colour."""
+    """Names the concept and style of a sprite by the nearest of composed scenes on the same colour.
 
-    def __init__(self, concepts: Sequence[str], features: Features, views: int = 3) -> None:
-        self._features = features
+    `known` gives the features of those scenes, where they are kept from run to run.
+    """
+
+    def __init__(
+        self, concepts: Sequence[str], features: Features, known: Features | None = None, views: int = 3
+    ) -> None:
+        self._features, self._features_of_known = features, known or features
         self._views = views
         self._pairs = sorted({(t.concept, t.style) for t in triples(concepts=concepts)})
         self._known: dict[str, Tensor] = {}
@@ -123,7 +128,7 @@ class ConceptReader:
                 for view in range(self._views)
             ]
             crops = [crop_sprite(image, read_scene(image).box) for image in scenes]
-            self._known[colour] = self._features(crops)
+            self._known[colour] = self._features_of_known(crops)
         return self._known[colour]
 
 

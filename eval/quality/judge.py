@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
 from ..pictures.methods import Method
@@ -20,7 +21,7 @@ from .features import Network, features_of, load_network
 from .grain import grain
 from .perceptual import Looks, StageFeatures
 from .projection import frechet_features
-from .real import Real
+from .real import Real, user_cache
 from .scenes import place_distance, read_pictures
 from .summary import summary_of
 
@@ -64,7 +65,7 @@ class Judge:
         self._stages = StageFeatures(self.device)
         self._clip = ClipScore(self.settings.clip, self.device) if self.settings.clip else None
         self._cache = self.settings.out / "features"
-        self._reader = scene_reader(self.pictures)
+        self._reader = scene_reader(self.pictures, self.device)
         self.kernels: dict[str, metrics.KernelDistance] = {}
 
     def read_real(self, tick: Tick) -> None:
@@ -251,15 +252,22 @@ class Against:
     """Of stock's pictures to those of its other seeds, likewise."""
 
 
-def scene_reader(pictures: Sequence[Picture]) -> Any:
+def scene_reader(pictures: Sequence[Picture], device: torch.device) -> Any:
     """Return what reads scenes, or None where pictures were not asked for as scenes."""
     if not pictures or any(picture.triple is None for picture in pictures):
         return None
-    from agentsd_demo.accuracy import efficientnet_lite0
     from agentsd_demo.data import trained_concepts
     from agentsd_demo.reading import ConceptReader
 
-    return ConceptReader(trained_concepts(), efficientnet_lite0())
+    network = load_network("efficientnet-lite0", device)
+
+    def features(images: Sequence[Image.Image]) -> torch.Tensor:
+        return F.normalize(torch.from_numpy(network(images)))
+
+    def known(images: Sequence[Image.Image]) -> torch.Tensor:
+        return F.normalize(torch.from_numpy(features_of(network, images, user_cache() / "features")))
+
+    return ConceptReader(trained_concepts(), features, known)
 
 
 def _number(value: Any) -> float | None:

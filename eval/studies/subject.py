@@ -153,7 +153,7 @@ def judge(
     cache = settings.out / "features"
     shown = [as_trained(path, size_of(pipe, settings)[0]) for path in views]
     of_views = features_of(network, shown, cache)
-    reader = scene_reader(others)
+    reader = scene_reader(others, pipe.unet.device)
     asked = [picture.triple for picture in others if picture.triple is not None]
     figures = {}
     for variant in variants:
