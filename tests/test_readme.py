@@ -1,52 +1,51 @@
-"""README's table says what the committed results say, and its links lead somewhere."""
+"""README's and the docs' figures are those of the committed results, and links lead somewhere."""
 
 from __future__ import annotations
 
-import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "eval/results/gate-demo/table.jsonl"
-SHOWN = {
-    "stock": "stock, 25 steps",
-    "stock@14": "stock, 14 steps",
-    "reuse": '**`mode="reuse"`**',
-    "deepcache-2": "DeepCache, interval 2",
-    "fast r=0.4": '`mode="fast"`, the default',
-    "downsample": "downsample (ToDo)",
-    "tomesd r=0.4": "tomesd, ratio 0.4",
-}
+FIGURES = runpy.run_path(str(ROOT / "docs/figures.py"))
+PAGES = [str(page.relative_to(ROOT)) for page in FIGURES["PAGES"]]
+OURS = re.compile(r"\d\.\d+x|\d \([\d.]+-[\d.]+\)|\d+(\.\d+)? dB")
+"""A ratio, an interval, a likeness."""
+SOURCE = re.compile(r"\]\([^)]*(eval/results|speed\.md|table\.md)[^)]*\)")
 
 
-def table() -> str:
-    """The README's table, from the results."""
-    found = map(json.loads, RESULTS.read_text(encoding="utf-8").splitlines())
-    rows = {row["label"]: row for row in found if "label" in row}
-    lines = ["| | cost | distance x1000 | worth |", "|---|---|---|---|"]
-    for label, name in SHOWN.items():
-        row = rows[label]
-        cost = row["multiply_adds"] / rows["stock"]["multiply_adds"]
-        value, low, high = (1e3 * row[f"converged{end}"] for end in ("", "_low", "_high"))
-        worth = ""
-        if "worth_multiply_adds" in row:
-            ends = (row[f"worth_multiply_adds{end}"] for end in ("", "_low", "_high"))
-            sign = {"more": "> ", "less": "< "}.get(row["worth_multiply_adds_beyond"] or "", "")
-            worth = sign + "{:.2f} ({:.2f}-{:.2f})".format(*ends)
-        lines.append(f"| {name} | {cost:.2f} | {value:.0f} ({low:.0f}-{high:.0f}) | {worth} |")
-    return "\n".join(lines)
+@pytest.mark.parametrize("page", PAGES)
+def test_figures_are_those_of_the_results(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert FIGURES["written"](text) == text, "run `python docs/figures.py`"
 
 
-def test_the_table_is_that_of_the_results() -> None:
-    assert table() in (ROOT / "README.md").read_text(encoding="utf-8")
+def test_a_figure_that_differs_is_put_right() -> None:
+    text = "<!-- figures of gate-demo -->\n<!--=stock cost-->7<!--=-->, <!--=fast r=0.4 worth-->?<!--=-->"
+    first, second = re.findall(r"-->([^<]+)<!--=-->", FIGURES["written"](text))
+    assert first == "1.00"
+    assert re.fullmatch(r"\d\.\d\d \(\d\.\d\d-\d\.\d\d\)", second)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_other_figure_names_what_it_can_be_read_from(page: str) -> None:
+    """In its paragraph or the one before."""
+    text = FIGURES["unmarked"]((ROOT / page).read_text(encoding="utf-8"))
+    paragraphs = re.split(r"\n\s*\n", re.sub(r"```.*?```", "", text, flags=re.S))
+    bare = [
+        paragraph
+        for before, paragraph in zip(["", *paragraphs], paragraphs, strict=False)
+        if OURS.search(paragraph) and not SOURCE.search(before + paragraph)
+    ]
+    assert not bare
 
 
 def test_it_is_read_in_a_minute() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 110
-    assert len(re.sub(r"```.*?```|\|.*\|", "", text, flags=re.S).split()) <= 700
+    assert len(text.splitlines()) <= 100
+    assert len(re.sub(r"```.*?```|<!--.*?-->|\|.*\|", "", text, flags=re.S).split()) <= 700
 
 
 @pytest.mark.parametrize(

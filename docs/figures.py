@@ -1,0 +1,143 @@
+"""Writes the figures of README and docs from the results they are of: `python docs/figures.py`.
+
+A figure stands between `<!--=ROW KIND-->` and `<!--=-->`, and a table between `<!--=table NAME-->` and that.
+`<!-- figures of RUN -->` at a page's head names the folder of eval/results whose table.jsonl they are read
+from. tests/test_readme.py fails where a page and the results differ.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "demo/agentsd_demo/MODEL_CARD.md", *sorted((ROOT / "docs").glob("*.md"))]
+_RUN = re.compile(r"<!-- figures of (\S+) -->")
+_MARKED = re.compile(r"(<!--=([^>]+?) ([\w-]+?)-->)(.*?)(<!--=-->)", re.S)
+
+Row = dict[str, Any]
+Rows = dict[str, Row]
+
+
+def _base(row: Row, rows: Rows) -> Row:
+    """Stock in as many steps."""
+    _, at, steps = row["label"].partition("@")
+    return rows[f"stock{at}{steps}"]
+
+
+def _range(row: Row, name: str, form: str, scale: float = 1.0) -> str:
+    value, low, high = (format(scale * row[f"{name}{end}"], form) for end in ("", "_low", "_high"))
+    return f"{value} ({low}-{high})"
+
+
+def _worth(row: Row, rows: Rows) -> str:
+    if "worth_multiply_adds" not in row:
+        return ""
+    sign = {"more": "> ", "less": "< "}.get(row["worth_multiply_adds_beyond"] or "", "")
+    return sign + _range(row, "worth_multiply_adds", ".2f")
+
+
+def _share(name: str) -> Callable[[Row, Rows], str]:
+    return lambda row, rows: f"{row[name]:.0%}"
+
+
+KINDS: dict[str, Callable[[Row, Rows], str]] = {
+    "cost": lambda row, rows: f"{row['multiply_adds'] / rows['stock']['multiply_adds']:.2f}",
+    "cheaper": lambda row, rows: f"{_base(row, rows)['multiply_adds'] / row['multiply_adds']:.2f}x",
+    "saved": lambda row, rows: f"{1 - row['multiply_adds'] / rows['stock']['multiply_adds']:.0%}",
+    "faster": lambda row, rows: f"{row['speedup']:.2f}x",
+    "distance": lambda row, rows: f"{1e3 * row['converged']:.3g}",
+    "distance-range": lambda row, rows: _range(row, "converged", ".0f", 1e3),
+    "worth": _worth,
+    "worth-value": lambda row, rows: f"{row['worth_multiply_adds']:.2f}",
+    "kernel": lambda row, rows: f"{1e3 * row['kernel']:.3g}",
+    "kernel-change": lambda row, rows: f"{1e3 * row['kernel_change']:+.3g}",
+    "place": lambda row, rows: f"{row['place']:.1f}",
+    "size": lambda row, rows: f"{row['size']:.1f}",
+    "images": lambda row, rows: str(row["images"]),
+    **{
+        name: _share(f"right_{name}")
+        for name in ("seen", "heldout_triple", "heldout_pair", "style", "colour")
+    },
+    **{
+        f"{name}_count": lambda row, rows, name=name: str(row[f"right_{name}_count"])
+        for name in ("seen", "heldout_triple", "heldout_pair")
+    },
+}
+
+TABLES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "readme": (
+        {"cost": "cost", "distance x1000": "distance-range", "worth": "worth"},
+        {
+            "stock, 25 steps": "stock",
+            "stock, 14 steps": "stock@14",
+            '**`mode="reuse"`**': "reuse",
+            "DeepCache, interval 2": "deepcache-2",
+            '`mode="fast"`, the default': "fast r=0.4",
+            "downsample (ToDo)": "downsample",
+            "tomesd, ratio 0.4": "tomesd r=0.4",
+        },
+    ),
+    "reuse": (
+        {"cheaper": "cheaper", "worth": "worth"},
+        {
+            'a full call in 2, order 1 (`mode="reuse"`), 25 steps': "reuse",
+            "the same, 12 steps, against 12": "reuse@12",
+            "the same, 50 steps, against 50": "reuse@50",
+            "a full call in 3, order 1": "every-3",
+            "a full call in 2, order 0, which is DeepCache at interval 2": "every-2-kept",
+            "half calls in the second half of the run, every other": "guidance-2-late",
+            "half calls, every other": "guidance-2",
+            "a full call in 2 and half of those half": "both",
+        },
+    ),
+}
+"""Columns by their heads, and rows by what stands first in them."""
+
+
+@cache
+def rows_of(run: str) -> Rows:
+    """The rows of a table's results, by their labels; those of real pictures as real/real."""
+    path = ROOT / "eval/results" / run / "table.jsonl"
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return {row.get("label", row["method"]): row for row in rows}
+
+
+def table(rows: Rows, name: str) -> str:
+    """A Markdown table."""
+    columns, wanted = TABLES[name]
+    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for head, label in wanted.items():
+        lines.append(f"| {head} | {' | '.join(KINDS[k](rows[label], rows) for k in columns.values())} |")
+    return "\n" + "\n".join(lines) + "\n"
+
+
+def written(text: str) -> str:
+    """A page's text with its figures as the results have them."""
+    named = _RUN.search(text)
+    if named is None:
+        return text
+    rows = rows_of(named[1])
+
+    def fill(match: re.Match[str]) -> str:
+        start, label, kind, _, end = match.groups()
+        return start + (table(rows, kind) if label == "table" else KINDS[kind](rows[label], rows)) + end
+
+    return _MARKED.sub(fill, text)
+
+
+def unmarked(text: str) -> str:
+    """A page's text without what stands between marks."""
+    return _MARKED.sub("", text)
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        before = page.read_text(encoding="utf-8")
+        if (after := written(before)) != before:
+            page.write_text(after, encoding="utf-8")
+            print(page.relative_to(ROOT))
