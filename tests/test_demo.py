@@ -27,7 +27,9 @@ from agentsd_demo.diffusion import (
     SceneBatches,
     build_scheduler,
     canvas_size,
+    renew_embeddings,
     shared_suffix,
+    shifted_noise,
     style_leak,
     tokenize,
 )
@@ -275,6 +277,33 @@ def test_the_loss_weights_bound_the_signal_to_noise_ratio(pipe):
     snr = alphas / (1 - alphas) + 1
     expected = torch.minimum(snr, torch.tensor(config.snr_gamma)) / snr
     torch.testing.assert_close(weights.double(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_renewed_words_are_told_apart_and_others_stay():
+    pipe = load_pipeline()
+    words, captions = ["blue", "green"], ["a star on blue", "a star on green"]
+    embeddings = pipe.text_encoder.get_input_embeddings().weight
+    last = [pipe.tokenizer.encode(word, add_special_tokens=False)[-1] for word in words]
+    with torch.no_grad():
+        embeddings[last[1]] = embeddings[last[0]]
+    before = embeddings.detach().clone()
+
+    def apart():
+        hidden = pipe.text_encoder(tokenize(pipe.tokenizer, captions))[0]
+        return (hidden[0] - hidden[1]).norm().item()
+
+    assert apart() == 0
+    renew_embeddings(pipe.text_encoder, pipe.tokenizer, words)
+    assert apart() > 1
+    changed = (embeddings != before).any(1).nonzero().flatten().tolist()
+    assert sorted(changed) == sorted(last)
+
+
+def test_noise_is_shifted_by_channel():
+    noise = shifted_noise((500, 4, 16, 16), 0.3, torch.Generator().manual_seed(0))
+    means = noise.mean((2, 3))
+    assert means.std().item() == pytest.approx((0.3**2 + 1 / 256) ** 0.5, rel=0.05)
+    assert (noise - means[..., None, None]).std().item() == pytest.approx(1, rel=0.01)
 
 
 def test_the_autoencoder_keeps_a_picture(pipe):

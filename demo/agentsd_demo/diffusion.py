@@ -24,6 +24,9 @@ from .loop import compile_loss, train_loop
 from .scenes import Triple, random_scene, scene_caption
 
 START, END = "<|startoftext|>", "<|endoftext|>"
+EMBEDDING_SCALE = 0.1
+"""Standard deviation of new tokens' embeddings. CLIP's own, 0.02, suits long training: after a few thousand
+steps, words that hardly differ at the start are still one to the U-Net."""
 
 
 def build_tokenizer(captions: Sequence[str], config: DiffusionConfig) -> CLIPTokenizer:
@@ -51,7 +54,7 @@ def build_tokenizer(captions: Sequence[str], config: DiffusionConfig) -> CLIPTok
 
 def build_text_encoder(tokenizer: CLIPTokenizer, config: DiffusionConfig) -> CLIPTextModel:
     """Return an untrained text encoder."""
-    return CLIPTextModel(
+    text_encoder = CLIPTextModel(
         CLIPTextConfig(
             vocab_size=len(tokenizer),
             hidden_size=config.text_width,
@@ -65,20 +68,17 @@ def build_text_encoder(tokenizer: CLIPTokenizer, config: DiffusionConfig) -> CLI
             pad_token_id=tokenizer.pad_token_id,
         )
     )
+    nn.init.normal_(text_encoder.get_input_embeddings().weight, std=EMBEDDING_SCALE)
+    return text_encoder
 
 
-def renew_embeddings(
-    text_encoder: CLIPTextModel, tokenizer: CLIPTokenizer, words: Sequence[str], scale: float = 0.1
-) -> None:
-    """Draw the embeddings of the words' last tokens anew, with a standard deviation of `scale`.
-
-    CLIP's own, 0.02, suits long training: a few thousand steps leave words that hardly differ at the start
-    the same to the U-Net.
-    """
+def renew_embeddings(text_encoder: CLIPTextModel, tokenizer: CLIPTokenizer, words: Sequence[str]) -> None:
+    """Draw the embeddings of the words' last tokens anew."""
     embeddings: Any = text_encoder.get_input_embeddings().weight
     last = [tokenizer.encode(word, add_special_tokens=False)[-1] for word in words]
     with torch.no_grad():
-        embeddings[last] = scale * torch.randn(len(last), embeddings.shape[1], device=embeddings.device)
+        drawn = torch.randn(len(last), embeddings.shape[1], device=embeddings.device)
+        embeddings[last] = EMBEDDING_SCALE * drawn
 
 
 def build_unet(config: DiffusionConfig, latent_size: int) -> Any:
@@ -151,6 +151,12 @@ class DiffusionLoss(nn.Module):
         velocity = self.unet(self.noise.add_noise(latents, noise, t), t, text).sample
         error = (velocity.float() - self.noise.get_velocity(latents, noise, t)).square()
         return (error.mean((1, 2, 3)) * self.weights[t]).mean()
+
+
+def shifted_noise(shape: Sequence[int], offset: float, generator: torch.Generator) -> Tensor:
+    """Return noise (B, C, H, W) whose channels have means with a standard deviation of `offset`."""
+    noise = torch.randn(*shape, generator=generator)
+    return noise + offset * torch.randn(*shape[:2], 1, 1, generator=generator)
 
 
 def style_leak(text_encoder: Any, styled: Tensor, styleless: Tensor, suffix: Tensor) -> Tensor:
@@ -228,8 +234,7 @@ def train_diffusion(
         shown, images = next(batches)
         pixels = images.to(device).permute(0, 3, 1, 2).float() / 127.5 - 1
         latents = encode(autoencoder, pixels) * autoencoder.config.scaling_factor
-        noise = torch.randn(latents.shape, generator=generator)
-        noise += config.offset_noise * torch.randn(*latents.shape[:2], 1, 1, generator=generator)
+        noise = shifted_noise(latents.shape, config.offset_noise, generator)
         # Evenly spread over the schedule, so that a small batch meets every level of noise.
         t = (spread + torch.rand(config.batch, generator=generator) / config.batch) * len(loss.noise)
 

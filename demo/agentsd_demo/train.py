@@ -1,6 +1,7 @@
 """Train the demonstration model: `python -m agentsd_demo.train --config configs/demo_model.yaml`."""
 
 import json
+import random
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,7 +120,7 @@ class Recipe:
         config = self.config
         folder = config.run_dir / "diffusion"
         every = triples(concepts=config.concepts)
-        prompts = [triple.caption for triple in every[:: max(1, len(every) // SHEET_PROMPTS)][:SHEET_PROMPTS]]
+        prompts = [triple.caption for triple in random.Random(0).sample(every, SHEET_PROMPTS)]
 
         def draw(step: int) -> None:
             images = generate(pipe, prompts, steps=20, guidance=4.0, size=SHEET_SIZE)
