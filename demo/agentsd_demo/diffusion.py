@@ -68,7 +68,8 @@ def build_text_encoder(tokenizer: CLIPTokenizer, config: DiffusionConfig) -> CLI
             pad_token_id=tokenizer.pad_token_id,
         )
     )
-    nn.init.normal_(text_encoder.get_input_embeddings().weight, std=EMBEDDING_SCALE)
+    embeddings: Any = text_encoder.get_input_embeddings()
+    nn.init.normal_(embeddings.weight, std=EMBEDDING_SCALE)
     return text_encoder
 
 
