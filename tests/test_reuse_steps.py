@@ -10,7 +10,7 @@ from tiny import BETAS, make_sdxl_unet, make_unet, snapshot
 
 from agentsd import Agents, Downsample, Phases, Recipe, ReuseSteps, apply_agentsd
 from agentsd.recipe import REUSE
-from agentsd.reuse.states import States
+from agentsd.reuse.states import States, sigma
 
 
 def deep_sdxl_unet():
@@ -113,31 +113,44 @@ def test_a_cheap_call_computes_the_last_layers_alone():
     assert ran == ["conv_in", *convs, *transformer, "conv_out"]
 
 
-def test_order_1_is_exact_on_states_linear_in_the_timestep():
+def noise_level(timestep):
+    """Sigma by diffusers' own schedule."""
+    kept = diffusers.DDIMScheduler(**BETAS).alphas_cumprod[int(timestep)].double()
+    return (1 / kept - 1).sqrt()
+
+
+def test_noise_levels_are_those_of_karras_sigmas():
+    scheduler = diffusers.EulerDiscreteScheduler(**BETAS)
+    scheduler.set_timesteps(7)  # at fractions of a timestep
+    found = [sigma(t) for t in scheduler.timesteps.tolist()]
+    torch.testing.assert_close(torch.tensor(found), scheduler.sigmas[:-1], rtol=1e-4, atol=0)
+
+
+def test_order_1_is_exact_on_states_linear_in_the_noise_level():
     states, slope, base = States(1), torch.randn(2, 3), torch.randn(2, 3)
-    for level in (981.0, 901.0, 701.0):
-        states.keep(level, base + level * slope)
-        expected = base + 661.0 * slope
-        if level < 981.0:
-            torch.testing.assert_close(states.at(661.0), expected)
-    states.keep(701.0, base)  # a repeated noise level takes the place of the call before
+    for timestep in (981.0, 901.0, 701.0):
+        states.keep(timestep, base + noise_level(timestep) * slope)
+        expected = base + noise_level(661) * slope
+        if timestep < 981.0:
+            torch.testing.assert_close(states.at(661.0), expected, rtol=1e-4, atol=1e-4)
+    states.keep(701.0, base)  # a repeated timestep takes the place of the call before
     torch.testing.assert_close(states.at(701.0), base)
-    torch.testing.assert_close(states.at(901.0), base + 901.0 * slope)
+    torch.testing.assert_close(states.at(901.0), base + noise_level(901) * slope, rtol=1e-4, atol=1e-4)
 
 
 def test_order_1_in_a_run():
-    """A twin's entrance is made linear in the timestep; the cheap calls of it are then full ones."""
+    """A twin's entrance is made linear in the noise level; the cheap calls of it are then full ones."""
     unet, twin, caller = deep_unet(), deep_unet(), Caller()
     rng = torch.Generator().manual_seed(0)
     base, slope = (torch.randn(2, 16, 16, 16, generator=rng) for _ in range(2))
     now = {}
     for model in (unet, twin):
         entrance(model, 1).register_forward_hook(
-            lambda m, args, out: (base + now["t"] / 1000 * slope,) if out[0].shape == base.shape else None
+            lambda m, args, out: (base + now["sigma"] * slope,) if out[0].shape == base.shape else None
         )
     apply_agentsd(unet, recipe=Recipe(steps=ReuseSteps(3)))
     for i, kind in enumerate("FffFffFffF"):
-        now["t"] = float(caller.timesteps[i])
+        now["sigma"] = noise_level(caller.timesteps[i]).float()
         out, expected = caller(unet, i), caller(twin, i)
         if kind == "F" or i > 3:
             torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)

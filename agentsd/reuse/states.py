@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
+_BETAS = np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
+_SIGMAS = np.sqrt(1 / np.cumprod(1 - _BETAS) - 1)
+
+
+def sigma(timestep: float) -> float:
+    """The noise level of a training timestep in Stable Diffusion's schedule: 14.6 at 999, 0.03 at 0."""
+    return float(np.interp(timestep, np.arange(len(_SIGMAS)), _SIGMAS))
+
 
 class States:
-    """The last states of some pictures, with the noise level of each."""
+    """The last states of some pictures, with the timestep of each."""
 
     def __init__(self, order: int) -> None:
         self._count = order + 1
@@ -16,15 +25,16 @@ class States:
     def __bool__(self) -> bool:
         return bool(self._kept)
 
-    def keep(self, level: float, state: Tensor) -> None:
-        """Take in a full call's state (B, C, H, W); a repeated noise level replaces the one before."""
-        others = [kept for kept in self._kept if kept[0] != level]
-        self._kept = [*others, (level, state)][-self._count :]
+    def keep(self, timestep: float, state: Tensor) -> None:
+        """Take in a full call's state (B, C, H, W); a repeated timestep replaces the one before."""
+        others = [kept for kept in self._kept if kept[0] != timestep]
+        self._kept = [*others, (timestep, state)][-self._count :]
 
-    def at(self, level: float) -> Tensor:
-        """The state at a noise level: the last one, or the line through the last two."""
+    def at(self, timestep: float) -> Tensor:
+        """The state at a timestep: the last one, or the line through the last two over `sigma`."""
         last, state = self._kept[-1]
         if len(self._kept) == 1:
             return state
         before, start = self._kept[-2]
-        return torch.lerp(start, state, (level - before) / (last - before))
+        known, wanted = sigma(last) - sigma(before), sigma(timestep) - sigma(before)
+        return torch.lerp(start, state, wanted / known) if known else state

@@ -23,7 +23,8 @@ class ReuseSteps:
 
     Attributes:
         every: a step in so many is full; 1 leaves nothing out.
-        order: 0 keeps the last state; 1 extrapolates linearly in the timestep from the last two.
+        order: 0 keeps the last state; 1 extrapolates the last two linearly in the noise level sigma of Stable
+            Diffusion's training schedule.
         first: how many first steps are full.
         layers: how many last layers a cheap call computes.
         at: in place of `every`, the noise levels of the full steps, as training timesteps (999 is the
