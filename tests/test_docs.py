@@ -1,0 +1,91 @@
+"""The documentation says what the tests and the code say; `.ci/run` builds the site, and checks its links."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+
+import test_hosts
+import test_neighbours
+import test_placement
+import test_reuse_hosts
+
+from agentsd import apply_agentsd
+from agentsd.patch import handle_of
+from agentsd.recipe import REUSE
+
+ROOT = Path(__file__).parents[1]
+
+
+def parameters(test: Any, name: str) -> list[str]:
+    """What a test is parametrized with."""
+    return next(list(mark.args[1]) for mark in test.pytestmark if mark.args[0] == name)
+
+
+def hosts(tokenizer: Any) -> str:
+    """The table of pipelines: each is built, to ask for its class."""
+    lines = ["| host | pipeline | attention | calls not made |", "|---|---|---|---|"]
+    whole = {name: f"stays whole: {why}" for name, why in test_reuse_hosts.WHOLE.items()}
+    compared = parameters(test_reuse_hosts.test_host, "name")
+    for name, make in (test_hosts.HOSTS | test_reuse_hosts.MORE).items():
+        attention = "yes" if name in test_hosts.HOSTS else ""
+        calls = whole.get(name, "yes" if name in compared else "")
+        if name == "InstructPix2Pix":  # three passes
+            calls = "steps alone"
+        lines.append(f"| {name} | `{make(tokenizer)[0].__name__}` | {attention} | {calls} |")
+    return "\n".join(lines)
+
+
+def features() -> str:
+    """The table of what may be switched on beside a recipe."""
+    lines = ["| feature | attention | calls not made |", "|---|---|---|"]
+    placed = [
+        *parameters(test_placement.test_group_offloading_and_layerwise_casting, "offload"),
+        *parameters(test_placement.test_accelerates_offloading_hooks, "kind"),
+    ]
+    compared = parameters(test_reuse_hosts.test_feature, "name")
+    for name in test_neighbours.FEATURES:
+        lines.append(f"| {name} | yes | {'yes' if name in compared else ''} |")
+    for name in test_reuse_hosts.OFFLOADS:
+        title = name if "casting" in name else f"{name} offloading"
+        lines.append(f"| {title} | {'yes' if name.split()[-1] in placed else ''} | yes |")
+    return "\n".join(lines)
+
+
+def test_the_tables_of_hosts_are_those_of_the_tests(tokenizer: Any) -> None:
+    page = (ROOT / "docs/hosts.md").read_text(encoding="utf-8")
+    assert f"\n{hosts(tokenizer)}\n" in page
+    assert f"\n{features()}\n" in page
+
+
+def said(folder: str) -> str:
+    """Every string of a package's code, one a line."""
+    nodes = (node for path in (ROOT / folder).rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    return "\n".join(n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str))
+
+
+def test_messages_that_are_explained_are_those_of_the_code() -> None:
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    code = said("agentsd")
+    assert len(quoted) > 20
+    assert not [words for words in quoted if words not in code]
+
+
+def test_the_page_on_threads_runs(pipe: Any, monkeypatch: Any) -> None:
+    """Each block in turn; the copy has its own U-Net, and a `with` block puts back what was there."""
+    page = (ROOT / "docs/threads.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {"pipe": pipe, "prompt": "a cat"}
+    monkeypatch.setattr(type(pipe), "__call__", partialmethod(type(pipe).__call__, num_inference_steps=2))
+    outer = apply_agentsd(pipe, mode="downsample")
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(block, "docs/threads.md", "exec"), names)
+    assert names["picture"]("a cat").size == names["image"].size
+    assert handle_of(pipe) is outer
+    assert names["mine"].unet is not pipe.unet
+    copied = handle_of(names["mine"])
+    assert copied is not None
+    assert copied.recipe == REUSE
