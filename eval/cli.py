@@ -36,9 +36,11 @@ COMMANDS: dict[str, tuple[type[s.CommandSettings], str]] = {
     "profile": (s.ProfileSettings, "cost.breakdown"),
     "fid": (s.FidSettings, "quality.fid"),
     "report": (s.ReportSettings, "pages.report"),
+    "app": (s.AppSettings, "studies.app"),
 }
 """Each one's settings, and the module whose `command(settings, console)` does its work."""
 _NO_CONFIG = ("fid", "report")
+_OF_THE_EVALUATION = ("DeepCache", "efficientnet_lite_pytorch", "jinja2", "matplotlib", "PIL", "tomesd")
 _RESUMED = ("table", "ablate", "proof", "mediators", "subject")
 
 
@@ -100,9 +102,10 @@ def explain_missing(error: ModuleNotFoundError) -> str:
             importlib.import_module("agentsd.demo")
         except ModuleNotFoundError as missing:
             return str(missing)
-    if error.name not in ("DeepCache", "efficientnet_lite_pytorch", "jinja2", "matplotlib", "PIL", "tomesd"):
+    extra = "app" if error.name == "gradio" else "eval"
+    if extra == "eval" and error.name not in _OF_THE_EVALUATION:
         raise error
-    return f"{error.name} is not installed: pip install 'agentsd[eval]'"
+    return f"{error.name} is not installed: pip install 'agentsd[{extra}]'"
 
 
 def _hide_bars() -> None:

@@ -180,6 +180,32 @@ class CompareSettings(SamplingSettings):
     """The PNG to write."""
 
 
+class AppSettings(SamplingSettings):
+    """Serve a page in the browser: stock and a recipe side by side, from one seed."""
+
+    hidden: ClassVar[tuple[str, ...]] = ("backend", "agent")
+    scheduler: Scheduler = "dpm++karras"
+    """The sampler that the page begins with; model is the model's own."""
+    steps: int = Field(25, ge=1, le=1000)
+    """Denoising steps that it begins with."""
+    guidance_scale: Annotated[float, Option("guidance")] = Field(4.0, ge=0)
+    """Guidance scale that it begins with; 1 or less turns it off."""
+    prompt: str | None = None
+    """The prompt that it begins with; without it a caption of the embedded model."""
+    recipe: str = "reuse"
+    """The recipe that it begins with: exact, fast, turbo, downsample or reuse."""
+    host: str = "127.0.0.1"
+    """The address that it listens on: this machine alone; 0.0.0.0 is every network that it is in."""
+    port: int | None = Field(None, ge=1, le=65535)
+    """The port; without it the first free one from 7860 on."""
+
+    @field_validator("recipe")
+    @classmethod
+    def _known_recipe(cls, recipe: str) -> str:
+        recipe_of({"mode": recipe})
+        return recipe
+
+
 class RunSettings(SamplingSettings):
     """Make pictures with each method and ratio, and a row of quality and cost for each (Table 10)."""
 

@@ -8,10 +8,9 @@ from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
-import test_hosts
-import test_neighbours
 import test_placement
 import test_reuse_hosts
+from pipelines import FEATURES, HOSTS
 
 from agentsd import apply_agentsd
 from agentsd.patch import handle_of
@@ -30,8 +29,8 @@ def hosts(tokenizer: Any) -> str:
     lines = ["| host | pipeline | attention | calls not made |", "|---|---|---|---|"]
     whole = {name: f"stays whole: {why}" for name, why in test_reuse_hosts.WHOLE.items()}
     compared = parameters(test_reuse_hosts.test_host, "name")
-    for name, make in (test_hosts.HOSTS | test_reuse_hosts.MORE).items():
-        attention = "yes" if name in test_hosts.HOSTS else ""
+    for name, make in (HOSTS | test_reuse_hosts.MORE).items():
+        attention = "yes" if name in HOSTS else ""
         calls = whole.get(name, "yes" if name in compared else "")
         if name == "InstructPix2Pix":  # three passes
             calls = "steps alone"
@@ -47,7 +46,7 @@ def features() -> str:
         *parameters(test_placement.test_accelerates_offloading_hooks, "kind"),
     ]
     compared = parameters(test_reuse_hosts.test_feature, "name")
-    for name in test_neighbours.FEATURES:
+    for name in FEATURES:
         lines.append(f"| {name} | yes | {'yes' if name in compared else ''} |")
     for name in test_reuse_hosts.OFFLOADS:
         title = name if "casting" in name else f"{name} offloading"

@@ -1,0 +1,32 @@
+"""What each call of a run was, as a strip of colours in HTML."""
+
+from html import escape
+
+KINDS = {
+    "F": ("full", "#1f5fa8"),
+    "f": ("cheap", "#a9cbee"),
+    "H": ("full, conditional pass alone", "#c4600c"),
+    "h": ("cheap, conditional pass alone", "#f6c79a"),
+}
+"""Of each letter of `AgentHandle.summary`: its name and colour."""
+
+
+def strip_of(summary: str) -> str:
+    """Return a box for each call of `AgentHandle.summary`, and a line that names their colours."""
+    calls = [letter for letter in summary.split("  ")[0] if letter in KINDS]
+    boxes = "".join(
+        f'<i style="flex:1;min-width:2px;background:{KINDS[letter][1]}" title="call {place}: '
+        f'{KINDS[letter][0]}"></i>'
+        for place, letter in enumerate(calls, 1)
+    )
+    names = "".join(
+        f'<span style="white-space:nowrap"><i style="display:inline-block;width:.8em;height:.8em;'
+        f'background:{colour}"></i> {calls.count(letter)} {name}</span>'
+        for letter, (name, colour) in KINDS.items()
+        if letter in calls
+    )
+    strip = "display:flex;gap:1px;height:1.6em"
+    return (
+        f'<div role="img" aria-label="{escape(summary)}" style="{strip}">{boxes}</div>'
+        f'<div style="display:flex;flex-wrap:wrap;gap:0 1em;margin-top:.3em">{names}</div>'
+    )

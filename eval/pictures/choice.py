@@ -1,0 +1,54 @@
+"""A recipe as one chooses it: a mode and its settings; and the line of Python that does the same."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from agentsd import Recipe
+from agentsd.recipe import MODES
+
+ATTENTION = {
+    "ratio": "ratio (tokens merged)",
+    "k": "k (weight of + kV)",
+    "scale": "scale (exponent)",
+    "early_frac": "early_frac (early steps)",
+}
+STEPS = {"every": "every (one step is full)", "order": "order (0 keeps states)"}
+LABELS = ATTENTION | STEPS
+"""Settings that may be chosen, and what they are called."""
+
+
+def defaults_of(mode: str) -> dict[str, Any]:
+    """Return the settings that a recipe has, and their values."""
+    recipe = MODES[mode]
+    parts = [*recipe.schedules, *recipe.operators, recipe.steps]
+    found = {name: [getattr(part, name) for part in parts if hasattr(part, name)] for name in LABELS}
+    return {name: values[0] for name, values in found.items() if values}
+
+
+def changed(mode: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of the settings the recipe has, and with another value."""
+    return {
+        name: settings[name]
+        for name, value in defaults_of(mode).items()
+        if name in settings and settings[name] != value
+    }
+
+
+def recipe_of(mode: str, settings: Mapping[str, Any]) -> Recipe:
+    """Return the recipe of that name with these settings; raises TypeError or ValueError for a bad one."""
+    own = changed(mode, settings)
+    recipe = MODES[mode].with_settings(**{name: own[name] for name in own if name in ATTENTION})
+    steps = {name: own[name] for name in own if name in STEPS}
+    return replace(recipe, steps=replace(recipe.steps, **steps)) if recipe.steps and steps else recipe
+
+
+def python_of(mode: str, settings: Mapping[str, Any]) -> str:
+    """Return the import and the line that put that recipe on a pipeline called `pipe`."""
+    own = changed(mode, settings)
+    words = ", ".join(f"{name}={value!r}" for name, value in own.items())
+    if set(own) & set(STEPS):
+        names, how = "Recipe, ReuseSteps, apply_agentsd", f"recipe=Recipe(steps=ReuseSteps({words}))"
+    else:
+        names, how = "apply_agentsd", f'mode="{mode}"' + (f", {words}" if words else "")
+    return f"from agentsd import {names}\n\napply_agentsd(pipe, {how})\n"

@@ -1,0 +1,247 @@
+"""A page in the browser: stock and a recipe side by side, from one seed on one model."""
+
+import errno
+import math
+import socket
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+from typing import Any, get_args
+
+import gradio as gr
+import torch
+from PIL import Image
+from pydantic import ValidationError
+from rich.console import Console
+
+from agentsd.recipe import MODES
+
+from ..errors import EvalError
+from ..pages.strip import strip_of
+from ..pictures.choice import LABELS, STEPS, defaults_of, python_of, recipe_of
+from ..pictures.methods import Method
+from ..pictures.models import load_pipeline, set_scheduler
+from ..pictures.prompts import Picture, unknown_words
+from ..pictures.sampling import Seconds, sample, size_of, warm_up
+from ..quality.fidelity import psnr
+from ..settings import AppSettings, Scheduler
+
+STOCK = Method(())
+_SHOWN = 512  # pixels on a side that a smaller picture is enlarged to
+_PORTS = range(7860, 7960)
+_SAMPLED = ("seed", "width", "height", "steps", "guidance_scale", "scheduler")
+_THEME = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
+_CSS = ".note { border-left: 4px solid #c4600c; padding: .4em .8em }"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Stock's picture and the recipe's, with what each took, and what is to be said of the run."""
+
+    images: tuple[Image.Image, Image.Image]
+    seconds: tuple[Seconds, Seconds]
+    calls: str
+    notes: list[str]
+
+
+class Maker:
+    """Makes pairs of pictures on one model, one at a time."""
+
+    def __init__(self, settings: AppSettings) -> None:
+        """Load the model."""
+        self.settings = settings
+        self._pipe = load_pipeline(settings.model_copy(update={"scheduler": "model"}))
+        self._scheduler = self._pipe.scheduler
+        self._warm: set[tuple[int, int]] = set()
+        self.device = self._pipe.unet.device
+        self.size = size_of(self._pipe, settings)
+
+    def first_prompt(self) -> str:
+        """Return the prompt that the page begins with."""
+        if self.settings.prompt is not None or self.settings.model != "demo":
+            return self.settings.prompt or "a photograph of a fox in the snow"
+        from agentsd_demo.scenes import triples
+
+        return triples()[0].caption
+
+    def make(self, prompt: str, mode: str, chosen: dict[str, Any], sampled: dict[str, Any]) -> Pair:
+        """Return a pair; raises EvalError for a bad setting."""
+        if not prompt.strip():
+            raise EvalError(f"prompt = {prompt!r}: write what the picture is to show")
+        try:
+            settings = AppSettings.model_validate({**self.settings.model_dump(), **sampled})
+            method = Method((mode,), recipe=recipe_of(mode, chosen))
+        except ValidationError as error:
+            wrong = ((problem["loc"][0], problem["input"], problem["msg"]) for problem in error.errors())
+            raise EvalError("\n".join(f"{name} = {value!r}: {why}" for name, value, why in wrong)) from None
+        except (TypeError, ValueError) as error:
+            raise EvalError(str(error)) from None
+        self._pipe.scheduler = self._scheduler
+        set_scheduler(self._pipe, settings.scheduler)
+        try:
+            return self._sampled(method, Picture(0, prompt, settings.seed), settings)
+        except RuntimeError as error:  # such as too little memory
+            size = " x ".join(map(str, size_of(self._pipe, settings)))
+            raise EvalError(f"{size} px: {error}\nA smaller size needs less memory.") from error
+
+    def _sampled(self, method: Method, picture: Picture, settings: AppSettings) -> Pair:
+        told = ["no call yet"]
+        if (size := size_of(self._pipe, settings)) not in self._warm:
+            warm_up(self._pipe, STOCK, [picture], settings)
+            self._warm.add(size)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            [stock], stock_seconds = sample(self._pipe, STOCK, [picture], settings)
+            [own], own_seconds = sample(self._pipe, method, [picture], settings, told.append)
+        notes = [text for w in caught if (text := str(w.message)).startswith("agentsd: ")]
+        if settings.model == "demo" and (words := unknown_words(self._pipe.tokenizer, [picture.prompt])):
+            notes.append(f"the embedded model was never taught {', '.join(map(repr, words))}")
+        return Pair((stock, own), (stock_seconds, own_seconds), told[-1], notes)
+
+
+def command(settings: AppSettings, console: Console) -> None:
+    """Serve the page until Ctrl-C."""
+    port = free_port(settings.host, settings.port)
+    page = build(Maker(settings))
+    _, address, _ = page.launch(
+        server_name=settings.host,
+        server_port=port,
+        share=False,
+        quiet=True,
+        prevent_thread_lock=True,
+        footer_links=[],
+        theme=_THEME,
+        css=_CSS,
+    )
+    console.print(f"page: {address} (Ctrl-C ends it)", soft_wrap=True)
+    page.block_thread()
+
+
+def free_port(host: str, port: int | None) -> int:
+    """Return that port, or the first free one; raises EvalError where the page can't be served."""
+    for tried in _PORTS if port is None else [port]:
+        try:
+            with socket.create_server((host, tried)):
+                return tried
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise EvalError(f"host {host!r}: {error.strerror}; 127.0.0.1 is this machine alone") from None
+    raise EvalError(f"port {port or _PORTS} of {host} is taken: pass another --port")
+
+
+def build(maker: Maker) -> gr.Blocks:
+    """Return the page."""
+    settings = maker.settings
+    height, width = maker.size
+    with gr.Blocks(title="agentsd", analytics_enabled=False) as page:
+        model = "the embedded model" if settings.model == "demo" else settings.model
+        gr.Markdown(f"# agentsd\nStock and a recipe from one seed: {model} on {maker.device}.")
+        with gr.Row():
+            with gr.Column(scale=2, min_width=300):
+                prompt = gr.Textbox(maker.first_prompt(), label="prompt", lines=2)
+                with gr.Row():
+                    whole = {"precision": 0, "min_width": 110}
+                    inputs = [
+                        gr.Number(settings.seed, label="seed", **whole),
+                        gr.Number(width, label="width", **whole),
+                        gr.Number(height, label="height", **whole),
+                        gr.Number(settings.steps, label="steps", **whole),
+                        gr.Number(settings.guidance_scale, label="guidance", min_width=110),
+                        gr.Dropdown(
+                            list(get_args(Scheduler)),
+                            value=settings.scheduler,
+                            label="sampler",
+                            min_width=200,
+                        ),
+                    ]
+                mode = gr.Radio(list(MODES), value=settings.recipe, label="recipe")
+                with gr.Row():
+                    numbers = [
+                        gr.Number(
+                            label=label,
+                            precision=0 if name in STEPS else None,
+                            min_width=200,
+                            **_shown(settings.recipe, name),
+                        )
+                        for name, label in LABELS.items()
+                    ]
+                button = gr.Button("Make both pictures", variant="primary")
+            with gr.Column(scale=3, min_width=300):
+                note = gr.HTML(visible=False)
+                slider = gr.ImageSlider(
+                    label="left stock, right the recipe",
+                    format="png",
+                    interactive=False,
+                    buttons=["fullscreen"],
+                )
+                figures = gr.HTML()
+                line = gr.Code(
+                    python_of(settings.recipe, {}),
+                    language="python",
+                    label="the same in Python",
+                    interactive=False,
+                    lines=3,
+                    buttons=["copy"],
+                )
+
+        def show(mode: str) -> list[Any]:
+            return [gr.Number(**_shown(mode, name)) for name in LABELS]
+
+        def say(mode: str, *values: Any) -> str:
+            return python_of(mode, dict(zip(LABELS, values, strict=True)))
+
+        def run(prompt: str, mode: str, *values: Any) -> Iterator[dict[Any, Any]]:
+            sampled = dict(zip(_SAMPLED, values, strict=False))
+            chosen = dict(zip(LABELS, values[len(_SAMPLED) :], strict=True))
+            yield {note: _note([]), slider: None, figures: ""}
+            try:
+                pair = maker.make(prompt, mode, chosen, sampled)
+            except EvalError as error:
+                yield {note: _note([str(error)])}
+                return
+            yield {
+                note: _note(pair.notes),
+                slider: tuple(map(_enlarged, pair.images)),
+                figures: figures_of(pair, mode, maker.device),
+            }
+
+        mode.input(show, mode, numbers, show_progress="hidden")
+        asked = [mode, *numbers]
+        gr.on([part.change for part in asked], say, asked, line, show_progress="hidden")
+        gr.on(
+            [button.click, prompt.submit],
+            run,
+            [prompt, mode, *inputs, *numbers],
+            [note, slider, figures],
+        )
+    return page
+
+
+def figures_of(pair: Pair, mode: str, device: torch.device) -> str:
+    """Return the seconds, the gain, the difference, and what each call was, as HTML."""
+    stock, own = pair.seconds
+    gain = stock.charged(device) / own.charged(device)
+    clock = "" if device.type == "cuda" else " in CPU time"
+    near = psnr(*reversed(pair.images))
+    loss = "the same picture" if near == math.inf else f"{near:.1f} dB PSNR to stock"
+    return (
+        f"<p>stock <b>{stock.wall:.2f} s</b>, {escape(mode)} <b>{own.wall:.2f} s</b>: {gain:.2f}x as "
+        f"fast{clock}, {loss}. One picture is no measurement.</p>{strip_of(pair.calls)}"
+    )
+
+
+def _note(lines: list[str]) -> Any:
+    text = "<br>".join(escape(line).replace("\n", "<br>") for line in lines)
+    return gr.HTML(f'<div class="note" role="alert">{text}</div>', visible=bool(lines))
+
+
+def _shown(mode: str, name: str) -> dict[str, Any]:
+    """Whether a setting is seen, and with which value: where the recipe has it."""
+    defaults = defaults_of(mode)
+    return {"value": defaults.get(name), "visible": name in defaults}
+
+
+def _enlarged(image: Image.Image) -> Image.Image:
+    factor = max(1, _SHOWN // max(image.size))
+    return image.resize((image.width * factor, image.height * factor), Image.Resampling.BICUBIC)

@@ -1,0 +1,70 @@
+"""The page's parts that need no gradio: what a chosen recipe is, its line of Python, the strip of calls."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from agentsd_eval.pages.strip import strip_of
+from agentsd_eval.pictures.choice import LABELS, defaults_of, python_of, recipe_of
+
+from agentsd.patch import handle_of
+from agentsd.recipe import MODES
+from agentsd.reuse.plan import tell
+
+CHANGES: dict[str, Any] = {"ratio": 0.55, "k": 0.0, "scale": -0.3, "early_frac": 0.9, "every": 3, "order": 0}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_line_of_python_is_the_recipe(pipe: Any, mode: str) -> None:
+    """Run as it is written, with each setting as it stands, changed alone, and changed with all others."""
+    own = defaults_of(mode)
+    assert set(CHANGES) == set(LABELS)
+    for settings in ({}, CHANGES, *({name: CHANGES[name]} for name in own)):
+        exec(python_of(mode, settings), {"pipe": pipe})
+        handle = handle_of(pipe)
+        assert handle is not None
+        assert handle.recipe == recipe_of(mode, settings)
+        assert (handle.recipe == MODES[mode]) == (not set(settings) & set(own))
+    assert recipe_of(mode, own) == MODES[mode]
+
+
+def test_what_a_recipe_has_not_is_left_out() -> None:
+    assert python_of("reuse", CHANGES | {"order": 1}).endswith("recipe=Recipe(steps=ReuseSteps(every=3)))\n")
+    assert python_of("downsample", CHANGES).endswith('apply_agentsd(pipe, mode="downsample")\n')
+
+
+@pytest.mark.parametrize(("name", "value"), [("ratio", 1.0), ("ratio", None), ("early_frac", 40.0)])
+def test_a_bad_setting_is_named(name: str, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"{name}={value}"):
+        recipe_of("fast", {name: value})
+    with pytest.raises(ValueError, match="order=2: pass 0"):
+        recipe_of("reuse", {"order": 2})
+
+
+def test_the_strip_has_a_box_for_each_call_in_order() -> None:
+    html = strip_of(tell("FfHh"))
+    assert re.findall(r'title="call (\d): ([^"]+)"', html) == [
+        ("1", "full"),
+        ("2", "cheap"),
+        ("3", "full, conditional pass alone"),
+        ("4", "cheap, conditional pass alone"),
+    ]
+    assert html.count("</span>") == 4
+    assert strip_of(tell("FFF")).count("</span>") == 1
+    assert strip_of(tell("FFF")).count("title=") == 3
+    assert "title=" not in strip_of(tell(""))
+    assert "&lt;b&gt;" in strip_of("<b>")
+
+
+def test_without_gradio_the_extra_is_named_before_any_work() -> None:
+    code = (
+        "import sys; sys.modules['gradio'] = None; sys.argv = ['agentsd-eval', 'app', '--model', 'nowhere']\n"
+        "from agentsd_eval.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.strip() == "error: gradio is not installed: pip install 'agentsd[app]'"

@@ -1,0 +1,133 @@
+"""`agentsd-eval app` in a real browser, at the widths of a desktop and of a phone."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """The system's Chromium."""
+    from playwright.sync_api import sync_playwright
+
+    path = shutil.which("chromium") or shutil.which("google-chrome")
+    if path is None:
+        pytest.fail("no Chromium is installed: apt-get install chromium")
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def address(model_folder: str) -> Iterator[str]:
+    """Where the page is, served by the command."""
+    words = ["app", "--model", model_folder, "--steps", "10", "--prompt", "a cat"]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "agentsd_eval.cli", *words], stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdout is not None
+    line = server.stdout.readline()
+    yield line.split()[1]
+    server.terminate()
+    server.wait(30)
+
+
+@pytest.fixture(params=SIZES)
+def page(request: Any, browser: Any, address: str) -> Iterator[Any]:
+    """The page as it opens; whatever it asks for is of this machine, and it is no wider than the screen."""
+    width, height = SIZES[request.param]
+    context = browser.new_context(
+        viewport={"width": width, "height": height}, permissions=["clipboard-read", "clipboard-write"]
+    )
+    page, asked, broken = context.new_page(), [], []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: broken.append(str(error)))
+    page.goto(address)
+    page.get_by_role("button", name="Make both pictures").wait_for()
+    yield page
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert not [url for url in asked if not url.startswith((address, "data:", "blob:"))]
+    assert not broken
+    context.close()
+
+
+def make(page: Any) -> Any:
+    """Press the button; returns the strip of calls."""
+    page.get_by_role("button", name="Make both pictures").click()
+    strip = page.locator("[role=img][aria-label*=calls]")
+    strip.wait_for(timeout=60_000)
+    return strip
+
+
+def test_both_pictures_are_made_and_compared_under_a_slider(page: Any) -> None:
+    strip = make(page)
+    assert strip.get_attribute("aria-label") == "FfFfFfFfFf  (10 calls: 5 full; 5 cheap)"
+    assert strip.locator("i").count() == 10
+    assert re.search(r"stock \d+\.\d\d s, reuse \d+\.\d\d s: .* PSNR to stock", page.inner_text("body"))
+    stock, own = page.locator("img[src*='/file=']").all()
+    bodies = [page.request.get(image.get_attribute("src")).body() for image in (stock, own)]
+    assert bodies[0] != bodies[1]
+    clip = "[...document.querySelectorAll('img')].map(i => getComputedStyle(i).clipPath).join()"
+    before = page.evaluate(clip)
+    box = own.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.2, box["y"] + box["height"] / 2, steps=5)
+    page.mouse.up()
+    assert page.evaluate(clip) != before
+
+
+def test_the_line_of_python_follows_the_recipe_and_is_copied(page: Any) -> None:
+    page.get_by_label("every (").fill("3")
+    page.get_by_text("ReuseSteps(every=3)").wait_for()
+    page.get_by_role("button", name="Copy").click()
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert copied.endswith("apply_agentsd(pipe, recipe=Recipe(steps=ReuseSteps(every=3)))")
+    page.get_by_label("turbo").click()
+    page.get_by_text('mode="turbo"').wait_for()
+    assert page.get_by_label("ratio (").input_value() == "0.4"
+    assert not page.get_by_label("every (").is_visible()
+
+
+def test_what_is_wrong_is_said_in_the_page_with_the_way_out(page: Any) -> None:
+    button, alert = page.get_by_role("button", name="Make both pictures"), page.locator(".note")
+    page.get_by_label("steps", exact=True).fill("0")
+    button.click()
+    alert.get_by_text("steps = 0: Input should be greater than or equal to 1").wait_for()
+    page.get_by_label("steps", exact=True).fill("4")
+    make(page)
+    alert.get_by_text("a run of 4 steps has none to spare").wait_for()
+    page.get_by_label("fast").click()
+    page.get_by_label("ratio (").fill("1.5")
+    button.click()
+    alert.get_by_text("ratio=1.5: pass a share in [0, 1)").wait_for()
+    page.get_by_label("prompt").fill(" ")
+    page.get_by_label("ratio (").fill("0.5")
+    button.click()
+    alert.get_by_text("write what the picture is to show").wait_for()
+    page.get_by_label("prompt").fill("a cat")
+    make(page)
+    assert alert.count() == 0
+
+
+def test_a_port_that_is_taken_is_said_at_once(address: str) -> None:
+    port = address.rstrip("/").rpartition(":")[2]
+    words = [sys.executable, "-m", "agentsd_eval.cli", "app"]
+    for more, said in (
+        (["--port", port], f"error: port {port} of 127.0.0.1 is taken: pass another --port"),
+        (["--host", "nowhere.invalid"], "error: host 'nowhere.invalid': "),
+    ):
+        done = subprocess.run([*words, *more], capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert done.stderr.startswith(said)
