@@ -475,7 +475,7 @@ class FidSettings(CommandSettings):
 
 
 class ReportSettings(CommandSettings):
-    """Write one self-contained HTML page: tables, quality against time, pictures side by side."""
+    """Write one self-contained HTML page: gain and loss, pictures under a slider, plots, tables."""
 
     folder: Annotated[Path, Option("RUN_DIR", positional=True)]
     """A run's folder."""

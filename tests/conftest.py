@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +92,24 @@ def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pixels = random.integers(0, 255, (40, 50 + i % 2, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / f"{i}.png")
     return folder
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """The system's Chromium."""
+    from playwright.sync_api import sync_playwright
+
+    path = shutil.which("chromium") or shutil.which("google-chrome")
+    if path is None:
+        pytest.fail("no Chromium is installed: apt-get install chromium")
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(params=[(1280, 900), (390, 844)], ids=["desktop", "phone"])
+def screen(request: pytest.FixtureRequest) -> dict[str, int]:
+    """How large a browser's window is."""
+    width, height = request.param
+    return {"width": width, "height": height}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,21 +11,6 @@ from typing import Any
 import pytest
 
 pytestmark = pytest.mark.slow
-SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """The system's Chromium."""
-    from playwright.sync_api import sync_playwright
-
-    path = shutil.which("chromium") or shutil.which("google-chrome")
-    if path is None:
-        pytest.fail("no Chromium is installed: apt-get install chromium")
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +27,10 @@ def address(model_folder: str) -> Iterator[str]:
     server.wait(30)
 
 
-@pytest.fixture(params=SIZES)
-def page(request: Any, browser: Any, address: str) -> Iterator[Any]:
+@pytest.fixture
+def page(browser: Any, screen: dict[str, int], address: str) -> Iterator[Any]:
     """The page as it opens; whatever it asks for is of this machine, and it is no wider than the screen."""
-    width, height = SIZES[request.param]
-    context = browser.new_context(
-        viewport={"width": width, "height": height}, permissions=["clipboard-read", "clipboard-write"]
-    )
+    context = browser.new_context(viewport=screen, permissions=["clipboard-read", "clipboard-write"])
     page, asked, broken = context.new_page(), [], []
     page.on("request", lambda request: asked.append(request.url))
     page.on("pageerror", lambda error: broken.append(str(error)))

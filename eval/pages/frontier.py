@@ -12,17 +12,27 @@ _MARKERS = "osD^vPX*<>hp"
 
 def has_frontier(rows: Sequence[Row]) -> bool:
     """Whether rows have distances and costs to be drawn, fewer steps among them."""
-    return sum(_is_plain(row) for row in rows if _has_place(row)) >= 2
+    return sum(_is_plain(row) for row in rows if has_place(row, "converged")) >= 2
 
 
 def draw_frontier(rows: Sequence[Row], title: str) -> bytes:
     """Return a PNG: below the line is nearer than fewer steps of the same sampler at the same cost."""
+    picture = io.BytesIO()
+    frontier(rows, title).savefig(picture, format="png", dpi=130)
+    return picture.getvalue()
+
+
+def frontier(rows: Sequence[Row], title: str = "", key: str = "converged") -> Figure:
+    """Return the plot; `key` is the distance, to the "converged" picture or "perceptual" (to stock's).
+
+    What is drawn for a row has an id that begins with `name_of` its label.
+    """
     figure = Figure(figsize=(8, 5.2), layout="constrained")
     axes = figure.subplots()
-    drawn = [row for row in rows if _has_place(row)]
-    stock = next(row["multiply_adds"] for row in drawn if row["method"] == "stock")
+    drawn = [row for row in rows if has_place(row, key)]
+    stock = next(row["multiply_adds"] for row in rows if row["method"] == "stock")
     plain = sorted((row for row in drawn if _is_plain(row)), key=lambda row: row["multiply_adds"])
-    across, up = [row["multiply_adds"] / stock for row in plain], [1e3 * row["converged"] for row in plain]
+    across, up = [row["multiply_adds"] / stock for row in plain], [1e3 * row[key] for row in plain]
     axes.plot(across, up, "-o", color="#222222", ms=4, label="fewer steps", zorder=3)
     axes.fill_between(across, up, 1e-9, color="#2a7f4f", alpha=0.07, lw=0)
     for row, x, y in zip(plain, across, up, strict=True):
@@ -30,27 +40,35 @@ def draw_frontier(rows: Sequence[Row], title: str) -> bytes:
         axes.annotate(name, (x, y), textcoords="offset points", xytext=(4, 5), fontsize=8, color="#222222")
     others = [row for row in drawn if not _is_plain(row)]
     for i, row in enumerate(others):
-        x, y = row["multiply_adds"] / stock, 1e3 * row["converged"]
-        bars = [[y - 1e3 * row["converged_low"]], [1e3 * row["converged_high"] - y]]
+        x, y = row["multiply_adds"] / stock, 1e3 * row[key]
+        bars = [[y - 1e3 * row[f"{key}_low"]], [1e3 * row[f"{key}_high"] - y]]
         marker = _MARKERS[i // 10 % len(_MARKERS)]
-        axes.errorbar(x, y, bars, fmt=marker, color=f"C{i % 10}", ms=6, lw=1, label=row["label"])
-    values = [1e3 * row["converged"] for row in drawn]
+        label = row.get("label") or row["method"]
+        shown = axes.errorbar(x, y, bars, fmt=marker, color=f"C{i % 10}", ms=6, lw=1, label=label)
+        for number, artist in enumerate(shown.get_children()):
+            artist.set_gid(f"{name_of(label)}-{number}")
+    values = [1e3 * row[key] for row in drawn]
     axes.set(yscale="log", ylim=(0.7 * min(values), 1.4 * max(values)), title=title)
     axes.set_xlabel("multiply-adds of a picture, all steps of stock = 1")
-    axes.set_ylabel("perceptual distance x1000 to the converged picture")
+    where = "the converged picture" if key == "converged" else "stock's picture"
+    axes.set_ylabel(f"perceptual distance x1000 to {where}")
     axes.grid(alpha=0.3, which="both", lw=0.5)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         axis(lambda value, _: f"{value:g}")
     axes.tick_params(which="both", labelsize=8)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=130)
-    return picture.getvalue()
+    return figure
+
+
+def name_of(label: str) -> str:
+    """Return a label as an id can hold it."""
+    return "row-" + "".join(c if c.isalnum() else f"_{ord(c):x}_" for c in label)
 
 
 def _is_plain(row: Row) -> bool:
     return row["method"].partition("@")[0] == "stock"
 
 
-def _has_place(row: Row) -> bool:
-    return row.get("converged") is not None and row.get("multiply_adds") is not None
+def has_place(row: Row, key: str) -> bool:
+    """Whether a row has a cost, and a distance that a logarithmic axis has a place for."""
+    return bool(row.get(key)) and row.get("multiply_adds") is not None

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a run: tables, quality against time (Fig. 5), pictures side by side."""
+"""One self-contained HTML page of a run: what it gains and loses, tables, plots, pictures side by side."""
 
 import base64
 import csv
@@ -18,18 +18,24 @@ from rich.console import Console
 from ..errors import EvalError
 from ..settings import ReportSettings
 from . import cost_table, quality_table, run_file
+from .frontier import frontier, has_place, name_of
 from .output import write_bytes
-from .rows import Column, Row, cells, distance_name
+from .rows import Column, Row, method_text
 
-_SIDE = 256  # pixels on a side of a picture in the page, at most
+_SIDE = 512  # pixels on a side of a picture in the page, at most
 _RESULTS = {
     "table": "Methods (Table 10)",
     "ablate-k": "Ablation of k (Table 11)",
     "ablate-scale": "Ablation of the scale (Table 12)",
     "ablate-early": "Ablation of the early steps (Table 13)",
+    "mediators": "When the number of agents grows",
     "latency": "Cost alone",
+    "profile": "Where the time goes",
+    "redundancy": "How alike the queries' attention is",
+    "subject": "A subject taught with agent attention",
+    "proof": "What the judge sees of known losses",
 }
-_MARKERS = "osD^vP"
+_OF_QUALITY = ("table", "ablate-k", "ablate-scale", "ablate-early", "mediators")
 
 
 def command(settings: ReportSettings, console: Console) -> None:
@@ -38,7 +44,7 @@ def command(settings: ReportSettings, console: Console) -> None:
 
 
 def write_report(folder: Path, pictures: int) -> Path:
-    """Write `folder`/report.html from what `table`, `ablate` and `latency` left there; return its path.
+    """Write `folder`/report.html from what the other commands left there; return its path.
 
     `pictures` is the number of seeds shown. Raises EvalError if the folder holds no results.
     """
@@ -47,9 +53,11 @@ def write_report(folder: Path, pictures: int) -> Path:
     if not parts:
         raise EvalError(f"{folder} holds no results; run agentsd-eval table --out {folder}")
     loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
-    template = jinja2.Environment(loader=loader, autoescape=True).get_template("report.html.j2")
+    environment = jinja2.Environment(loader=loader, autoescape=True)
+    environment.filters["id"] = name_of
     path = folder / "report.html"
-    write_bytes(path, template.render(model=parts[0]["model"], parts=parts).encode())
+    page = environment.get_template("report.html.j2").render(model=parts[0]["model"], parts=parts)
+    write_bytes(path, page.encode())
     return path
 
 
@@ -63,14 +71,23 @@ def _part(folder: Path, name: str, pictures: int, run: Row) -> dict[str, Any]:
         "facts": _facts(run),
     }
     if name == "latency":
-        return part | {"tables": _latency_tables(rows, run["clock"])}
-    features = run["settings"]["features"]
+        return part | {
+            "headline": _gain(rows, run["clock"]),
+            "tables": _latency_tables(rows, run["clock"]),
+            "plots": [_speeds(rows, run["clock"])],
+            "labels": list(dict.fromkeys(map(method_text, rows))),
+        }
+    if name not in _OF_QUALITY:
+        return part | _written(folder, name, run["command"])
+    tables = quality_table.tables_of(rows, run["settings"]["features"])
+    keys = [key for key in ("converged", "perceptual") if any(has_place(row, key) for row in rows)]
     return part | {
-        "tables": [
-            _table(title, rows, columns) for title, columns in quality_table.tables_of(rows, features).items()
-        ],
+        "headline": _gain_and_loss(rows, run.get("clock", "CPU")),
+        "tables": [_table(title, rows, columns) for title, columns in tables.items()],
         "notes": [quality_table.NOTE, quality_table.plan(rows)],
-        "scatter": _scatter(rows, features),
+        "plots": [_svg(frontier(rows, key=key)) for key in keys[:1]],
+        "labels": [quality_table.row_label(row) for row in rows],
+        "best": quality_table.row_label(best) if (best := _best(rows)) else None,
         "grid": _grid(folder, name, rows, pictures),
     }
 
@@ -80,17 +97,102 @@ def _read_jsonl(path: Path) -> list[Row]:
 
 
 def _table(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> dict[str, Any]:
-    return {"title": title, "heads": [column.title for column in columns], "rows": cells(rows, columns)}
+    lines = [[column.text(row) for column in columns] for row in rows]
+    shown = [line for line in lines if any(cell not in ("-", "n/a") for cell in line[1:])]
+    return {"title": title, "heads": [column.title for column in columns], "rows": shown}
 
 
 def _latency_tables(rows: list[Row], clock: str) -> list[dict[str, Any]]:
     tables = []
-    for case, group in groupby(rows, lambda row: (row["scope"], row["size"], row["batch"])):
+    for case, group in groupby(rows, _case):
         shown = list(group)
-        scope, size, batch = case
-        columns = cost_table.columns_of(shown, clock)
-        tables.append(_table(f"{scope}, {size} px, batch {batch}", shown, columns))
+        tables.append(_table(case, shown, cost_table.columns_of(shown, clock)))
     return tables
+
+
+def _case(row: Row) -> str:
+    return f"{row['scope']}, {row['size']} px, batch {row['batch']}"
+
+
+def _written(folder: Path, name: str, command: str) -> dict[str, Any]:
+    """Return the tables, remarks and picture of a result whose columns its own command knows."""
+    tables, notes = [], []
+    lines = (folder / f"{name}.md").read_text(encoding="utf-8").splitlines()
+    for is_table, group in groupby(lines, lambda line: line.startswith("|")):
+        block = list(group)
+        if is_table:
+            head, _, *rest = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in block]
+            tables.append({"title": "", "heads": head, "rows": rest})
+        else:
+            notes += [line for line in block if line and command not in line]
+    picture = _data_uri(folder / f"{name}.png", 1600)
+    return {"tables": tables, "notes": notes, "picture": picture}
+
+
+def _best(rows: Sequence[Row]) -> Row | None:
+    """Return the row of most worth; where none has a worth, the fastest."""
+    own = [row for row in rows if row["method"].partition("@")[0] != "stock" and "@" not in row["method"]]
+    for key in ("worth_multiply_adds", "speedup"):
+        if told := [row for row in own if row.get(key) is not None]:
+            return max(told, key=lambda row: row[key])
+    return None
+
+
+def _gain_and_loss(rows: Sequence[Row], clock: str) -> str | None:
+    """Return what the best method gains and loses."""
+    if (row := _best(rows)) is None:
+        return None
+    told = [f"{quality_table.row_label(row)}:"]
+    if row.get("speedup") is not None:
+        told.append(f"{row['speedup']:.2f}x as fast as stock ({clock} time),")
+    if row.get("worth_multiply_adds") is not None:
+        stock = next(row for row in rows if row["method"] == "stock")
+        distance, worth = quality_table.interval("converged"), quality_table.worth("worth_multiply_adds")
+        told.append(f"distance x1000 to the converged picture {distance(row)}, stock's {distance(stock)};")
+        told.append(f"worth {worth(row)}.")
+    else:
+        told.append(
+            "no loss was measured." if row.get("psnr") is None else f"{row['psnr']:.1f} dB PSNR to it."
+        )
+    return " ".join(told)
+
+
+def _gain(rows: Sequence[Row], clock: str) -> str | None:
+    timed = [row for row in rows if row["method"] != "stock" and row.get("speedup") is not None]
+    whole = [row for row in timed if row["scope"] == "pipeline"] or timed
+    if not whole:
+        return None
+    row = max(whole, key=lambda row: row["speedup"])
+    interval = f"{row['speedup']:.2f}x ({row['speedup_low']:.2f}-{row['speedup_high']:.2f})"
+    gain = f"{method_text(row)}: {interval} as fast as stock ({clock} time; {_case(row)})."
+    return f"{gain} No loss is measured here."
+
+
+def _speeds(rows: Sequence[Row], clock: str) -> Markup:
+    """Return an SVG of each row's speed-up, with the least and greatest ratio of its rounds."""
+    shown = [row for row in reversed(rows) if row.get("speedup") is not None]
+    figure = Figure(figsize=(8, 0.8 + 0.24 * len(shown)), layout="constrained")
+    axes = figure.subplots()
+    labels, several = [], len({_case(row) for row in shown}) > 1
+    for place, row in enumerate(shown):
+        x = row["speedup"]
+        bars = [[x - row["speedup_low"]], [row["speedup_high"] - x]]
+        drawn = axes.errorbar(x, place, xerr=bars, fmt="o", color="#1f5fa8", ms=5, lw=1)
+        for number, artist in enumerate(drawn.get_children()):
+            artist.set_gid(f"{name_of(method_text(row))}-{place}-{number}")
+        backend = "" if row["backend"] == "sdpa" else f", {row['backend']}"
+        labels.append(f"{method_text(row)}{backend}" + (f", {_case(row)}" if several else ""))
+    axes.axvline(1, color="#222222", lw=1)
+    axes.set_yticks(range(len(shown)), labels, fontsize=8)
+    axes.set_xlabel(f"speed-up ({clock} time), stock with the same attention = 1")
+    axes.grid(alpha=0.3, axis="x")
+    return _svg(figure)
+
+
+def _svg(figure: Figure) -> Markup:
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None}, transparent=True)
+    return Markup(text.getvalue()[text.getvalue().index("<svg") :])
 
 
 def _facts(run: Row) -> dict[str, str]:
@@ -103,37 +205,6 @@ def _facts(run: Row) -> dict[str, str]:
         "versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items()),
         "settings": ", ".join(f"{key} {value}" for key, value in settings.items()),
     }
-
-
-def _scatter(rows: Sequence[Row], features: str | None) -> Markup | None:
-    """Return an SVG of distance against seconds, a line through each method's ratios, or steps."""
-    points = [row for row in rows if row.get("frechet") is not None and row.get("seconds") is not None]
-    if not points:
-        return None
-    figure = Figure(figsize=(8.5, 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    lines = groupby(points, lambda row: row["method"].partition("@")[0])
-    for marker, (name, group) in zip(_MARKERS * 9, lines, strict=False):
-        line = list(group)
-        x, y = [row["seconds"] for row in line], [row["frechet"] for row in line]
-        # Values of an ablated setting have no order in time: points without a line.
-        style = "none" if any(row.get("agent") for row in line) else "-"
-        axes.plot(x, y, marker=marker, markersize=7, linestyle=style, label=name)
-        for row in line:
-            steps = row["method"].partition("@")[2]
-            ratio = f"{steps} steps" if steps else "" if row["ratio"] is None else f"r={row['ratio']:g}"
-            text = (row.get("agent") or ratio) if len(line) > 1 else ratio
-            axes.annotate(
-                text, (row["seconds"], row["frechet"]), (6, 5), textcoords="offset points", fontsize=8
-            )
-    axes.margins(0.12)
-    axes.set_xlabel("seconds per image")
-    axes.set_ylabel(distance_name(features))
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper")
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None})
-    return Markup(text.getvalue()[text.getvalue().index("<svg") :])
 
 
 def _grid(folder: Path, name: str, rows: Sequence[Row], pictures: int) -> dict[str, Any] | None:
@@ -156,11 +227,11 @@ def _grid(folder: Path, name: str, rows: Sequence[Row], pictures: int) -> dict[s
     )
 
 
-def _data_uri(path: Path) -> str | None:
+def _data_uri(path: Path, side: int = _SIDE) -> str | None:
     if not path.exists():
         return None  # results were kept without their pictures
     image = Image.open(path).convert("RGB")
-    image.thumbnail((_SIDE, _SIDE), Image.Resampling.LANCZOS)
+    image.thumbnail((side, side), Image.Resampling.LANCZOS)
     content = io.BytesIO()
     image.save(content, format="WEBP", quality=90)
     return "data:image/webp;base64," + base64.b64encode(content.getvalue()).decode()
