@@ -39,7 +39,7 @@ COMMANDS: dict[str, tuple[type[s.CommandSettings], str]] = {
 }
 """Each one's settings, and the module whose `command(settings, console)` does its work."""
 _NO_CONFIG = ("fid", "report")
-_RESUMED = ("table", "ablate", "proof", "mediators", "subject")
+_RESUMED = ("table", "ablate", "proof", "mediators", "calibrate", "subject")
 
 
 def _make(name: str) -> Callable[..., None]:

@@ -350,40 +350,35 @@ class RedundancySettings(SamplingSettings):
 
 
 class CalibrateSettings(SamplingSettings):
-    """Find what each self-attention layer or (--whole-calls) each step should run, for a goal."""
+    """Plan a run for a goal: which calls are full, cheap or half, and what each self-attention layer runs."""
 
-    whole_calls: bool = False
-    """Choose which of a run's calls are full, cheap or half, in place of what each layer runs."""
+    hidden: ClassVar[tuple[str, ...]] = ("agent",)
+    steps: int = Field(25, ge=1, le=1000)
+    """Denoising steps."""
     prompts: Prompts = ()
     images: int = Field(3, ge=1)
     """How many of the embedded model's captions."""
+    held_out: int = Field(0, ge=0)
+    """How many of the prompts, the last ones, are kept for measuring what the recipe promises."""
     speedup: float | None = Field(None, gt=1)
-    """The goal: how much cheaper a U-Net call, or all calls of a run."""
-    max_error: float | None = Field(None, gt=0)
-    """Or the goal: the largest error of a call."""
+    """The goal: how much cheaper the U-Net's calls of a run."""
     max_distance: float | None = Field(None, gt=0)
-    """Or, with whole_calls, the largest distance of a run's final latents to stock's, such as 0.05."""
+    """Or the goal: the largest distance of a run's final latents to stock's, such as 0.05."""
     cost: Literal["time", "multiply_adds"] = "time"
     """What is to become cheaper."""
-    calls: int = Field(6, ge=1)
-    """U-Net calls of each prompt's run that layers are measured on, evenly spread."""
+    attention: bool = True
+    """Plan self-attention too."""
     out: Path = Path("outputs/calibrated.yaml")
-    """The YAML file to write."""
+    """The YAML file to write; what was measured is kept beside it (.jsonl), and the same command goes on."""
 
     @model_validator(mode="after")
     def _one_goal(self) -> CalibrateSettings:
-        losses = {"--max-error": self.max_error, "--max-distance": self.max_distance}
-        loss, example, other = "--max-error", "0.001", "--max-distance"
-        if self.whole_calls:
-            loss, example, other = "--max-distance", "0.05", "--max-error"
-        if losses[other] is not None or (self.speedup is None) == (losses[loss] is None):
-            of = "with" if self.whole_calls else "without"
+        if (self.speedup is None) == (self.max_distance is None):
             raise ValueError(
-                f"give one goal: --speedup, for instance 1.15, or, {of} --whole-calls, {loss}, for instance "
-                f"{example}"
+                "give one goal: --speedup, for instance 1.8, or --max-distance, for instance 0.05"
             )
-        if self.whole_calls and self.agent:
-            raise ValueError(f"agent={self.agent}: whole calls have no such setting, leave it out")
+        if self.held_out >= (count := len(self.prompts) or self.images):
+            raise ValueError(f"held_out={self.held_out} of {count} prompts: leave one to calibrate on")
         return self
 
 

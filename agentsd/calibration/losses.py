@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,24 +44,28 @@ class Losses:
             for before in range(max(0, last - self.max_age - 1), last):
                 yield before, last
 
-    def add(self, calls: Sequence[Call], unet: Any, left_out: LeftOut, tick: Callable[[], None]) -> None:
-        """Measure a run's calls.
+    def measure(self, calls: Sequence[Call], place: int, unet: Any, left_out: LeftOut) -> list[list[Any]]:
+        """Rows of what the call at a place of a run would lose, for `add`.
 
         The state that a cheap call starts from is made of recorded ones, and the recorded latents are kept:
         a call's own error is seen, not what the errors before it do. The unconditional pass is taken to be
         computed in full where the conditional one was; after half calls its line goes through older steps.
         """
-        last_of = {call.step: call for call in calls}  # repeated steps: the later call's state is kept
-        for call in calls:
-            changes = {
-                fulls: self.change(call, [last_of[step] for step in fulls], unet, left_out)
-                for fulls in self.pairs(call.step)
-            }
-            for fulls, change in changes.items():
-                self._note(call.step, "f", fulls, -1, self.guided(change))
-            if self._scale is not None:
-                self._add_half(call, last_of, changes)
-            tick()
+        call = calls[place]
+        last_of = {call.step: call for call in calls[: place + 1]}  # of repeated steps the later call's state
+        changes = {
+            fulls: self.change(call, [last_of[step] for step in fulls], unet, left_out)
+            for fulls in self.pairs(call.step)
+        }
+        lost = {fulls: mean_square(self.guided(change)) for fulls, change in changes.items()}
+        rows = [[call.step, "f", fulls, -1, lost[fulls]] for fulls in changes]
+        return rows if self._scale is None else rows + list(self._halves(call, last_of, changes))
+
+    def add(self, rows: Sequence[Sequence[Any]]) -> None:
+        """Take in what `measure` found of a call."""
+        for step, symbol, fulls, whole, lost in rows:
+            key = step, symbol, tuple(fulls), whole
+            self._sums[key] = self._sums.get(key, 0.0) + lost
 
     def change(self, call: Call, fulls: Sequence[Call], unet: Any, left_out: LeftOut) -> Tensor:
         """(B, C, H, W) what a cheap call changes, made from the states of these full ones."""
@@ -77,19 +81,17 @@ class Losses:
         without, with_prompt = output.chunk(2)
         return torch.lerp(without, with_prompt, self._scale)
 
-    def _add_half(self, call: Call, last_of: dict[int, Call], changes: dict[tuple[int, ...], Tensor]) -> None:
+    def _halves(
+        self, call: Call, last_of: dict[int, Call], changes: dict[tuple[int, ...], Tensor]
+    ) -> Iterator[list[Any]]:
         assert self._scale is not None
         true = difference_of(call.sample)
         for whole in range(max(0, call.step - self.max_kept), call.step):
             kept = (self._scale - 1) * (difference_of(last_of[whole].sample) - true)
-            self._note(call.step, "H", (), whole, kept)
+            yield [call.step, "H", (), whole, mean_square(kept)]
             for fulls, change in changes.items():
                 if whole < fulls[-1]:
-                    self._note(call.step, "h", fulls, whole, change.chunk(2)[1] + kept)
-
-    def _note(self, step: int, symbol: str, fulls: tuple[int, ...], whole: int, change: Tensor) -> None:
-        key = step, symbol, fulls, whole
-        self._sums[key] = self._sums.get(key, 0.0) + mean_square(change)
+                    yield [call.step, "h", fulls, whole, mean_square(change.chunk(2)[1] + kept)]
 
 
 def mean_square(values: Tensor) -> float:
