@@ -256,6 +256,42 @@ class ProofSettings(RunSettings):
     """Numbers of steps, falling; repeat."""
 
 
+class CheckSettings(RunSettings):
+    """Check the recipes on your own model: stock, fewer steps and each recipe; a page, and results to send.
+
+    Without --prompts, other models than the embedded one get prompts that ship with the program.
+    """
+
+    hidden: ClassVar[tuple[str, ...]] = ("ratios", "ablate_ratio", "ablate_values", "fewer_steps")
+    scheduler: Scheduler = "dpm++karras"
+    """A deterministic sampler, so that many steps converge; model is the model's own."""
+    steps: int = Field(25, ge=1, le=1000)
+    """Denoising steps."""
+    methods: Methods = ("reuse", "fast", "downsample")
+    ratios: Annotated[tuple[Ratio, ...], Option("ratio")] = (0.4,)
+    fewer_steps: FewerSteps = (0.8, 0.56, 0.4)
+    calibrated: tuple[Path, ...] = ()
+    """A recipe's file that `calibrate` wrote; repeat."""
+    images: int = Field(32, ge=2)
+    """Pictures for each row."""
+    batch_size: int = Field(4, ge=1)
+    """Pictures made at once."""
+    converged_steps: int | None = Field(100, ge=2)
+    """Steps of stock's converged pictures, that every row is compared with."""
+    out: Path = Path("runs/check")
+    """The run's folder; the same folder resumes it."""
+
+    @field_validator("calibrated")
+    @classmethod
+    def _of_other_names(cls, calibrated: tuple[Path, ...]) -> tuple[Path, ...]:
+        if missing := [str(path) for path in calibrated if not path.exists()]:
+            raise ValueError(f"{missing[0]} isn't there; agentsd-eval calibrate makes one")
+        names = [path.stem for path in calibrated]
+        if twice := [name for name in names if names.count(name) > 1 or is_method(name)]:
+            raise ValueError(f"{twice[0]!r} is the name of another row: rename the file")
+        return calibrated
+
+
 class MediatorSettings(RunSettings):
     """Search when the number of pooled agents should grow: distance against multiply-adds, drawn."""
 
