@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -57,32 +59,34 @@ class Choice:
     does: Mapping[str, Operator] = field(default_factory=dict)
 
 
-@torch.no_grad()
-def cost_of_layer(unet: Any, site: Site, call: Call, cost: Cost) -> float:
-    """What a stock layer costs in a call."""
-    return _metered(unet, site, call, cost)[1]
+def cost_of_layers(unet: Any, sites: Sequence[Site], call: Call, cost: Cost) -> dict[str, float]:
+    """What each layer costs in a call, by its name."""
+    return _metered(unet, sites, call, cost)[1]
 
 
-@torch.no_grad()
 def try_operator(
     unet: Any, site: Site, operator: Operator, call: Call, losses: Losses, cost: Cost
 ) -> tuple[float, float]:
     """(mean square of the change of a call's guided output, what the layer costs) with an operator in it."""
     with apply_agentsd(unet, recipe=Recipe(layers={site.name: operator})):
-        output, spent = _metered(unet, site, call, cost)
-    return mean_square(losses.guided(sample_of(output) - call.sample)), spent
+        output, spent = _metered(unet, [site], call, cost)
+    return mean_square(losses.guided(sample_of(output) - call.sample)), spent[site.name]
 
 
-def _metered(unet: Any, site: Site, call: Call, cost: Cost) -> tuple[Any, float]:
-    spent: list[float] = []
+@torch.no_grad()
+def _metered(unet: Any, sites: Sequence[Site], call: Call, cost: Cost) -> tuple[Any, dict[str, float]]:
+    """What the U-Net gives, and what each of these layers costs."""
+    spent: dict[str, float] = {}
 
-    def forward(host: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def forward(name: str, host: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         outputs: list[Any] = []
-        spent.append(cost_of(cost, unet.device, lambda: outputs.append(host(*args, **kwargs))))
+        spent[name] = cost_of(cost, unet.device, lambda: outputs.append(host(*args, **kwargs)))
         return outputs[0]
 
-    with standing_in(site.attn, forward):
-        return unet(**call.given), sum(spent)
+    with ExitStack() as stack:
+        for site in sites:
+            stack.enter_context(standing_in(site.attn, partial(forward, site.name)))
+        return unet(**call.given), spent
 
 
 def choices_of(

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from ..attention import Operator
-from ..hosts import EVERY_LEVEL, find_sites
+from ..hosts import EVERY_LEVEL, Site, find_sites
 from ..patch import apply_agentsd
 from ..recipe import Recipe
 from ..reuse.halves import conditional_half, is_guided
 from ..reuse.left_out import LeftOut
 from ..reuse.run import FEWEST
-from .attention import Choice, Effect, choices_of, cost_of_layer, try_operator
+from .attention import Choice, Effect, choices_of, cost_of_layers, try_operator
 from .cost import Cost, cost_of
 from .journal import Journal
 from .losses import Losses, mean_square
@@ -31,8 +31,10 @@ MAX_KEPT = 8
 """Steps from a half call back to the last whole one, at most."""
 PROBES = 5
 """Steps whose weight is measured."""
-TRIED = 2
-"""Prompts that operators of self-attention are tried on, at most."""
+RECORDED = 2
+"""Prompts whose runs' calls are recorded, at most."""
+SMALL = 0.01
+"""Share of a full call's cost below which a layer stays stock."""
 CHOICES = 6
 """What the layers of a phase may run together, at most."""
 UNITS = 200
@@ -46,7 +48,7 @@ class Measured:
         pipe: the pipeline.
         unet: its U-Net.
         runs: of its prompts.
-        count: how many of them calls are recorded of.
+        count: how many prompts there are to choose by.
         journal: of what was measured.
         cost: what is counted.
         guidance_scale: of the runs.
@@ -72,7 +74,8 @@ class Measured:
         operators: Sequence[Operator],
         early_frac: float,
     ) -> None:
-        self._pipe, self._unet, self._runs, self._count = pipe, unet, runs, count
+        self._pipe, self._unet, self._runs = pipe, unet, runs
+        self._count = min(count, RECORDED)
         self._get, self._cost, self._early_frac = journal.get, cost, early_frac
         self._operators = operators
         self._sites = find_sites(unet, EVERY_LEVEL, at_most=True) if operators else []
@@ -119,8 +122,8 @@ class Measured:
 
     def _to_come(self) -> int:
         """Figures that are asked for after the first run's."""
-        trials = len(set(self.early)) * len(self._sites) * (1 + len(self._operators))
-        return 1 + self._count * (1 + len(self._steps)) + PROBES + min(self._count, TRIED) * trials
+        trials = len(set(self.early)) * (1 + len(self._sites) * len(self._operators))
+        return PROBES + self._count * (2 + len(self._steps) + trials)
 
     def _calls(self, number: int) -> list[Call]:
         """A stock run's calls; those of one run are held."""
@@ -149,8 +152,7 @@ class Measured:
                 self._losses.add(rows)
             if number == 0:
                 self._weights = self._weigh()
-            if number < TRIED:
-                tried.append(self._try_operators(number))
+            tried.append(self._try_operators(number))
         self._power = self._runs.power(range(self._count))
         self.choices = {phase: self._choices(tried, phase) for phase in set(self.early)}
 
@@ -209,33 +211,36 @@ class Measured:
         for phase in sorted(set(self.early)):
             places = [place for place, step in enumerate(self._steps) if self.early[step] == phase]
             place = places[len(places) // 2]
+            name = f"attention {number} {place}"
+            stock = self._get(name, partial(self._stock_layers, number, place))
             for site in self._sites:
-                name = f"attention {number} {place} {site.name}"
-
-                def stock(site: Any = site, place: int = place) -> float:
-                    return cost_of_layer(self._unet, site, self._calls(number)[place], self._cost)
-
-                def lost(operator: Operator, site: Any = site, place: int = place) -> tuple[float, float]:
-                    call = self._calls(number)[place]
-                    return try_operator(self._unet, site, operator, call, self._losses, self._cost)
-
-                before = self._get(name, stock)
-                tried = {o: self._get(f"{name} {o}", partial(lost, o)) for o in self._operators}
-                effects[site.name, phase] = {
-                    operator: Effect(loss, (before - spent) / self._prices["F"])
-                    for operator, (loss, spent) in tried.items()
-                }
+                effects[site.name, phase] = {}
+                if stock[site.name] < SMALL * self._prices["F"]:
+                    continue
+                for operator in self._operators:
+                    trial = partial(self._try, number, place, site, operator)
+                    loss, spent = self._get(f"{name} {site.name} {operator}", trial)
+                    saved = (stock[site.name] - spent) / self._prices["F"]
+                    effects[site.name, phase][operator] = Effect(loss, saved)
         return effects
+
+    def _stock_layers(self, number: int, place: int) -> dict[str, float]:
+        return cost_of_layers(self._unet, self._sites, self._calls(number)[place], self._cost)
+
+    def _try(self, number: int, place: int, site: Site, operator: Operator) -> tuple[float, float]:
+        call = self._calls(number)[place]
+        return try_operator(self._unet, site, operator, call, self._losses, self._cost)
 
     def _choices(
         self, tried: Sequence[Mapping[tuple[str, bool], Mapping[Operator, Effect]]], phase: bool
     ) -> list[Choice]:
         effects: dict[str, dict[Operator, Effect]] = {}
         for site in self._sites:
-            seen = [effects_of[site.name, phase] for effects_of in tried]
+            seen = [of[site.name, phase] for of in tried]
+            common = [operator for operator in self._operators if all(operator in of for of in seen)]
             effects[site.name] = {
                 operator: Effect(*map(mean, zip(*(of[operator] for of in seen), strict=True)))
-                for operator in self._operators
+                for operator in common
             }
         deep = {site.name for site in self._sites if self._left_out.holds(site.block)}
         return choices_of(effects, lambda name: name not in deep, CHOICES)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import version
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +29,10 @@ from .runs import Figures, Runs
 
 TRIES = 3
 """Times that plans are looked for again, where those measured were slower than predicted."""
+CANDIDATES = 2
+"""Plans with attention, and plans without, that are run on the first prompt, where one is to be chosen."""
 FINALISTS = 2
-"""Plans that are run on all prompts, of those run on the first."""
+"""Of those, plans that are run on all prompts."""
 FRONTIER = 32
 """Plans of a frontier that are looked through for a distance, at most."""
 _MARGIN = 1.1  # by which a goal is out of reach beyond doubt
@@ -41,6 +44,11 @@ class Found(NamedTuple):
     plan: Plan
     recipe: Recipe
     distance: float
+
+    @property
+    def attends(self) -> bool:
+        """Whether it changes attention."""
+        return self.recipe.layers is not None
 
 
 def calibrate(
@@ -256,7 +264,14 @@ def _of_speedup(
     most = 0.0
     for _ in range(TRIES):
         fitting = [next((one for one in kind if one.plan.cost <= budget), None) for kind in kinds]
-        tried = list({one.recipe: one for one in fitting if one is not None}.values())
+        every = {one.recipe: one for one in fitting if one is not None}.values()
+        tried = [
+            one
+            for attends in (False, True)
+            for one in sorted((o for o in every if o.attends == attends), key=attrgetter("distance"))[
+                :CANDIDATES
+            ]
+        ]
         if not tried:
             break
         tried.sort(key=lambda one: _compare(runs, one, numbers[:1]).distance)
@@ -278,9 +293,7 @@ def _of_distance(kinds: list[list[Found]], goal: float, runs: Runs, numbers: Seq
     """
     seen: list[tuple[Found, Figures]] = []
     for attends in (False, True):
-        plans = _thinned(
-            [one for kind in kinds for one in kind if (one.recipe.layers is not None) == attends]
-        )
+        plans = _thinned([one for kind in kinds for one in kind if one.attends == attends])
         near = partial(_distance, plans, runs, numbers[:1])
         place, back = bisect_right(range(len(plans)), goal, key=near) - 1, 1
         while plans:
