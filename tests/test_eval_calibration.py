@@ -9,11 +9,12 @@ from agentsd_eval.cli import app
 from agentsd_eval.pictures import models
 from agentsd_eval.studies import calibration
 from agentsd_eval.studies.calibration import note
+from agentsd_eval.studies.redundancy import short_name
 from typer.testing import CliRunner
 
-from agentsd import Recipe, apply_agentsd, calibrate
+from agentsd import Downsample, Merge, Phases, Recipe, calibrate
 
-RUN = ("--steps", 8, "--cost", "multiply_adds", "--scheduler", "ddim")
+RUN = ("--steps", 8, "--scheduler", "ddim", "--no-attention")
 
 
 def invoke(*arguments: object, code: int = 0) -> str:
@@ -25,14 +26,14 @@ def invoke(*arguments: object, code: int = 0) -> str:
 def test_the_command_saves_what_the_call_finds_and_goes_on(model_folder: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     arguments = ("--model", model_folder, "--prompt", "a cat", "--prompt", "a dog", "--held-out", 1, *RUN)
-    goal = ("--speedup", 1.5, "--out", path)
+    goal = ("--max-distance", 10, "--out", path)
     printed = invoke(*arguments, *goal)
     found = Recipe.load(path)
     settings = models.Settings(model=model_folder, scheduler="ddim")
     pipe = models.load_pipeline(settings)
-    same = {"num_inference_steps": 8, "height": 32, "width": 32, "cost": "multiply_adds"}
+    same = {"num_inference_steps": 8, "height": 32, "width": 32, "operators": ()}
     resumed = calibrate(
-        pipe, ["a cat"], held_out=["a dog"], speedup=1.5, resume=path.with_suffix(".jsonl"), **same
+        pipe, ["a cat"], held_out=["a dog"], max_distance=10, resume=path.with_suffix(".jsonl"), **same
     )
     assert (resumed, resumed.measured) == (found, found.measured)
     promises = found.measured["promises"]
@@ -43,8 +44,15 @@ def test_the_command_saves_what_the_call_finds_and_goes_on(model_folder: str, tm
         assert f"stock, {row['steps']} steps" in printed
     assert "Measured on 1 held-out prompts. Chosen on: a cat" in printed
     assert str(path) in printed
-    with apply_agentsd(pipe, recipe=path) as handle:
-        assert set(handle.layer_names) == set(found.layers or {})
+
+
+def test_what_each_layer_runs_is_shown(pipe) -> None:
+    name = "mid_block.attentions.0.transformer_blocks.0.attn1"
+    table = calibration.choices(pipe, Recipe(layers={name: Phases(Merge(0.5), Downsample(), 0.3)}))
+    cells = [list(column.cells) for column in table.columns]
+    row = next(row for row in zip(*cells, strict=True) if row[0] == short_name(name))
+    assert row[2:] == ("merge, r=0.5", "downsample")
+    assert table.columns[2].header == "first 30% of the steps"
 
 
 def test_prompts_are_the_embedded_models_if_none_are_given(monkeypatch, model_folder: str, tmp_path: Path):
@@ -62,10 +70,14 @@ def test_prompts_are_the_embedded_models_if_none_are_given(monkeypatch, model_fo
 
 
 def test_fewer_steps_are_advised_where_they_win() -> None:
-    rows = [{"steps": 4, "timesteps": [751.0, 501, 251, 1]}, {"steps": 5, "timesteps": [801.0, 601.5, 1]}]
+    rows = [
+        {"steps": 4, "distance": 0.1, "timesteps": [751, 501, 251, 1]},
+        {"steps": 5, "distance": 0.3, "timesteps": [801, 601.5, 1]},
+        {"steps": 5, "distance": 0.2, "timesteps": [801, 502.5, 1], "chosen": True},
+    ]
     promises = {"fewer_steps": rows, "prompts": 2, "held_out": False, "beaten_by_fewer_steps": True}
     measured = {"promises": promises, "made_on": {"prompts": ["a cat"]}}
-    assert "use fewer steps, 5, whose timesteps are 801, 601.5, 1." in note(
+    assert "use fewer steps, 5, at these noise levels (the pipeline's timesteps): 801, 502.5, 1." in note(
         Recipe.from_mapping({"version": 1, "attention": {"merge": {}}, "measured": measured})
     )
 

@@ -30,10 +30,10 @@ class Losses:
         self._sums: dict[tuple[int, str, tuple[int, ...], int], float] = {}
 
     def of(self, step: int, symbol: str, fulls: tuple[int, ...], whole: int) -> float:
-        """What a call loses (as `program.Error`)."""
+        """What a call loses (as `program.Error`); s is one that is not made, in a step left out."""
         if symbol == "F":
             return 0.0
-        if symbol == "f":
+        if symbol in "fs":
             whole = -1
         return self._sums[step, symbol, () if symbol == "H" else fulls, whole]
 
@@ -59,6 +59,9 @@ class Losses:
         }
         lost = {fulls: mean_square(self.guided(change)) for fulls, change in changes.items()}
         rows = [[call.step, "f", fulls, -1, lost[fulls]] for fulls in changes]
+        for fulls in changes:
+            kept = _continued([(last_of[step].level, last_of[step].sample) for step in fulls], call.level)
+            rows.append([call.step, "s", fulls, -1, mean_square(self.guided(kept - call.sample))])
         return rows if self._scale is None else rows + list(self._halves(call, last_of, changes))
 
     def add(self, rows: Sequence[Sequence[Any]]) -> None:
@@ -69,10 +72,8 @@ class Losses:
 
     def change(self, call: Call, fulls: Sequence[Call], unet: Any, left_out: LeftOut) -> Tensor:
         """(B, C, H, W) what a cheap call changes, made from the states of these full ones."""
-        states = States(len(fulls) - 1)
-        for full in fulls:
-            states.keep(full.level, full.hidden)
-        return cheap_call(unet, left_out, call.given, states.at(call.level)) - call.sample
+        hidden = _continued([(full.level, full.hidden) for full in fulls], call.level)
+        return cheap_call(unet, left_out, call.given, hidden) - call.sample
 
     def guided(self, output: Tensor) -> Tensor:
         """What the sampler gets of an output (B, C, H, W): where there is guidance, half of it."""
@@ -92,6 +93,14 @@ class Losses:
             for fulls, change in changes.items():
                 if whole < fulls[-1]:
                     yield [call.step, "h", fulls, whole, mean_square(change.chunk(2)[1] + kept)]
+
+
+def _continued(known: Sequence[tuple[float, Tensor]], level: float) -> Tensor:
+    """What these tensors, by their noise levels, come to at another: the last, or the line of two."""
+    states = States(len(known) - 1)
+    for at, state in known:
+        states.keep(at, state)
+    return states.at(level)
 
 
 def mean_square(values: Tensor) -> float:

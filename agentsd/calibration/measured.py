@@ -261,6 +261,10 @@ class Measured:
         lost = self._losses.of(step, symbol, fulls, whole)
         return self._weights[step] * (lost + self._count * self._counts[step] * choice.loss) / self._power
 
+    def skipped(self, step: int, fulls: tuple[int, ...]) -> float:
+        """Of a step left out, as `error`."""
+        return self._weights[step] * self._losses.of(step, "s", fulls, -1) / self._power
+
     @property
     def stock_cost(self) -> int:
         """Of a stock run, in units."""

@@ -21,6 +21,7 @@ from ..recipe import Recipe
 from ..reuse import ReuseGuidance, ReuseSteps
 from .attention import OPERATORS, Choice, layers_of
 from .cost import Cost
+from .fewer import promises
 from .goal import check_arguments, check_goal, free_unet
 from .journal import Journal, Tell, plain
 from .measured import MAX_AGE, MAX_KEPT, Measured
@@ -149,8 +150,7 @@ def calibrate(
         found = {
             "goal": {"max_distance": max_distance} if speedup is None else {"speedup": speedup},
             "plan": best.plan.symbols,
-            "promises": _promises(runs, best.recipe, judged, num_inference_steps)
-            | {"held_out": bool(held_out)},
+            "promises": promises(pipe, runs, measured, best.recipe, judged) | {"held_out": bool(held_out)},
             "found": {
                 "speedup": figures.speedup,
                 "distance": figures.distance,
@@ -329,24 +329,3 @@ def _compare(runs: Runs, one: Found, numbers: Sequence[int]) -> Figures:
     if set(figures.calls) == {"F"} != set(one.plan.symbols):
         raise ValueError("nothing was left out of a run under a plan: see the warning for the reason")
     return figures
-
-
-def _promises(runs: Runs, recipe: Recipe, numbers: Sequence[int], steps: int) -> dict[str, Any]:
-    """The figures of a recipe, and of stock in the two numbers of steps around its cost."""
-    figures = runs.compare(recipe, numbers)
-    exact = steps / figures.speedup
-    counts = sorted({max(2, math.floor(exact)), max(2, math.ceil(exact))})
-    plain = [runs.compare(None, numbers, num_inference_steps=count) for count in counts]
-    share = exact - counts[0] if len(counts) > 1 else 0.0
-    at_cost = plain[0].distance ** (1 - share) * plain[-1].distance ** share
-    rows = [
-        {"steps": count, "speedup": row.speedup, "distance": row.distance, "timesteps": row.levels}
-        for count, row in zip(counts, plain, strict=True)
-    ]
-    return {
-        "speedup": figures.speedup,
-        "distance": figures.distance,
-        "prompts": len(numbers),
-        "fewer_steps": rows,
-        "beaten_by_fewer_steps": at_cost <= figures.distance,
-    }

@@ -16,6 +16,7 @@ from agentsd.reuse.plan import tell
 
 from ..errors import EvalError
 from ..pages.output import check_writable, explain_os_error, make_table, progress
+from ..pages.rows import Row
 from ..pictures.methods import parse_method
 from ..pictures.models import load_pipeline
 from ..pictures.prompts import pictures_to_show
@@ -103,11 +104,16 @@ def figures(found: Recipe) -> Table:
     """Return the speed-up and distance of the recipe and of fewer steps as a terminal table."""
     made_on, promises = (found.measured[name] for name in ("made_on", "promises"))
     rows = [("calibrated", promises)]
-    rows += [(f"stock, {row['steps']} steps", row) for row in promises["fewer_steps"]]
+    rows += [(fewer(row), row) for row in promises["fewer_steps"]]
     title = f"{made_on['model']}, {made_on['steps']} steps of {made_on['sampler']}"
     heads = ["runs", "distance of the final latents", f"speed-up ({_CLOCKS[made_on['cost']]})"]
     cells = [[name, f"{row['distance']:.3g}", f"{row['speedup']:.3f}x"] for name, row in rows]
     return make_table(title, heads, cells)
+
+
+def fewer(row: Row) -> str:
+    """Return what a row of stock in fewer steps is called."""
+    return f"stock, {row['steps']} {'chosen ' if row.get('chosen') else ''}steps"
 
 
 def note(found: Recipe) -> str:
@@ -118,11 +124,13 @@ def note(found: Recipe) -> str:
         "is of the U-Net's calls in a run."
     ]
     if promises["beaten_by_fewer_steps"]:
-        nearest = promises["fewer_steps"][-1]
+        most = max(row["steps"] for row in promises["fewer_steps"])
+        rows = [row for row in promises["fewer_steps"] if row["steps"] == most]
+        nearest = min(rows, key=lambda row: row["distance"])
         levels = ", ".join(f"{level:g}" for level in nearest["timesteps"])
         lines.append(
             "Fewer steps of the same sampler end nearer to stock at this cost: use fewer steps, "
-            f"{nearest['steps']}, whose timesteps are {levels}."
+            f"{most}, at these noise levels (the pipeline's timesteps): {levels}."
         )
     held_out = "held-out prompts" if promises["held_out"] else "of the prompts that it was chosen by"
     lines.append(f"Measured on {promises['prompts']} {held_out}. Chosen on:")
