@@ -290,6 +290,7 @@ def test_promises_are_those_of_held_out_prompts(plain, calibrated):
 
 def test_another_goal_takes_the_same_figures(plain, figures):
     before, runs = snapshot(plain.unet), []
+    plain.scheduler.register_to_config(_use_default_values=["beta_end"])  # in each process in another order
     hook = plain.unet.conv_in.register_forward_hook(lambda *args: runs.append(1))
     found = calibrate(plain, ["a cat"], max_distance=0.02, resume=figures, **COUNTED)
     hook.remove()
@@ -336,13 +337,16 @@ def test_what_was_stopped_goes_on(plain, calibrated, tmp_path, place):
     [
         ({"seed": 1}, "was begun with seed=0, here it is 1"),
         ({"prompts": ["a car"]}, r"was begun with prompts=\['a cat'\], here it is \['a car'\]"),
-        ({"height": 64}, r"was begun with call={}, here it is {'height': 64}"),
+        ({"height": 64}, "was begun with call.height=None, here it is 64"),
+        ({"noisier": True}, "was begun with sampler_settings.beta_end=0.012, here it is 0.013"),
         ({"operators": ()}, r'was begun with operators=\["Merge'),
         ({"model": True}, "was begun with weights="),
     ],
 )
 def test_figures_of_something_else_are_refused(plain, figures, monkeypatch, changes, message):
     monkeypatch.setattr(type(plain), "__call__", lambda *args, **kwargs: pytest.fail("it was run"))
+    if changes.pop("noisier", False):
+        plain.scheduler.register_to_config(beta_end=0.013)
     if changes.pop("model", False):
         torch.nn.init.zeros_(plain.unet.conv_in.bias)
     with pytest.raises(ValueError, match=message + ".*: pass another file, or remove this one"):

@@ -42,22 +42,22 @@ class Journal:
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         whole, _, torn = text.rpartition("\n")
         if not whole:
-            way_out = f"resume={str(path)!r} is no calibration's: pass another file"
             if torn and not torn.startswith('{"of"'):
-                raise ValueError(way_out)
+                raise ValueError(f"resume={str(path)!r} is no calibration's: pass another file")
             path.write_text(json.dumps({"of": of}) + "\n", encoding="utf-8")
             return
         try:
             head, *lines = [json.loads(line) for line in whole.split("\n")]
-            before, self._figures = head["of"], {line["name"]: line["value"] for line in lines}
-        except (ValueError, KeyError, TypeError):
+            self._figures = {line["name"]: line["value"] for line in lines}
+            was, now = _flat(head["of"]), _flat(of)
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f"resume={str(path)!r} is no calibration's: pass another file") from None
-        if differs := [name for name in {**before, **of} if before.get(name) != of.get(name)]:
-            name = differs[0]
-            raise ValueError(
-                f"resume={str(path)!r} was begun with {name}={before.get(name)!r}, here it is "
-                f"{of.get(name)!r}: pass another file, or remove this one"
-            )
+        for name in {**was, **now}:
+            if was.get(name) != now.get(name):
+                raise ValueError(
+                    f"resume={str(path)!r} was begun with {name}={was.get(name)!r}, here it is "
+                    f"{now.get(name)!r}: pass another file, or remove this one"
+                )
         if torn:  # the last line of one that was killed
             path.write_text(whole + "\n", encoding="utf-8")
 
@@ -82,6 +82,17 @@ class Journal:
     def finish(self) -> None:
         """All is there."""
         self._tell(len(self._asked), len(self._asked))
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Mappings inside as "name.inner"."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}.{inner}": item for inner, item in _flat(value).items()}
+        else:
+            flat[name] = value
+    return flat
 
 
 def plain(value: Any) -> Any:

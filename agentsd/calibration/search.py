@@ -108,7 +108,7 @@ def calibrate(
     check_arguments(prompts, held_out, cost, operators, early_frac, num_inference_steps, call_kwargs)
     unet = free_unet(pipe, operators, num_inference_steps)
     made_on = {
-        "model": str(pipe.config.get("_name_or_path") or type(pipe).__name__),
+        "model": _name_of(pipe),
         "weights": weights_digest(unet),
         "steps": num_inference_steps,
         "sampler": type(pipe.scheduler).__name__,
@@ -124,7 +124,7 @@ def calibrate(
         "held_out": list(held_out),
         "operators": [repr(operator) for operator in operators],
         "early_frac": early_frac,
-        "sampler_settings": plain(dict(pipe.scheduler.config)),
+        "sampler_settings": {n: plain(v) for n, v in pipe.scheduler.config.items() if n[0] != "_"},
         "call": plain(call_kwargs),
     }
     settings = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale, **call_kwargs}
@@ -161,6 +161,12 @@ def calibrate(
         }
         journal.finish()
     return replace(best.recipe, measured=found)
+
+
+def _name_of(pipe: Any) -> str:
+    """A pipeline's hub id, its folder's name, or its class."""
+    name = str(pipe.config.get("_name_or_path") or type(pipe).__name__)
+    return Path(name).resolve().name if Path(name).is_dir() else name
 
 
 @contextmanager
