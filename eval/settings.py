@@ -396,6 +396,9 @@ class CalibrateSettings(SamplingSettings):
     """How many of the embedded model's captions."""
     held_out: int = Field(0, ge=0)
     """How many of the prompts, the last ones, are kept for measuring what the recipe promises."""
+    converged_steps: int | None = Field(None, ge=2)
+    """Steps of converged runs, such as 100, by which the recipe is compared with fewer steps; without it they
+    are compared by stock's own latents."""
     speedup: float | None = Field(None, gt=1)
     """The goal: how much cheaper the U-Net's calls of a run."""
     max_distance: float | None = Field(None, gt=0)

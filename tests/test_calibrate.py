@@ -35,7 +35,7 @@ from agentsd.calibration.attention import (
     try_operator,
 )
 from agentsd.calibration.cost import multiply_adds
-from agentsd.calibration.fewer import at_cost, chosen_levels
+from agentsd.calibration.fewer import at_cost, chosen_levels, promises
 from agentsd.calibration.losses import Losses
 from agentsd.calibration.measured import between
 from agentsd.calibration.program import Plan
@@ -49,7 +49,12 @@ from agentsd.reuse.left_out import LeftOut
 STEPS = 8
 SETTINGS = {"num_inference_steps": STEPS, "guidance_scale": 7.5}
 MERGE = Merge(0.5, ranking="layer")
-COUNTED = {"cost": "multiply_adds", "operators": (MERGE,), "held_out": ["a dog"], **SETTINGS}
+COUNTED = {
+    "cost": "multiply_adds",
+    "operators": (MERGE,),
+    "held_out": ["a dog"],
+    "converged_steps": 20,
+} | SETTINGS
 
 
 @pytest.fixture(scope="module")
@@ -270,15 +275,20 @@ def test_the_goal_is_met_as_measured_by_patching(plain, calibrated, tmp_path):
 
 def test_promises_are_those_of_held_out_prompts(plain, calibrated):
     found = calibrated[1]
-    promises = found.measured["promises"]
+    promised = found.measured["promises"]
     stock = run(plain, "a dog", 1)[0]
+    converged = run(plain, "a dog", 1, num_inference_steps=20)[0]
     with apply_agentsd(plain, recipe=found):
-        assert promises["distance"] == pytest.approx(distance(run(plain, "a dog", 1)[0], stock), rel=1e-3)
-    assert (promises["prompts"], promises["held_out"]) == (1, True)
-    for row in promises["fewer_steps"]:
+        patched = run(plain, "a dog", 1)[0]
+    assert promised["distance"] == pytest.approx(distance(patched, stock), rel=1e-3)
+    assert promised["converged"] == pytest.approx(distance(patched, converged), rel=1e-3)
+    assert promised["stock_converged"] == pytest.approx(distance(stock, converged), rel=1e-3)
+    assert (promised["prompts"], promised["held_out"]) == (1, True)
+    for row in promised["fewer_steps"]:
         fewer = run(plain, "a dog", 1, num_inference_steps=row["steps"])[0]
         assert row["timesteps"] == plain.scheduler.timesteps.tolist()
         assert row["distance"] == pytest.approx(distance(fewer, stock), rel=1e-3)
+        assert row["converged"] == pytest.approx(distance(fewer, converged), rel=1e-3)
         assert row["speedup"] == pytest.approx(STEPS / row["steps"])
     made_on = found.measured["made_on"]
     assert {name: made_on[name] for name in ("steps", "sampler", "size", "prompts", "cost", "seed")} == {
@@ -379,6 +389,7 @@ def test_a_file_of_another_kind_is_left_as_it_is(plain, tmp_path, content):
         ({"cost": "flops"}, ValueError, "cost='flops': choose 'time' or 'multiply_adds'"),
         ({"operators": [FocusedLinear()]}, ValueError, r"FocusedLinear\(.*: it is to be trained"),
         ({"operators": [Merge]}, ValueError, "pass operators, as"),
+        ({"converged_steps": 9}, ValueError, "converged_steps=9: pass more than num_inference_steps=25"),
         ({"early_frac": 2}, ValueError, "early_frac=2: pass a share"),
         ({"num_inference_steps": 5}, ValueError, "nothing can be left out .* a run of 5 steps has none"),
         ({"timesteps": [1, 2]}, ValueError, r"timesteps=\[1, 2\]: leave it out"),
@@ -442,14 +453,14 @@ def test_what_is_found_for_a_distance_meets_it_however_the_figures_lie():
 
     for _ in range(200):
         recipes = [Recipe(MERGE, seed=seed) for seed in range(rng.randrange(1, 20))]
-        figures = {recipe: Figures(rng.uniform(1.1, 2), rng.random(), "Ff", []) for recipe in recipes}
+        figures = {recipe: Figures(rng.uniform(1.1, 2), rng.random(), None, "Ff", []) for recipe in recipes}
         plans = [
             Found(Plan(100 - 3 * i, 0.1 * i, "Ff", ()), recipe, 0.1 * i) for i, recipe in enumerate(recipes)
         ]
         with suppress(ValueError):
             found = _of_distance([plans[::2], plans[1::2]], 0.5, Known(), range(2))
             assert figures[found.recipe].distance <= 0.5
-    figures = dict.fromkeys(recipes, Figures(1.5, 0.7, "Ff", []))
+    figures = dict.fromkeys(recipes, Figures(1.5, 0.7, None, "Ff", []))
     with pytest.raises(ValueError, match=r"max_distance=0\.5 cannot be met .*: the least seen is 0\.7"):
         _of_distance([plans], 0.5, Known(), range(2))
 
@@ -518,9 +529,9 @@ def test_steps_of_two_calls_and_no_guidance(make_plain, pipe, monkeypatch):
     assert calls == plan[:2] + plan[1:]
     assert (found.guidance, found.layers) == (None, None)
     assert set(plan) == {"F", "f"}
-    promises = found.measured["promises"]
-    assert promises["distance"] == pytest.approx(distance(patched, three()), rel=1e-3)
-    assert (promises["prompts"], promises["held_out"]) == (3, False)
+    promised = found.measured["promises"]
+    assert promised["distance"] == pytest.approx(distance(patched, three()), rel=1e-3)
+    assert (promised["prompts"], promised["held_out"]) == (3, False)
 
 
 @pytest.mark.parametrize("host", ["SDXL", "ControlNet"])
@@ -570,8 +581,33 @@ def test_weights_lie_on_lines_of_their_logarithms():
 def test_fewer_steps_are_judged_at_the_plans_cost(steps, expected):
     """Half way between 2 steps at 0.2 and 3 at 0.05 is 0.1."""
     rows = [{"steps": 2, "distance": 0.2}, {"steps": 3, "distance": 0.05}]
-    assert at_cost(rows, steps) == pytest.approx(expected)
-    assert at_cost(rows[:1], steps) == pytest.approx(0.2)
+    assert at_cost(rows, steps, "distance") == pytest.approx(expected)
+    assert at_cost(rows[:1], steps, "distance") == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(("converged", "beaten"), [(None, True), (0.2, False), (0.5, True)])
+def test_fewer_steps_are_judged_by_converged_runs_where_there_are_any(converged, beaten):
+    """Fewer steps end at 0.1 from stock and 0.4 from converged runs, the plan at 0.3 from stock."""
+
+    class Known:
+        def compare(self, recipe, numbers, num_inference_steps=None):
+            if recipe is not None:
+                return Figures(2.5, 0.3, converged, "F", [])
+            known = None if converged is None else 0.4
+            return Figures(10 / num_inference_steps, 0.1, known, "", [999.0])
+
+        def stock_converged(self):
+            return 0.05
+
+    class Pipe:
+        def __call__(self, prompt):
+            pass
+
+    table = SimpleNamespace(levels=[999.0 - 100 * i for i in range(10)], skipped=lambda *args: 1.0)
+    found = promises(Pipe(), Known(), table, Recipe(MERGE), range(3))
+    assert found["beaten_by_fewer_steps"] is beaten
+    assert [row["steps"] for row in found["fewer_steps"]] == [4]
+    assert found.get("stock_converged") == (None if converged is None else 0.05)
 
 
 def test_a_step_left_out_loses_what_the_line_of_predictions_misses(plain):

@@ -26,14 +26,20 @@ def invoke(*arguments: object, code: int = 0) -> str:
 def test_the_command_saves_what_the_call_finds_and_goes_on(model_folder: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     arguments = ("--model", model_folder, "--prompt", "a cat", "--prompt", "a dog", "--held-out", 1, *RUN)
+    arguments = (*arguments, "--converged-steps", 10)
     goal = ("--max-distance", 10, "--out", path)
     printed = invoke(*arguments, *goal)
     found = Recipe.load(path)
     settings = models.Settings(model=model_folder, scheduler="ddim")
     pipe = models.load_pipeline(settings)
-    same = {"num_inference_steps": 8, "height": 32, "width": 32, "operators": ()}
+    same = {"num_inference_steps": 8, "height": 32, "width": 32, "operators": (), "converged_steps": 10}
     resumed = calibrate(
-        pipe, ["a cat"], held_out=["a dog"], max_distance=10, resume=path.with_suffix(".jsonl"), **same
+        pipe,
+        ["a cat"],
+        held_out=["a dog"],
+        max_distance=10,
+        resume=path.with_suffix(".jsonl"),
+        **same,
     )
     assert (resumed, resumed.measured) == (found, found.measured)
     promises = found.measured["promises"]
@@ -42,6 +48,7 @@ def test_the_command_saves_what_the_call_finds_and_goes_on(model_folder: str, tm
     assert f"{promises['speedup']:.3f}x" in printed
     for row in promises["fewer_steps"]:
         assert f"stock, {row['steps']} steps" in printed
+    assert f"{promises['stock_converged']:.3g}" in printed
     assert "Measured on 1 held-out prompts. Chosen on: a cat" in printed
     assert str(path) in printed
 

@@ -11,7 +11,7 @@ from typing import Any
 from ..recipe import Recipe
 from .measured import MAX_AGE, MAX_KEPT, Measured
 from .program import best_plans
-from .runs import Runs
+from .runs import Figures, Runs
 
 
 def chosen_levels(measured: Measured, order: int) -> dict[int, list[float]]:
@@ -70,28 +70,38 @@ def rivals(
 def _row(runs: Runs, numbers: Sequence[int], count: int, **changes: Any) -> dict[str, Any]:
     figures = runs.compare(None, numbers, **changes)
     levels = [int(level) if level == int(level) else level for level in figures.levels]
-    return {"steps": count, "speedup": figures.speedup, "distance": figures.distance, "timesteps": levels}
+    return {"steps": count, **_distances(figures), "timesteps": levels}
 
 
-def at_cost(rows: Sequence[dict[str, Any]], exact: float) -> float:
-    """The distance of a number of steps between two that were run: on the line of its logarithm."""
+def _distances(figures: Figures) -> dict[str, Any]:
+    converged = {} if figures.converged is None else {"converged": figures.converged}
+    return {"speedup": figures.speedup, "distance": figures.distance, **converged}
+
+
+def at_cost(rows: Sequence[dict[str, Any]], exact: float, name: str) -> float:
+    """A distance of a number of steps between two that were run: on the line of its logarithm."""
     fewer, more = rows[0], rows[-1]
     share = (exact - fewer["steps"]) / max(1, more["steps"] - fewer["steps"])
     share = min(max(share, 0.0), 1.0)
-    return float(fewer["distance"] ** (1 - share) * more["distance"] ** share)
+    return float(fewer[name] ** (1 - share) * more[name] ** share)
 
 
 def promises(
     pipe: Any, runs: Runs, measured: Measured, recipe: Recipe, numbers: Sequence[int]
 ) -> dict[str, Any]:
-    """The figures of a recipe and of its rivals, and whether one of them ends as near at its cost."""
+    """The figures of a recipe and of its rivals, and whether one of them ends as near at its cost.
+
+    That goes by the distance to converged runs, where there are any: in fewer steps a run strays from those
+    and from stock's in the same direction, so that its distance to stock's own latents flatters it.
+    """
     figures = runs.compare(recipe, numbers)
     exact = len(measured.levels) / figures.speedup
     families = rivals(pipe, runs, measured, numbers, exact)
-    return {
-        "speedup": figures.speedup,
-        "distance": figures.distance,
-        "prompts": len(numbers),
+    found = {"prompts": len(numbers), **_distances(figures)}
+    name = "distance" if figures.converged is None else "converged"
+    if figures.converged is not None:
+        found["stock_converged"] = runs.stock_converged()
+    return found | {
         "fewer_steps": [row for rows in families for row in rows],
-        "beaten_by_fewer_steps": min(at_cost(rows, exact) for rows in families) <= figures.distance,
+        "beaten_by_fewer_steps": min(at_cost(rows, exact, name) for rows in families) <= found[name],
     }

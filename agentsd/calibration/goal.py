@@ -36,7 +36,6 @@ def check_arguments(
     cost: str,
     operators: Sequence[Operator],
     early_frac: float,
-    num_inference_steps: int,
     call_kwargs: dict[str, Any],
 ) -> None:
     """Raise ValueError for what `calibrate` can't do with."""

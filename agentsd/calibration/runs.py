@@ -27,12 +27,14 @@ class Figures(NamedTuple):
     Attributes:
         speedup: cost of stock's U-Net calls over theirs.
         distance: root mean square of the change of the final latents, over that of stock's latents.
+        converged: the same to the latents of many more steps, where those were run.
         calls: what the U-Net's calls of the last run were, a symbol each; empty without a recipe.
         levels: the run's noise levels, in training timesteps.
     """
 
     speedup: float
     distance: float
+    converged: float | None
     calls: str
     levels: list[float]
 
@@ -49,6 +51,8 @@ class Runs:
         seed: of the first run.
         settings: of the pipeline's call.
         journal: of what was measured.
+        judged: runs that are compared with converged ones too.
+        converged_steps: steps of those; None makes none.
     """
 
     def __init__(
@@ -61,10 +65,13 @@ class Runs:
         seed: int,
         settings: dict[str, Any],
         journal: Journal,
+        judged: Sequence[int],
+        converged_steps: int | None,
     ) -> None:
         self._pipe, self._unet, self._cost = pipe, unet, cost
         self._prompts, self._counted, self._seed = prompts, counted, seed
         self._settings, self._journal = settings, journal
+        self._judged, self._converged_steps = judged, converged_steps
 
     def run(self, number: int, **changes: Any) -> Tensor:
         """(B, C, H, W) the final latents of a prompt's run."""
@@ -96,6 +103,21 @@ class Runs:
         """Sum of the mean squares of stock's final latents."""
         return sum(mean_square(self.stock(number)[0]) for number in numbers)
 
+    def stock_converged(self) -> float | None:
+        """The distance of the judged stock runs to converged ones."""
+        return _share([self._to_converged(n, self.stock(n)[0]) for n in self._judged])
+
+    def _to_converged(self, number: int, latents: Tensor) -> tuple[float, float] | None:
+        """Mean squares of the change to a converged run's latents, and of those."""
+        if self._converged_steps is None or number not in self._judged:
+            return None
+
+        def measure() -> Any:
+            return self.run(number, num_inference_steps=self._converged_steps).float().tolist()
+
+        converged = torch.tensor(self._journal.get(f"converged {number}", measure))
+        return mean_square(latents - converged), mean_square(converged)
+
     def compare(self, recipe: Recipe | None, numbers: Sequence[int], **changes: Any) -> Figures:
         """Run prompts under a recipe, or with changed settings, and compare them with stock's runs."""
         of = repr((None if recipe is None else recipe.to_mapping(), changes))
@@ -106,10 +128,10 @@ class Runs:
         ]
         counted = [i for i, row in enumerate(rows) if row["spent"] is not None]
         stock = sum(self.stock(numbers[i])[1] or 0.0 for i in counted)
-        moved = sum(row["moved"] for row in rows)
         return Figures(
             stock / sum(rows[i]["spent"] for i in counted),
-            math.sqrt(moved / self.power(numbers)),
+            math.sqrt(sum(row["moved"] for row in rows) / self.power(numbers)),
+            _share([row["to_converged"] for row in rows]),
             rows[-1]["calls"],
             rows[-1]["levels"],
         )
@@ -118,9 +140,15 @@ class Runs:
         with nullcontext() if recipe is None else apply_agentsd(self._pipe, recipe=recipe) as handle:
             latents, costs = self._metered(number, lambda: self.run(number, **changes))
             calls = "" if handle is None else handle.summary().split()[0]
-        moved = mean_square(latents.float().cpu() - self.stock(number)[0])
         levels = list(dict.fromkeys(self._pipe.scheduler.timesteps.tolist()))
-        return {"spent": sum(costs) if costs else None, "moved": moved, "calls": calls, "levels": levels}
+        latents = latents.float().cpu()
+        return {
+            "spent": sum(costs) if costs else None,
+            "moved": mean_square(latents - self.stock(number)[0]),
+            "to_converged": self._to_converged(number, latents),
+            "calls": calls,
+            "levels": levels,
+        }
 
     def _metered(self, number: int, run: Callable[[], Tensor]) -> tuple[Tensor, list[float]]:
         """What `run` returns, and what each U-Net call cost, where that is counted."""
@@ -161,3 +189,11 @@ class Runs:
         with standing_in(self._unet, forward):
             latents = self.run(0)
         return mean_square(latents.float().cpu() - self.stock(0)[0])
+
+
+def _share(pairs: Sequence[Sequence[float] | None]) -> float | None:
+    """The root of the sum of the first numbers over that of the second; None where some are not known."""
+    known = [pair for pair in pairs if pair is not None]
+    if len(known) < len(pairs):
+        return None
+    return math.sqrt(sum(moved for moved, _ in known) / sum(power for _, power in known))

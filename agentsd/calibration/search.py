@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from diffusers.utils import logging
 
 from ..attention import Operator
+from ..checks import check
 from ..hosts import weights_digest
 from ..recipe import Recipe
 from ..reuse import ReuseGuidance, ReuseSteps
@@ -59,6 +60,7 @@ def calibrate(
     speedup: float | None = None,
     max_distance: float | None = None,
     held_out: Sequence[str] = (),
+    converged_steps: int | None = None,
     cost: Cost = "time",
     operators: Sequence[Operator] = OPERATORS,
     early_frac: float = 0.4,
@@ -84,6 +86,8 @@ def calibrate(
         speedup: the goal: the cost of a stock run's U-Net calls over what it is to be; more than 1.
         max_distance: or the goal: the largest `Figures.distance` of the final latents to stock's.
         held_out: prompts that nothing is chosen by; what the recipe promises is measured on them.
+        converged_steps: so many more steps, such as 100, lead to the latents that fewer steps and the recipe
+            are compared by; without it they are by stock's own.
         cost: what counts as cost: "time" (CPU seconds; on a GPU seconds) or "multiply_adds" (exact).
         operators: of self-attention that are tried, with settings of their own; none plans calls alone.
         early_frac: share of the steps in which layers may run something else than in the later ones.
@@ -105,7 +109,9 @@ def calibrate(
             message says what can be had.
     """
     check_goal(speedup, max_distance)
-    check_arguments(prompts, held_out, cost, operators, early_frac, num_inference_steps, call_kwargs)
+    check_arguments(prompts, held_out, cost, operators, early_frac, call_kwargs)
+    way_out = f"pass more than num_inference_steps={num_inference_steps}, such as 100"
+    check("converged_steps", converged_steps, (converged_steps or math.inf) > num_inference_steps, way_out)
     unet = free_unet(pipe, operators, num_inference_steps)
     made_on = {
         "model": _name_of(pipe),
@@ -122,6 +128,7 @@ def calibrate(
     }
     of = made_on | {
         "held_out": list(held_out),
+        "converged_steps": converged_steps,
         "operators": [repr(operator) for operator in operators],
         "early_frac": early_frac,
         "sampler_settings": {n: plain(v) for n, v in pipe.scheduler.config.items() if n[0] != "_"},
@@ -129,9 +136,11 @@ def calibrate(
     }
     settings = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale, **call_kwargs}
     own = range(len(prompts))
+    judged = range(len(prompts), len(prompts) + len(held_out)) if held_out else own
     with _telling(pipe, on_step) as tell:
         journal = Journal(None if resume is None else Path(resume), of, tell)
-        runs = Runs(pipe, unet, cost, [*prompts, *held_out], (0, len(prompts)), seed, settings, journal)
+        every, counted = [*prompts, *held_out], (0, len(prompts))
+        runs = Runs(pipe, unet, cost, every, counted, seed, settings, journal, judged, converged_steps)
         with Measured(
             pipe, unet, runs, len(prompts), journal, cost, guidance_scale, operators, early_frac
         ) as measured:
@@ -145,7 +154,6 @@ def calibrate(
         else:
             best = _of_distance(kinds, max_distance or 0.0, runs, own)
         figures = runs.compare(best.recipe, own)
-        judged = range(len(prompts), len(prompts) + len(held_out)) if held_out else own
         side = pipe.vae_scale_factor if hasattr(pipe, "vae_scale_factor") else 8
         found = {
             "goal": {"max_distance": max_distance} if speedup is None else {"speedup": speedup},

@@ -59,6 +59,7 @@ def run(pipe: Any, settings: CalibrateSettings, tick: Callable[[int, int], None]
                 speedup=settings.speedup,
                 max_distance=settings.max_distance,
                 held_out=prompts[count:],
+                converged_steps=settings.converged_steps,
                 cost=settings.cost,
                 operators=OPERATORS if settings.attention else (),
                 num_inference_steps=settings.steps,
@@ -106,8 +107,12 @@ def figures(found: Recipe) -> Table:
     rows = [("calibrated", promises)]
     rows += [(fewer(row), row) for row in promises["fewer_steps"]]
     title = f"{made_on['model']}, {made_on['steps']} steps of {made_on['sampler']}"
-    heads = ["runs", "distance of the final latents", f"speed-up ({_CLOCKS[made_on['cost']]})"]
-    cells = [[name, f"{row['distance']:.3g}", f"{row['speedup']:.3f}x"] for name, row in rows]
+    heads = ["runs", f"speed-up ({_CLOCKS[made_on['cost']]})", "distance to stock"]
+    cells = [[name, f"{row['speedup']:.3f}x", f"{row['distance']:.3g}"] for name, row in rows]
+    if "converged" in promises:
+        heads.append("to converged")
+        cells = [[*line, f"{row['converged']:.3g}"] for line, (_, row) in zip(cells, rows, strict=True)]
+        cells.append(["stock", "1.000x", "0", f"{promises['stock_converged']:.3g}"])
     return make_table(title, heads, cells)
 
 
@@ -120,16 +125,17 @@ def note(found: Recipe) -> str:
     """Return what was measured and on what, and whether fewer steps do as well."""
     made_on, promises = (found.measured[name] for name in ("made_on", "promises"))
     lines = [
-        "The distance is the root mean square of the change of the final latents over theirs; the speed-up "
+        "A distance is the root mean square of the change of the final latents over theirs; the speed-up "
         "is of the U-Net's calls in a run."
     ]
     if promises["beaten_by_fewer_steps"]:
         most = max(row["steps"] for row in promises["fewer_steps"])
         rows = [row for row in promises["fewer_steps"] if row["steps"] == most]
-        nearest = min(rows, key=lambda row: row["distance"])
+        anchor = "converged runs" if "converged" in promises else "stock's own run"
+        nearest = min(rows, key=lambda row: row.get("converged", row["distance"]))
         levels = ", ".join(f"{level:g}" for level in nearest["timesteps"])
         lines.append(
-            "Fewer steps of the same sampler end nearer to stock at this cost: use fewer steps, "
+            f"Fewer steps of the same sampler end nearer to {anchor} at this cost: use fewer steps, "
             f"{most}, at these noise levels (the pipeline's timesteps): {levels}."
         )
     held_out = "held-out prompts" if promises["held_out"] else "of the prompts that it was chosen by"
