@@ -41,7 +41,7 @@ from agentsd.calibration.measured import between
 from agentsd.calibration.program import Plan
 from agentsd.calibration.recording import Call, cheap_call, record
 from agentsd.calibration.runs import Figures
-from agentsd.calibration.search import Found, _of_distance
+from agentsd.calibration.search import Found, _of_distance, _of_speedup
 from agentsd.hosts import EVERY_LEVEL, find_sites
 from agentsd.modules import FocusedLinear
 from agentsd.reuse.left_out import LeftOut
@@ -444,6 +444,32 @@ def test_a_goal_out_of_reach_is_told_after_one_run(plain):
     assert snapshot(plain.unet) == before
 
 
+def test_what_is_found_for_a_speedup_meets_it_however_the_figures_lie():
+    rng, seen = random.Random(2), []
+
+    class Known:
+        def compare(self, recipe, numbers):
+            return figures[recipe]
+
+    for _ in range(200):
+        recipes = [Recipe(MERGE, seed=seed) for seed in range(rng.randrange(1, 20))]
+        figures = {r: Figures(rng.uniform(1.2, 2), rng.random(), None, "Ff", []) for r in recipes}
+        plans = [
+            Found(Plan(100 - 3 * i, 0.1 * i, "Ff", ()), recipe, 0.1 * i) for i, recipe in enumerate(recipes)
+        ]
+        with suppress(ValueError):
+            found = _of_speedup([plans[::2] or plans, plans[1::2] or plans], 100, 1.5, Known(), range(2))
+            assert figures[found.recipe].speedup >= 1.5
+            seen.append(found)
+    assert len(seen) > 50
+    figures = dict.fromkeys(recipes, Figures(1.4, 0.7, None, "Ff", []))
+    plans = [Found(Plan(60, 0.1, "Ff", ()), recipes[0], 0.1)]
+    with pytest.raises(ValueError, match=r"speedup=1\.5 was predicted, .* had 1\.40 at most"):
+        _of_speedup([plans], 100, 1.5, Known(), range(2))
+    with pytest.raises(ValueError, match=r"speedup=3 cannot be met .*: the greatest is about 1\.67"):
+        _of_speedup([plans], 100, 3, Known(), range(2))
+
+
 def test_what_is_found_for_a_distance_meets_it_however_the_figures_lie():
     rng = random.Random(1)
 
@@ -503,6 +529,12 @@ def test_a_plan_serves_another_number_of_steps(plain, calibrated, steps):
     assert len(set(calls) & set("Ff")) == 2
 
 
+def test_a_plan_serves_another_size(plain, calibrated):
+    with apply_agentsd(plain, recipe=calibrated[1]) as handle:
+        run(plain, height=48, width=40)
+        assert handle.summary().split()[0] == calibrated[1].measured["plan"]
+
+
 def test_a_plan_stays_whole_in_few_steps(plain, calibrated):
     with apply_agentsd(plain, recipe=calibrated[1]) as handle:
         with pytest.warns(UserWarning, match="a run of 6 steps has none to spare"):
@@ -514,7 +546,7 @@ def test_steps_of_two_calls_and_no_guidance(make_plain, pipe, monkeypatch):
     """The default scheduler makes its second step twice, and both calls are what the step is."""
     monkeypatch.setattr(search, "FRONTIER", 4)
     plms = make_plain(scheduler=pipe.scheduler)
-    settings = SETTINGS | {"operators": (), "guidance_scale": 1.0}
+    settings = SETTINGS | {"operators": (), "guidance_scale": 1.0, "cost": "time"}
     prompts = ["a cat", "a dog", "a car"]
     found = calibrate(plms, prompts, max_distance=10.0, **settings)
 
@@ -550,7 +582,7 @@ def test_conditions_beside_the_prompt_are_recorded(make_pipeline, tokenizer, mon
         assert set(handle.layer_names) == set(found.layers or {})
 
 
-def test_time_is_the_cost_by_default(plain, monkeypatch):
+def test_time_may_be_the_cost(plain, monkeypatch):
     """By a clock that shows 2 s for the last layer of a pass, 14 s for a deep one, and a query's 10 ms."""
     shown = 0.0
 
@@ -563,7 +595,7 @@ def test_time_is_the_cost_by_default(plain, monkeypatch):
     plain.unet.down_blocks[1].resnets[0].register_forward_hook(
         lambda m, args, out: pass_by(14 * len(args[0]))
     )
-    found = calibrate(plain, ["a cat"], speedup=2.0, operators=(), **SETTINGS)
+    found = calibrate(plain, ["a cat"], speedup=2.0, cost="time", operators=(), **SETTINGS)
     plan = found.measured["plan"]
     seconds = sum({"F": 32, "f": 4, "H": 16, "h": 2}[symbol] for symbol in plan)
     assert found.measured["made_on"]["cost"] == "time"
@@ -625,7 +657,7 @@ def test_a_step_left_out_loses_what_the_line_of_predictions_misses(plain):
 def test_noise_levels_are_chosen_where_the_sampler_takes_them(make_plain, monkeypatch):
     monkeypatch.setattr(search, "FRONTIER", 2)
     pipe = make_plain(scheduler=EulerDiscreteScheduler(**BETAS, steps_offset=1))
-    settings = SETTINGS | {"operators": (), "guidance_scale": 1.0}
+    settings = SETTINGS | {"operators": (), "guidance_scale": 1.0, "cost": "time"}
     found = calibrate(pipe, ["a cat"], max_distance=10.0, **settings)
     stock = run(pipe, guidance_scale=1.0)[0]
     levels = pipe.scheduler.timesteps.tolist()

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from agentsd import Downsample, Merge, Phases, Recipe, calibrate
 
-RUN = ("--steps", 8, "--scheduler", "ddim", "--no-attention")
+RUN = ("--steps", 8, "--scheduler", "ddim", "--no-attention", "--cost", "time")
 
 
 def invoke(*arguments: object, code: int = 0) -> str:
@@ -32,7 +32,14 @@ def test_the_command_saves_what_the_call_finds_and_goes_on(model_folder: str, tm
     found = Recipe.load(path)
     settings = models.Settings(model=model_folder, scheduler="ddim")
     pipe = models.load_pipeline(settings)
-    same = {"num_inference_steps": 8, "height": 32, "width": 32, "operators": (), "converged_steps": 10}
+    same = {
+        "num_inference_steps": 8,
+        "height": 32,
+        "width": 32,
+        "operators": (),
+        "converged_steps": 10,
+        "cost": "time",
+    }
     resumed = calibrate(
         pipe,
         ["a cat"],
