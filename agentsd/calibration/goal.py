@@ -61,7 +61,7 @@ def free_unet(pipe: Any, operators: Sequence[Operator], num_inference_steps: int
     Raises TypeError if there is none; ValueError if it is patched or compiled, a layer can't be patched, or
     no call of such a run can be spared.
     """
-    if not callable(pipe) or not hasattr(pipe, "unet"):
+    if not all(hasattr(pipe, name) for name in ("unet", "scheduler", "set_progress_bar_config")):
         raise TypeError(f"{type(pipe).__name__} is no pipeline with a `unet`, to be run on the prompts")
     unet = find_model(pipe)
     if unet is not pipe.unet or unet._compiled_call_impl is not None:
