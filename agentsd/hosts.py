@@ -6,6 +6,7 @@ import inspect
 import re
 from dataclasses import dataclass
 from functools import cache
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -178,3 +179,12 @@ def is_plain(processor: Any) -> bool:
 def is_tomesd_block(block: Module) -> bool:
     """Whether the tomesd package has patched this block."""
     return type(block).__name__ == "ToMeBlock"
+
+
+def weights_digest(model: Any) -> str:
+    """A hash of the head of every tensor of a model: it changes with training, and is quick."""
+    digest = sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        head = tensor.detach().flatten()[:64].to("cpu", torch.float32)
+        digest.update(name.encode() + head.numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[type[s.CommandSettings], str]] = {
     "table": (s.RunSettings, "studies.table"),
     "ablate": (s.AblateSettings, "studies.ablate"),
     "proof": (s.ProofSettings, "studies.proof"),
+    "check": (s.CheckSettings, "studies.check"),
     "mediators": (s.MediatorSettings, "studies.mediators"),
     "redundancy": (s.RedundancySettings, "studies.redundancy"),
     "calibrate": (s.CalibrateSettings, "studies.calibration"),
@@ -41,7 +42,7 @@ COMMANDS: dict[str, tuple[type[s.CommandSettings], str]] = {
 """Each one's settings, and the module whose `command(settings, console)` does its work."""
 _NO_CONFIG = ("fid", "report")
 _OF_THE_EVALUATION = ("DeepCache", "efficientnet_lite_pytorch", "jinja2", "matplotlib", "PIL", "tomesd")
-_RESUMED = ("table", "ablate", "proof", "mediators", "subject")
+_RESUMED = ("table", "ablate", "proof", "check", "mediators", "calibrate", "subject")
 
 
 def _make(name: str) -> Callable[..., None]:

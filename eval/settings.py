@@ -282,6 +282,42 @@ class ProofSettings(RunSettings):
     """Numbers of steps, falling; repeat."""
 
 
+class CheckSettings(RunSettings):
+    """Check the recipes on your own model: stock, fewer steps and each recipe; a page, and results to send.
+
+    Without --prompts, other models than the embedded one get prompts that ship with the program.
+    """
+
+    hidden: ClassVar[tuple[str, ...]] = ("ratios", "ablate_ratio", "ablate_values", "fewer_steps")
+    scheduler: Scheduler = "dpm++karras"
+    """A deterministic sampler, so that many steps converge; model is the model's own."""
+    steps: int = Field(25, ge=1, le=1000)
+    """Denoising steps."""
+    methods: Methods = ("reuse", "fast", "downsample")
+    ratios: Annotated[tuple[Ratio, ...], Option("ratio")] = (0.4,)
+    fewer_steps: FewerSteps = (0.8, 0.56, 0.4)
+    calibrated: tuple[Path, ...] = ()
+    """A recipe's file that `calibrate` wrote; repeat."""
+    images: int = Field(32, ge=2)
+    """Pictures for each row."""
+    batch_size: int = Field(4, ge=1)
+    """Pictures made at once."""
+    converged_steps: int | None = Field(100, ge=2)
+    """Steps of stock's converged pictures, that every row is compared with."""
+    out: Path = Path("runs/check")
+    """The run's folder; the same folder resumes it."""
+
+    @field_validator("calibrated")
+    @classmethod
+    def _of_other_names(cls, calibrated: tuple[Path, ...]) -> tuple[Path, ...]:
+        if missing := [str(path) for path in calibrated if not path.exists()]:
+            raise ValueError(f"{missing[0]} isn't there; agentsd-eval calibrate makes one")
+        names = [path.stem for path in calibrated]
+        if twice := [name for name in names if names.count(name) > 1 or is_method(name)]:
+            raise ValueError(f"{twice[0]!r} is the name of another row: rename the file")
+        return calibrated
+
+
 class MediatorSettings(RunSettings):
     """Search when the number of pooled agents should grow: distance against multiply-adds, drawn."""
 
@@ -376,40 +412,38 @@ class RedundancySettings(SamplingSettings):
 
 
 class CalibrateSettings(SamplingSettings):
-    """Find what each self-attention layer or (--whole-calls) each step should run, for a goal."""
+    """Plan a run for a goal: which calls are full, cheap or half, and what each self-attention layer runs."""
 
-    whole_calls: bool = False
-    """Choose which of a run's calls are full, cheap or half, in place of what each layer runs."""
+    hidden: ClassVar[tuple[str, ...]] = ("agent",)
+    steps: int = Field(25, ge=1, le=1000)
+    """Denoising steps."""
     prompts: Prompts = ()
     images: int = Field(3, ge=1)
     """How many of the embedded model's captions."""
+    held_out: int = Field(0, ge=0)
+    """How many of the prompts, the last ones, are kept for measuring what the recipe promises."""
+    converged_steps: int | None = Field(None, ge=2)
+    """Steps of converged runs, such as 100, by which the recipe is compared with fewer steps; without it they
+    are compared by stock's own latents."""
     speedup: float | None = Field(None, gt=1)
-    """The goal: how much cheaper a U-Net call, or all calls of a run."""
-    max_error: float | None = Field(None, gt=0)
-    """Or the goal: the largest error of a call."""
+    """The goal: how much cheaper the U-Net's calls of a run."""
     max_distance: float | None = Field(None, gt=0)
-    """Or, with whole_calls, the largest distance of a run's final latents to stock's, such as 0.05."""
-    cost: Literal["time", "multiply_adds"] = "time"
-    """What is to become cheaper."""
-    calls: int = Field(6, ge=1)
-    """U-Net calls of each prompt's run that layers are measured on, evenly spread."""
+    """Or the goal: the largest distance of a run's final latents to stock's, such as 0.05."""
+    cost: Literal["time", "multiply_adds"] = "multiply_adds"
+    """What is to become cheaper; time needs a machine that does nothing else."""
+    attention: bool = True
+    """Plan self-attention too."""
     out: Path = Path("outputs/calibrated.yaml")
-    """The YAML file to write."""
+    """The YAML file to write; what was measured is kept beside it (.jsonl), and the same command goes on."""
 
     @model_validator(mode="after")
     def _one_goal(self) -> CalibrateSettings:
-        losses = {"--max-error": self.max_error, "--max-distance": self.max_distance}
-        loss, example, other = "--max-error", "0.001", "--max-distance"
-        if self.whole_calls:
-            loss, example, other = "--max-distance", "0.05", "--max-error"
-        if losses[other] is not None or (self.speedup is None) == (losses[loss] is None):
-            of = "with" if self.whole_calls else "without"
+        if (self.speedup is None) == (self.max_distance is None):
             raise ValueError(
-                f"give one goal: --speedup, for instance 1.15, or, {of} --whole-calls, {loss}, for instance "
-                f"{example}"
+                "give one goal: --speedup, for instance 1.8, or --max-distance, for instance 0.05"
             )
-        if self.whole_calls and self.agent:
-            raise ValueError(f"agent={self.agent}: whole calls have no such setting, leave it out")
+        if self.held_out >= (count := len(self.prompts) or self.images):
+            raise ValueError(f"held_out={self.held_out} of {count} prompts: leave one to calibrate on")
         return self
 
 

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 from agentsd_eval.cli import app
 from agentsd_eval.pictures import models
+from agentsd_eval.studies import calibration
+from agentsd_eval.studies.calibration import note
+from agentsd_eval.studies.redundancy import short_name
 from typer.testing import CliRunner
 
-from agentsd import Recipe, apply_agentsd, calibrate
-from agentsd.calibration import calibrate_calls
+from agentsd import Downsample, Merge, Phases, Recipe, calibrate
 
-RUN = ("--steps", 2, "--calls", 1, "--cost", "multiply_adds", "--scheduler", "model")
+RUN = ("--steps", 8, "--scheduler", "ddim", "--no-attention", "--cost", "time")
 
 
 def invoke(*arguments: object, code: int = 0) -> str:
@@ -21,65 +23,98 @@ def invoke(*arguments: object, code: int = 0) -> str:
     return " ".join(result.output.split())
 
 
-def test_the_command_saves_what_the_call_finds(pipe, model_folder: str, tmp_path: Path) -> None:
-    path = tmp_path / "layers.yaml"
-    printed = invoke("--model", model_folder, "--prompt", "a cat", "--speedup", 1.02, *RUN, "--out", path)
-    found = Recipe.load(path)
-    same = {"num_inference_steps": 2, "calls": 1, "cost": "multiply_adds", "height": 32, "width": 32}
-    assert found == calibrate(pipe, ["a cat"], speedup=1.02, **same)
-    assert found.measured["speedup"] >= 1.02
-    assert f"{found.measured['speedup']:.3f}x" in printed
-    assert "a cat" in printed
-    assert str(path) in printed
-    with apply_agentsd(pipe, recipe=path) as handle:
-        assert set(handle.layer_names) == set(found.layers)
-
-
-def test_the_command_saves_which_calls_are_full(pipe, model_folder: str, tmp_path: Path) -> None:
-    path = tmp_path / "calls.yaml"
-    arguments = ("--model", model_folder, "--prompt", "a cat", "--scheduler", "model", "--steps", 8)
-    goal = ("--whole-calls", "--speedup", 1.5, "--cost", "multiply_adds", "--out", path)
+def test_the_command_saves_what_the_call_finds_and_goes_on(model_folder: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    arguments = ("--model", model_folder, "--prompt", "a cat", "--prompt", "a dog", "--held-out", 1, *RUN)
+    arguments = (*arguments, "--converged-steps", 10)
+    goal = ("--max-distance", 10, "--out", path)
     printed = invoke(*arguments, *goal)
     found = Recipe.load(path)
-    same = {"num_inference_steps": 8, "height": 32, "width": 32}
-    assert found == calibrate_calls(pipe, ["a cat"], speedup=1.5, **same)
-    assert found.measured["speedup"] >= 1.5
+    settings = models.Settings(model=model_folder, scheduler="ddim")
+    pipe = models.load_pipeline(settings)
+    same = {
+        "num_inference_steps": 8,
+        "height": 32,
+        "width": 32,
+        "operators": (),
+        "converged_steps": 10,
+        "cost": "time",
+    }
+    resumed = calibrate(
+        pipe,
+        ["a cat"],
+        held_out=["a dog"],
+        max_distance=10,
+        resume=path.with_suffix(".jsonl"),
+        **same,
+    )
+    assert (resumed, resumed.measured) == (found, found.measured)
+    promises = found.measured["promises"]
+    assert (promises["prompts"], promises["held_out"]) == (1, True)
     assert f"{found.measured['plan']} (8 calls: " in printed
-    assert f"{found.measured['speedup']:.3f}x" in printed
-    for row in found.measured["fewer_steps"]:
+    assert f"{promises['speedup']:.3f}x" in printed
+    for row in promises["fewer_steps"]:
         assert f"stock, {row['steps']} steps" in printed
+    assert f"{promises['stock_converged']:.3g}" in printed
+    assert "Measured on 1 held-out prompts. Chosen on: a cat" in printed
     assert str(path) in printed
 
 
-def test_prompts_are_the_embedded_models_if_none_are_given(model_folder: str, tmp_path: Path) -> None:
-    path = tmp_path / "layers.yaml"
-    invoke("--model", model_folder, "--images", 2, "--max-error", 1.0, *RUN, "--out", path)
-    assert len(Recipe.load(path).measured["prompts"]) == 2
+def test_what_each_layer_runs_is_shown(pipe) -> None:
+    name = "mid_block.attentions.0.transformer_blocks.0.attn1"
+    table = calibration.choices(pipe, Recipe(layers={name: Phases(Merge(0.5), Downsample(), 0.3)}))
+    cells = [list(column.cells) for column in table.columns]
+    row = next(row for row in zip(*cells, strict=True) if row[0] == short_name(name))
+    assert row[2:] == ("merge, r=0.5", "downsample")
+    assert table.columns[2].header == "first 30% of the steps"
+
+
+def test_prompts_are_the_embedded_models_if_none_are_given(monkeypatch, model_folder: str, tmp_path: Path):
+    given = {}
+
+    def keep(pipe, prompts, **settings):
+        given.update(settings, prompts=prompts)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(calibration, "calibrate", keep)
+    path = tmp_path / "calls.yaml"
+    arguments = ("--images", 3, "--held-out", 1, "--speedup", 1.3, "--no-attention")
+    assert "enough" in invoke("--model", model_folder, *arguments, "--out", path, code=2)
+    assert (len(given["prompts"]), len(given["held_out"]), given["operators"]) == (2, 1, ())
+
+
+def test_fewer_steps_are_advised_where_they_win() -> None:
+    rows = [
+        {"steps": 4, "distance": 0.1, "timesteps": [751, 501, 251, 1]},
+        {"steps": 5, "distance": 0.3, "timesteps": [801, 601.5, 1]},
+        {"steps": 5, "distance": 0.2, "timesteps": [801, 502.5, 1], "chosen": True},
+    ]
+    promises = {"fewer_steps": rows, "prompts": 2, "held_out": False, "beaten_by_fewer_steps": True}
+    measured = {"promises": promises, "made_on": {"prompts": ["a cat"]}}
+    assert "use fewer steps, 5, at these noise levels (the pipeline's timesteps): 801, 502.5, 1." in note(
+        Recipe.from_mapping({"version": 1, "attention": {"merge": {}}, "measured": measured})
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((), "give one goal"),
-        (("--speedup", 1.1, "--max-error", 0.1), "give one goal"),
+        (("--speedup", 1.1, "--max-distance", 0.1), "give one goal"),
         (("--speedup", 0.9), "speedup"),
-        (("--max-distance", 0.1), "without --whole-calls, --max-error"),
-        (("--whole-calls",), "with --whole-calls, --max-distance"),
-        (("--whole-calls", "--max-error", 0.1), "with --whole-calls, --max-distance"),
-        (("--whole-calls", "--speedup", 2, "--agent", "k=0.1"), "whole calls have no such setting"),
-        (("--whole-calls", "--speedup", 2, "--steps", 5), "num_inference_steps=5: pass 8 or more"),
-        (("--speedup", 9, "--agent", "late=none"), "unknown ['late']"),
+        (("--speedup", 2, "--steps", 5), "a run of 5 steps has none to spare"),
+        (("--speedup", 2, "--prompt", "a cat", "--held-out", 1), "held_out=1 of 1 prompts: leave one"),
     ],
 )
 def test_a_wrong_goal_is_one_message(
     arguments: tuple[object, ...], message: str, model_folder: str, tmp_path: Path
 ) -> None:
-    printed = invoke("--model", model_folder, *arguments, "--out", tmp_path / "layers.yaml", code=2)
+    printed = invoke("--model", model_folder, *arguments, "--out", tmp_path / "mine.yaml", code=2)
     assert message in printed
-    assert not (tmp_path / "layers.yaml").exists()
+    assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("goal", [(), ("--speedup", 1.1, "--max-error", 0.1)])
+@pytest.mark.parametrize("goal", [(), ("--speedup", 1.1, "--max-distance", 0.1)])
 def test_the_goal_is_looked_at_before_the_model_is_loaded(goal, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(models, "load_pipeline", lambda settings: pytest.fail("loaded"))
-    assert "give one goal" in invoke(*goal, "--out", tmp_path / "layers.yaml", code=2)
+    assert "give one goal" in invoke(*goal, "--out", tmp_path / "mine.yaml", code=2)

@@ -68,7 +68,13 @@ def test_no_plan_of_all_is_better_at_any_cost(order, halves, max_age, max_kept):
             return table.setdefault(key, 0.0 if key[1] == "F" else rng.random())
 
         limits = {"order": order, "halves": halves, "max_age": max_age, "max_kept": max_kept}
-        found = best_plans(len(LEVELS), lambda i, symbol: PRICES[symbol], lost, **limits)
+        found = best_plans(
+            len(LEVELS),
+            lambda i, symbol, _: PRICES[symbol],
+            lambda *key: lost(*key[:4]),
+            phases={0: 1},
+            **limits,
+        )
         every = [figures_of(symbols, order, lost) for symbols in every_plan(order, halves, max_age, max_kept)]
         assert [plan.cost for plan in found] == sorted({plan.cost for plan in found}, reverse=True)
         for plan in found:
@@ -82,8 +88,9 @@ def test_no_plan_of_all_is_better_at_any_cost(order, halves, max_age, max_kept):
 def test_the_dearest_step_is_left_out_first():
     found = best_plans(
         4,
-        lambda i, symbol: PRICES[symbol] * (3 if i == 2 else 1),
-        lambda i, symbol, fulls, whole: 1.0 * (symbol != "F"),
+        lambda i, symbol, _: PRICES[symbol] * (3 if i == 2 else 1),
+        lambda i, symbol, fulls, whole, _: 1.0 * (symbol != "F"),
+        phases={0: 1},
         order=0,
         halves=False,
         max_age=4,
@@ -91,3 +98,39 @@ def test_the_dearest_step_is_left_out_first():
     )
     assert [plan[:2] for plan in found] == [(60, 0.0), (36, 1.0), (28, 2.0), (20, 3.0)]
     assert (found[0].symbols, found[1].symbols, found[3].symbols) == ("FFFF", "FFfF", "Ffff")
+
+
+@pytest.mark.parametrize(("phases", "order"), [({0: 3, 3: 2}, 1), ({0: 2}, 0), ({0: 1, 4: 3}, 0)])
+def test_no_plan_with_any_choice_of_each_phase_is_better(phases, order):
+    """A choice saves more of a full call than of a cheap one, and loses in every step of its phase."""
+    for seed in range(3):
+        rng, table = random.Random(seed), {}
+        starts = sorted(phases)
+        phase_of = [max(start for start in starts if start <= i) for i in range(len(LEVELS))]
+        saved = {(start, c): (0, 0) if c == 0 else (rng.randrange(1, 5), rng.randrange(2))
+                 for start in starts for c in range(phases[start])}  # fmt: skip
+        added = {(i, c): 0.0 if c == 0 else 0.3 * rng.random() for i in range(len(LEVELS)) for c in range(3)}
+
+        def price(i, symbol, choice, saved=saved, phase_of=phase_of):
+            return PRICES[symbol] - saved[phase_of[i], choice][symbol in "fh"]
+
+        def lost(*key, table=table, rng=rng):
+            return table.setdefault(key, 0.0 if key[1] == "F" else rng.random())
+
+        def lost_with(i, symbol, fulls, whole, choice, lost=lost, added=added):
+            return lost(i, symbol, fulls, whole) + added[i, choice]
+
+        limits = {"order": order, "halves": False, "max_age": 3, "max_kept": 4}
+        found = best_plans(len(LEVELS), price, lost_with, phases=phases, **limits)
+        every = {}
+        for symbols in every_plan(order, False, 3, 4):
+            for choices in itertools.product(*(range(phases[start]) for start in starts)):
+                chosen = [dict(zip(starts, choices, strict=True))[phase] for phase in phase_of]
+                _, error = figures_of(symbols, order, lost)
+                cost = sum(price(i, symbol, chosen[i]) for i, symbol in enumerate(symbols))
+                every[symbols, choices] = cost, error + sum(added[i, c] for i, c in enumerate(chosen))
+        for plan in found:
+            assert every[plan.symbols, plan.choices] == pytest.approx((plan.cost, plan.error))
+        for budget in range(min(cost for cost, _ in every.values()), 71):
+            best = min(error for cost, error in every.values() if cost <= budget)
+            assert min(plan.error for plan in found if plan.cost <= budget) == pytest.approx(best)

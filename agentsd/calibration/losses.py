@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,10 +30,10 @@ class Losses:
         self._sums: dict[tuple[int, str, tuple[int, ...], int], float] = {}
 
     def of(self, step: int, symbol: str, fulls: tuple[int, ...], whole: int) -> float:
-        """What a call loses (as `program.Error`)."""
+        """What a call loses (as `program.Error`); s is one that is not made, in a step left out."""
         if symbol == "F":
             return 0.0
-        if symbol == "f":
+        if symbol in "fs":
             whole = -1
         return self._sums[step, symbol, () if symbol == "H" else fulls, whole]
 
@@ -44,31 +44,36 @@ class Losses:
             for before in range(max(0, last - self.max_age - 1), last):
                 yield before, last
 
-    def add(self, calls: Sequence[Call], unet: Any, left_out: LeftOut, tick: Callable[[], None]) -> None:
-        """Measure a run's calls.
+    def measure(self, calls: Sequence[Call], place: int, unet: Any, left_out: LeftOut) -> list[list[Any]]:
+        """Rows of what the call at a place of a run would lose, for `add`.
 
         The state that a cheap call starts from is made of recorded ones, and the recorded latents are kept:
         a call's own error is seen, not what the errors before it do. The unconditional pass is taken to be
         computed in full where the conditional one was; after half calls its line goes through older steps.
         """
-        last_of = {call.step: call for call in calls}  # repeated steps: the later call's state is kept
-        for call in calls:
-            changes = {
-                fulls: self.change(call, [last_of[step] for step in fulls], unet, left_out)
-                for fulls in self.pairs(call.step)
-            }
-            for fulls, change in changes.items():
-                self._note(call.step, "f", fulls, -1, self.guided(change))
-            if self._scale is not None:
-                self._add_half(call, last_of, changes)
-            tick()
+        call = calls[place]
+        last_of = {call.step: call for call in calls[: place + 1]}  # of repeated steps the later call's state
+        changes = {
+            fulls: self.change(call, [last_of[step] for step in fulls], unet, left_out)
+            for fulls in self.pairs(call.step)
+        }
+        lost = {fulls: mean_square(self.guided(change)) for fulls, change in changes.items()}
+        rows = [[call.step, "f", fulls, -1, lost[fulls]] for fulls in changes]
+        for fulls in changes:
+            kept = _continued([(last_of[step].level, last_of[step].sample) for step in fulls], call.level)
+            rows.append([call.step, "s", fulls, -1, mean_square(self.guided(kept - call.sample))])
+        return rows if self._scale is None else rows + list(self._halves(call, last_of, changes))
+
+    def add(self, rows: Sequence[Sequence[Any]]) -> None:
+        """Take in what `measure` found of a call."""
+        for step, symbol, fulls, whole, lost in rows:
+            key = step, symbol, tuple(fulls), whole
+            self._sums[key] = self._sums.get(key, 0.0) + lost
 
     def change(self, call: Call, fulls: Sequence[Call], unet: Any, left_out: LeftOut) -> Tensor:
         """(B, C, H, W) what a cheap call changes, made from the states of these full ones."""
-        states = States(len(fulls) - 1)
-        for full in fulls:
-            states.keep(full.level, full.hidden)
-        return cheap_call(unet, left_out, call.given, states.at(call.level)) - call.sample
+        hidden = _continued([(full.level, full.hidden) for full in fulls], call.level)
+        return cheap_call(unet, left_out, call.given, hidden) - call.sample
 
     def guided(self, output: Tensor) -> Tensor:
         """What the sampler gets of an output (B, C, H, W): where there is guidance, half of it."""
@@ -77,19 +82,25 @@ class Losses:
         without, with_prompt = output.chunk(2)
         return torch.lerp(without, with_prompt, self._scale)
 
-    def _add_half(self, call: Call, last_of: dict[int, Call], changes: dict[tuple[int, ...], Tensor]) -> None:
+    def _halves(
+        self, call: Call, last_of: dict[int, Call], changes: dict[tuple[int, ...], Tensor]
+    ) -> Iterator[list[Any]]:
         assert self._scale is not None
         true = difference_of(call.sample)
         for whole in range(max(0, call.step - self.max_kept), call.step):
             kept = (self._scale - 1) * (difference_of(last_of[whole].sample) - true)
-            self._note(call.step, "H", (), whole, kept)
+            yield [call.step, "H", (), whole, mean_square(kept)]
             for fulls, change in changes.items():
                 if whole < fulls[-1]:
-                    self._note(call.step, "h", fulls, whole, change.chunk(2)[1] + kept)
+                    yield [call.step, "h", fulls, whole, mean_square(change.chunk(2)[1] + kept)]
 
-    def _note(self, step: int, symbol: str, fulls: tuple[int, ...], whole: int, change: Tensor) -> None:
-        key = step, symbol, fulls, whole
-        self._sums[key] = self._sums.get(key, 0.0) + mean_square(change)
+
+def _continued(known: Sequence[tuple[float, Tensor]], level: float) -> Tensor:
+    """What these tensors, by their noise levels, come to at another: the last, or the line of two."""
+    states = States(len(known) - 1)
+    for at, state in known:
+        states.keep(at, state)
+    return states.at(level)
 
 
 def mean_square(values: Tensor) -> float:

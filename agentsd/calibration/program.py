@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-Cost = Callable[[int, str], int]
-"""What a call costs, by its step and symbol, in whole units."""
-Error = Callable[[int, str, tuple[int, ...], int], float]
-"""What a call loses, by its step, its symbol, the last full steps and the step of the last whole call."""
+Cost = Callable[[int, str, int], int]
+"""What a call costs in whole units, by its step, its symbol and its phase's choice."""
+Error = Callable[[int, str, tuple[int, ...], int, int], float]
+"""What a call loses, by its step, its symbol, the last full steps, the step of the last whole call and its
+phase's choice."""
 
 
 class Plan(NamedTuple):
@@ -17,11 +18,13 @@ class Plan(NamedTuple):
     Attributes:
         cost, error: sums over the calls.
         symbols: F, f, H or h for each step, as `agentsd.reuse.plan.Kind` has them.
+        choices: that of each phase.
     """
 
     cost: int
     error: float
     symbols: str
+    choices: tuple[int, ...]
 
 
 class Known(NamedTuple):
@@ -38,20 +41,30 @@ class Known(NamedTuple):
     renewed: bool
 
 
-_Label = tuple[float, str, Any]  # error so far, symbol, the label before
+_Label = tuple[float, str, int, Any]  # error so far, symbol, choice, the label before
 
 
 def best_plans(
-    count: int, cost: Cost, error: Error, *, order: int, halves: bool, max_age: int, max_kept: int
+    count: int,
+    cost: Cost,
+    error: Error,
+    *,
+    phases: Mapping[int, int],
+    order: int,
+    halves: bool,
+    max_age: int,
+    max_kept: int,
 ) -> list[Plan]:
     """All plans that no other beats in cost and error both.
 
     A cheap call is whole or half as the full one before it, as `ReuseGuidance` has it; none is half before
-    two calls were full and whole. Errors add up.
+    two calls were full and whole. A phase's choice holds for all its steps; beyond its end no cost and no
+    error depends on it. Errors add up.
 
     Args:
         count: steps of the run.
         cost, error: of a call.
+        phases: how many choices there are from a step on; step 0 begins one.
         order: full steps that a cheap call is made from, less one.
         halves: whether there may be half calls.
         max_age: steps from a cheap call back to the last full one, at most.
@@ -60,25 +73,31 @@ def best_plans(
     Returns:
         Plans, the dearest and most exact first.
     """
-    start: _Label = (error(0, "F", (), -1), "F", None)
-    labels: dict[Known, dict[int, _Label]] = {Known((0,), 0, False): {cost(0, "F"): start}}
+    begun = Known((0,), 0, False)
+    labels: dict[tuple[Known, int], dict[int, _Label]] = {
+        (begun, choice): {cost(0, "F", choice): (error(0, "F", (), -1, choice), "F", choice, None)}
+        for choice in range(phases[0])
+    }
     for step in range(1, count):
-        reached: dict[Known, dict[int, _Label]] = {}
-        for known, ways in labels.items():
+        reached: dict[tuple[Known, int], dict[int, _Label]] = {}
+        for (known, before), ways in labels.items():
+            choices = range(phases[step]) if step in phases else (before,)
             for symbol, after in _moves(step, known, order, halves, max_age, max_kept):
-                price, lost = cost(step, symbol), error(step, symbol, known.fulls, known.whole)
-                best = reached.setdefault(after, {})
-                for spent, label in ways.items():
-                    total, place = label[0] + lost, spent + price
-                    if place not in best or total < best[place][0]:
-                        best[place] = total, symbol, label
-        labels = {known: _frontier(ways) for known, ways in reached.items()}
+                for choice in choices:
+                    price = cost(step, symbol, choice)
+                    lost = error(step, symbol, known.fulls, known.whole, choice)
+                    best = reached.setdefault((after, choice), {})
+                    for spent, label in ways.items():
+                        total, place = label[0] + lost, spent + price
+                        if place not in best or total < best[place][0]:
+                            best[place] = total, symbol, choice, label
+        labels = {state: _frontier(ways) for state, ways in reached.items()}
     ends: dict[int, _Label] = {}
     for ways in labels.values():
         for spent, label in ways.items():
             if spent not in ends or label[0] < ends[spent][0]:
                 ends[spent] = label
-    return [Plan(spent, label[0], _symbols(label)) for spent, label in _frontier(ends).items()][::-1]
+    return [_plan(spent, label, phases) for spent, label in _frontier(ends).items()][::-1]
 
 
 def _moves(
@@ -109,10 +128,12 @@ def _frontier(ways: dict[int, _Label]) -> dict[int, _Label]:
     return kept
 
 
-def _symbols(label: _Label) -> str:
-    symbols = ""
-    link: _Label | None = label
+def _plan(spent: int, end: _Label, phases: Mapping[int, int]) -> Plan:
+    symbols, choices = [], []
+    link: _Label | None = end
     while link is not None:
-        _, symbol, link = link
-        symbols = symbol + symbols
-    return symbols
+        _, symbol, choice, link = link
+        symbols.append(symbol)
+        choices.append(choice)
+    chosen = tuple(choices[::-1][step] for step in sorted(phases))
+    return Plan(spent, end[0], "".join(symbols[::-1]), chosen)

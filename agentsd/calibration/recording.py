@@ -27,6 +27,7 @@ class Call:
         given: its arguments by name.
         output: what the U-Net returned.
         hidden: (B, C, H, W) what entered the last layer.
+        early: whether its step is one of the early ones.
     """
 
     step: int
@@ -34,6 +35,7 @@ class Call:
     given: dict[str, Any]
     output: Any
     hidden: Tensor
+    early: bool
 
     @property
     def sample(self) -> Tensor:
@@ -41,17 +43,20 @@ class Call:
         return sample_of(self.output)
 
 
-def record(pipe: Any, unet: Any, left_out: LeftOut, run: Callable[[], Tensor]) -> tuple[list[Call], Tensor]:
+def record(
+    pipe: Any, unet: Any, left_out: LeftOut, early_frac: float, run: Callable[[], Tensor]
+) -> tuple[list[Call], Tensor]:
     """The U-Net's calls in `run`, whose first is of step 0, and what `run` returns.
 
     Args:
         pipe: the pipeline.
         unet: its U-Net.
         left_out: of it; its tap is in.
+        early_frac: share of the steps that are early.
         run: runs the pipeline.
     """
     calls: list[Call] = []
-    reader = RunReader(0.0)
+    reader = RunReader(early_frac)
 
     def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         given = named_arguments(unet, args, kwargs)
@@ -60,7 +65,7 @@ def record(pipe: Any, unet: Any, left_out: LeftOut, run: Callable[[], Tensor]) -
         assert hidden is not None
         step = calls[-1].step + (read.timestep != calls[-1].level) if calls else 0
         # Copies, as pipelines may change theirs in place.
-        calls.append(Call(step, read.timestep, *deepcopy((given, output)), hidden.clone()))
+        calls.append(Call(step, read.timestep, *deepcopy((given, output)), hidden.clone(), read.early))
 
     hook = unet.register_forward_hook(keep, with_kwargs=True)
     try:
@@ -71,16 +76,16 @@ def record(pipe: Any, unet: Any, left_out: LeftOut, run: Callable[[], Tensor]) -
 
 
 @contextmanager
-def standing_in(unet: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """`forward(host, *args, **kwargs)` in place of the U-Net's own, which is its first argument."""
-    before, host = vars(unet).get("forward"), unet.forward
-    unet.forward = lambda *args, **kwargs: forward(host, *args, **kwargs)
+def standing_in(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """`forward(host, *args, **kwargs)` in place of a module's own, which is its first argument."""
+    before, host = vars(module).get("forward"), module.forward
+    module.forward = lambda *args, **kwargs: forward(host, *args, **kwargs)
     try:
         yield
     finally:
-        del unet.forward
+        del module.forward
         if before is not None:
-            unet.forward = before
+            module.forward = before
 
 
 @torch.no_grad()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from hashlib import sha256
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +16,8 @@ from ..patch import apply_agentsd
 from ..recipe import Recipe
 from ..reuse.halves import with_sample
 from .cost import Cost, cost_of
-from .losses import Losses, mean_square
+from .journal import Journal
+from .losses import mean_square
 from .recording import Call, standing_in
 
 
@@ -24,12 +27,16 @@ class Figures(NamedTuple):
     Attributes:
         speedup: cost of stock's U-Net calls over theirs.
         distance: root mean square of the change of the final latents, over that of stock's latents.
+        converged: the same to the latents of many more steps, where those were run.
         calls: what the U-Net's calls of the last run were, a symbol each; empty without a recipe.
+        levels: the run's noise levels, in training timesteps.
     """
 
     speedup: float
     distance: float
+    converged: float | None
     calls: str
+    levels: list[float]
 
 
 class Runs:
@@ -40,34 +47,113 @@ class Runs:
         unet: its U-Net.
         cost: what is counted.
         prompts: one for each run.
+        counted: runs whose multiply-adds are counted; time is taken of all.
         seed: of the first run.
         settings: of the pipeline's call.
+        journal: of what was measured.
+        judged: runs that are compared with converged ones too.
+        converged_steps: steps of those; None makes none.
     """
 
     def __init__(
-        self, pipe: Any, unet: Any, cost: Cost, prompts: Sequence[str], seed: int, settings: dict[str, Any]
+        self,
+        pipe: Any,
+        unet: Any,
+        cost: Cost,
+        prompts: Sequence[str],
+        counted: Sequence[int],
+        seed: int,
+        settings: dict[str, Any],
+        journal: Journal,
+        judged: Sequence[int],
+        converged_steps: int | None,
     ) -> None:
         self._pipe, self._unet, self._cost = pipe, unet, cost
-        self.prompts, self._seed, self._settings = prompts, seed, settings
-        self.stock: list[Tensor] = []
-        self.spent = 0.0
-
-    @property
-    def power(self) -> float:
-        """Sum of the mean squares of stock's final latents."""
-        return sum(map(mean_square, self.stock))
+        self._prompts, self._counted, self._seed = prompts, counted, seed
+        self._settings, self._journal = settings, journal
+        self._judged, self._converged_steps = judged, converged_steps
 
     def run(self, number: int, **changes: Any) -> Tensor:
         """(B, C, H, W) the final latents of a prompt's run."""
         rng = torch.Generator().manual_seed(self._seed + number)
         settings = self._settings | changes
-        latents: Tensor = self._pipe(self.prompts[number], generator=rng, output_type="latent", **settings)[0]
+        latents: Tensor = self._pipe(self._prompts[number], generator=rng, output_type="latent", **settings)[
+            0
+        ]
         return latents
 
-    def metered(self, number: int, run: Callable[[], Tensor]) -> tuple[Tensor, list[float]]:
-        """What `run` returns, and what each U-Net call cost; multiply-adds are counted on the first alone."""
+    def stock(self, number: int, run: Callable[[], Tensor] | None = None) -> tuple[Tensor, float | None]:
+        """A stock run's latents (B, C, H, W) and the cost of its calls, where that is counted.
+
+        Args:
+            number: the prompt's.
+            run: makes it, where more is wanted of it.
+        """
+
+        def measure() -> dict[str, Any]:
+            latents, costs = self._metered(number, run or (lambda: self.run(number)))
+            # All are alike; a first one, which is slower as caches are cold, would flatter what comes after.
+            spent = median(costs) * len(costs) if costs else None
+            return {"latents": latents.float().tolist(), "spent": spent}
+
+        found = self._journal.get(f"stock {number}", measure)
+        return torch.tensor(found["latents"]), found["spent"]
+
+    def power(self, numbers: Sequence[int]) -> float:
+        """Sum of the mean squares of stock's final latents."""
+        return sum(mean_square(self.stock(number)[0]) for number in numbers)
+
+    def stock_converged(self) -> float | None:
+        """The distance of the judged stock runs to converged ones."""
+        return _share([self._to_converged(n, self.stock(n)[0]) for n in self._judged])
+
+    def _to_converged(self, number: int, latents: Tensor) -> tuple[float, float] | None:
+        """Mean squares of the change to a converged run's latents, and of those."""
+        if self._converged_steps is None or number not in self._judged:
+            return None
+
+        def measure() -> Any:
+            return self.run(number, num_inference_steps=self._converged_steps).float().tolist()
+
+        converged = torch.tensor(self._journal.get(f"converged {number}", measure))
+        return mean_square(latents - converged), mean_square(converged)
+
+    def compare(self, recipe: Recipe | None, numbers: Sequence[int], **changes: Any) -> Figures:
+        """Run prompts under a recipe, or with changed settings, and compare them with stock's runs."""
+        of = repr((None if recipe is None else recipe.to_mapping(), changes))
+        key = sha256(of.encode()).hexdigest()[:16]
+        rows = [
+            self._journal.get(f"run {number} {key}", lambda n=number: self._beside_stock(n, recipe, changes))  # type: ignore[misc]
+            for number in numbers
+        ]
+        counted = [i for i, row in enumerate(rows) if row["spent"] is not None]
+        stock = sum(self.stock(numbers[i])[1] or 0.0 for i in counted)
+        return Figures(
+            stock / sum(rows[i]["spent"] for i in counted),
+            math.sqrt(sum(row["moved"] for row in rows) / self.power(numbers)),
+            _share([row["to_converged"] for row in rows]),
+            rows[-1]["calls"],
+            rows[-1]["levels"],
+        )
+
+    def _beside_stock(self, number: int, recipe: Recipe | None, changes: dict[str, Any]) -> dict[str, Any]:
+        with nullcontext() if recipe is None else apply_agentsd(self._pipe, recipe=recipe) as handle:
+            latents, costs = self._metered(number, lambda: self.run(number, **changes))
+            calls = "" if handle is None else handle.summary().split()[0]
+        levels = list(dict.fromkeys(self._pipe.scheduler.timesteps.tolist()))
+        latents = latents.float().cpu()
+        return {
+            "spent": sum(costs) if costs else None,
+            "moved": mean_square(latents - self.stock(number)[0]),
+            "to_converged": self._to_converged(number, latents),
+            "calls": calls,
+            "levels": levels,
+        }
+
+    def _metered(self, number: int, run: Callable[[], Tensor]) -> tuple[Tensor, list[float]]:
+        """What `run` returns, and what each U-Net call cost, where that is counted."""
         spent: list[float] = []
-        if self._cost == "multiply_adds" and number:
+        if self._cost == "multiply_adds" and number not in self._counted:
             return run(), []
 
         def forward(host: Any, *args: Any, **kwargs: Any) -> Any:
@@ -79,46 +165,16 @@ class Runs:
         with standing_in(self._unet, forward):
             return run(), spent
 
-    def compare(self, recipe: Recipe | None, tick: Callable[[], None], **changes: Any) -> Figures:
-        """Run all prompts under a recipe, or with changed settings, and compare them with stock's runs."""
-        spent = moved = 0.0
-        symbols = ""
-        with nullcontext() if recipe is None else apply_agentsd(self._pipe, recipe=recipe) as handle:
-            for number, stock in enumerate(self.stock):
-                latents, costs = self.metered(number, lambda n=number: self.run(n, **changes))  # type: ignore[misc]
-                spent += sum(costs)
-                moved += mean_square(latents.float() - stock.float())
-                tick()
-            if handle is not None:
-                symbols = handle.summary().split()[0]
-        return Figures(self.spent / spent, math.sqrt(moved / self.power), symbols)
+    def moved_by(self, calls: list[Call], place: int, change: Tensor) -> float:
+        """Mean square that the first run's latents move by where one call gives something else.
 
-    def weigh(
-        self, losses: Losses, calls: list[Call], changes: dict[int, Tensor], tick: Callable[[], None]
-    ) -> list[float]:
-        """How much the final latents' mean square moves for each unit of a step's loss.
-
-        Not a formula of the noise levels: how far an error at a step carries depends on the sampler and on
-        what the model makes of it afterwards. So the first run is made again with one call's output changed
-        as a cheap call changes it, at a few steps; between these the weight's logarithm is a line.
+        Calls up to that place are not computed again.
 
         Args:
-            losses: what a change loses.
             calls: the first run's.
-            changes: (B, C, H, W) of the prediction, by the call's place in the run.
-            tick: called after each run.
+            place: which of them.
+            change: (B, C, H, W) of its prediction.
         """
-        weights: dict[int, float] = {}
-        for place, change in changes.items():
-            moved = mean_square(self._changed_run(calls, place, change).float() - self.stock[0].float())
-            lost = mean_square(losses.guided(change))
-            if moved and lost:
-                weights[calls[place].step] = moved / lost
-            tick()
-        return [_between(weights, step) for step in range(calls[-1].step + 1)]
-
-    def _changed_run(self, calls: list[Call], place: int, change: Tensor) -> Tensor:
-        """The first run; its calls up to that place are not computed again."""
         made = 0
 
         def forward(host: Any, *args: Any, **kwargs: Any) -> Any:
@@ -131,15 +187,13 @@ class Runs:
             return with_sample(call.output, sample)
 
         with standing_in(self._unet, forward):
-            return self.run(0)
+            latents = self.run(0)
+        return mean_square(latents.float().cpu() - self.stock(0)[0])
 
 
-def _between(weights: dict[int, float], step: int) -> float:
-    """The weight of a step, on the line through the logarithms of its neighbours', or the nearest one's."""
-    if not weights:
-        return 1.0
-    below = max((s for s in weights if s <= step), default=min(weights))
-    above = min((s for s in weights if s >= step), default=max(weights))
-    share = (step - below) / (above - below) if above > below else 0.0
-    share = min(max(share, 0.0), 1.0)
-    return math.exp((1 - share) * math.log(weights[below]) + share * math.log(weights[above]))
+def _share(pairs: Sequence[Sequence[float] | None]) -> float | None:
+    """The root of the sum of the first numbers over that of the second; None where some are not known."""
+    known = [pair for pair in pairs if pair is not None]
+    if len(known) < len(pairs):
+        return None
+    return math.sqrt(sum(moved for moved, _ in known) / sum(power for _, power in known))

@@ -1,36 +1,56 @@
-"""Find, on a user's own model and prompts, what each self-attention layer should run in each phase."""
+"""Find, on a user's own model and prompts, the plan of a run that meets a goal."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from importlib.metadata import version
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from ..attention import Agents, Downsample, Merge, Operator
-from ..hosts import EVERY_LEVEL, Site, find_sites
-from ..patch import apply_agentsd
-from ..recipe import FAST, Phases, Recipe, Schedule
+from diffusers.utils import logging
+
+from ..attention import Operator
+from ..checks import check
+from ..hosts import weights_digest
+from ..recipe import Recipe
+from ..reuse import ReuseGuidance, ReuseSteps
+from .attention import OPERATORS, Choice, layers_of
 from .cost import Cost
-from .goal import check_cost, check_goal, check_prompts, free_unet
-from .replay import Figures, Meter, is_guided, record_calls
+from .fewer import promises
+from .goal import check_arguments, check_goal, free_unet
+from .journal import Journal, Tell, plain
+from .measured import MAX_AGE, MAX_KEPT, Measured
+from .program import Plan, best_plans
+from .runs import Figures, Runs
 
-OPERATORS: tuple[Operator, ...] = (
-    Downsample(at_most=None),
-    *(Merge(ratio, ranking="layer") for ratio in (0.25, 0.5, 0.7)),
-    *(Agents(ratio, at_most=None, agent_ratio=0.95, ranking="layer") for ratio in (0.0, 0.25, 0.5)),
-)
-"""What is tried beside stock attention, in each layer and phase; layers rank their own tokens."""
+TRIES = 3
+"""Times that plans are looked for again, where those measured were slower than predicted."""
+CANDIDATES = 2
+"""Plans with attention, and plans without, that are run on the first prompt, where one is to be chosen."""
+FINALISTS = 2
+"""Of those, plans that are run on all prompts."""
+FRONTIER = 32
+"""Plans of a frontier that are looked through for a distance, at most."""
+_MARGIN = 1.1  # by which a goal is out of reach beyond doubt
 
-GRAIN = 5e-4
-"""Share of a U-Net call's cost to which the search rounds what an operator saves."""
 
-Key = tuple[str, bool]
-"""A layer's name, and whether it is the early phase."""
-Table = dict[Key, dict[Operator | None, Figures]]
-Picked = dict[Key, Operator | None]
+class Found(NamedTuple):
+    """A plan, its recipe, and the distance that is predicted of it."""
+
+    plan: Plan
+    recipe: Recipe
+    distance: float
+
+    @property
+    def attends(self) -> bool:
+        """Whether it changes attention."""
+        return self.recipe.layers is not None
 
 
 def calibrate(
@@ -38,182 +58,293 @@ def calibrate(
     prompts: Sequence[str],
     *,
     speedup: float | None = None,
-    max_error: float | None = None,
-    cost: Cost = "time",
-    base: Recipe = FAST,
+    max_distance: float | None = None,
+    held_out: Sequence[str] = (),
+    converged_steps: int | None = None,
+    cost: Cost = "multiply_adds",
     operators: Sequence[Operator] = OPERATORS,
-    num_inference_steps: int = 50,
+    early_frac: float = 0.4,
+    num_inference_steps: int = 25,
     guidance_scale: float = 7.5,
-    calls: int = 6,
     seed: int = 0,
-    on_step: Callable[[int, int], None] | None = None,
+    resume: str | Path | None = None,
+    on_step: Tell | None = None,
     **call_kwargs: Any,
 ) -> Recipe:
-    """Choose stock attention or an operator for each layer and phase of a U-Net.
+    """Plan a run: which calls are full or cheap, whole or half, and what each self-attention layer runs.
 
-    Each operator is tried in each layer alone, on recorded calls of unpatched runs. As if errors and savings
-    added up, the whole settings of least error are found for every saving; of these the one that meets the
-    goal, measured as a whole, with the least error (or the most saved) is returned.
+    On recorded stock runs it is measured what a call would lose, by the last full calls and the last whole
+    one that it is made from, and what each operator would lose in each layer and phase. As if losses added
+    up, the plans of least loss are found for every cost; the best of them are run, and the one that meets
+    the goal with the least distance (or the fastest) is returned. Its steps are kept by noise level, so that
+    it serves other numbers of steps.
 
     Args:
-        pipe: a diffusers text-to-image pipeline (or another that takes prompts first) with a `unet` that is
-            not compiled yet; it is left as it was.
-        prompts: what to record; a handful that is like the prompts to come.
-        speedup: the goal: the mean cost of a U-Net call over what it is to be; more than 1.
-        max_error: or the goal: the largest `Figures.error`.
-        cost: what counts as cost: "time" (CPU seconds; on a GPU seconds) or "multiply_adds" (exact).
-        base: the recipe that is compared with; its `early_frac` is kept.
-        operators: what is tried, with settings of their own.
+        pipe: a diffusers text-to-image pipeline (or another that takes prompts first) with a Stable Diffusion
+            `unet` that is not compiled yet; it is left as it was.
+        prompts: what to run; a handful that is like the prompts to come.
+        speedup: the goal: the cost of a stock run's U-Net calls over what it is to be; more than 1.
+        max_distance: or the goal: the largest `Figures.distance` of the final latents to stock's.
+        held_out: prompts that nothing is chosen by; what the recipe promises is measured on them.
+        converged_steps: so many more steps, such as 100, lead to the latents that fewer steps and the recipe
+            are compared by; without it they are by stock's own.
+        cost: what counts as cost: "multiply_adds" (exact) or "time" (CPU seconds; on a GPU seconds), which
+            needs a machine that does nothing else.
+        operators: of self-attention that are tried, with settings of their own; none plans calls alone.
+        early_frac: share of the steps in which layers may run something else than in the later ones.
         num_inference_steps, guidance_scale, call_kwargs: of the pipeline's call.
-        calls: how many U-Net calls of each prompt's run are recorded, evenly spread.
-        seed: the first prompt's; the i-th has seed + i.
-        on_step: told how many of how many trials are done.
+        seed: the first prompt's; the i-th has seed + i, held-out ones after the others.
+        resume: a file that keeps what was measured; the same call goes on from it, with any goal.
+        on_step: told how many of how many figures are there, in place of a progress bar.
 
     Returns:
-        A recipe by layers, for `apply_agentsd(pipe, recipe=...)`. `measured` has their "error" and "speedup"
-        on the recorded calls, the same of "base" as it stands, and what they were measured on.
+        A recipe for `apply_agentsd(pipe, recipe=...)`. Its `measured` has the "goal", the "plan" (a symbol a
+        step, as `AgentHandle.summary`), what it "promises" (with stock in "fewer_steps" that cost about as
+        much, their noise levels, and whether the plan is "beaten_by_fewer_steps"), what was "found" on the
+        prompts it was chosen by, and what it was "made_on".
 
     Raises:
         TypeError: `pipe` is no pipeline with a U-Net.
         ValueError: an argument is out of range, the U-Net is patched or compiled, there is not exactly one
-            goal, or nothing meets it; the message says what can be had.
+            goal, the sampler is for few steps, `resume` is of something else, or nothing meets the goal; the
+            message says what can be had.
     """
-    check_goal(speedup=speedup, max_error=max_error)
-    _check_arguments(prompts, calls, cost, base, operators)
-    early_frac = base.timing.early_frac if isinstance(base.timing, Phases) else 0.0
-    unet = _free_layers(pipe)
-    settings = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale, **call_kwargs}
-    recorded = record_calls(pipe, unet, early_frac, prompts, calls, seed, settings)
-    meter = Meter(unet, cost, recorded, guidance_scale if is_guided(pipe, guidance_scale) else 1.0)
-    stock = meter.whole(None).cost
-    table = _try_each(meter, operators, base.seed, on_step)
-    picks = _best_by_saving(table, GRAIN * stock)
-    wholes = [_recipe(picked, early_frac, base.seed) for picked in picks]
-
-    @cache
-    def measured(place: int) -> tuple[float, float]:
-        error, spent = meter.whole(wholes[place])
-        return error, stock / spent
-
-    place = _meeting(measured, len(wholes), speedup, max_error)
-    error, gained = measured(place)
-    fixed = meter.whole(base)
-    figures = {
-        "error": error,
-        "speedup": gained,
-        "base": {"error": fixed.error, "speedup": stock / fixed.cost},
-        "cost": cost,
-        "calls": len(recorded),
+    check_goal(speedup, max_distance)
+    check_arguments(prompts, held_out, cost, operators, early_frac, call_kwargs)
+    way_out = f"pass more than num_inference_steps={num_inference_steps}, such as 100"
+    check("converged_steps", converged_steps, (converged_steps or math.inf) > num_inference_steps, way_out)
+    unet = free_unet(pipe, operators, num_inference_steps)
+    made_on = {
+        "model": _name_of(pipe),
+        "weights": weights_digest(unet),
         "steps": num_inference_steps,
+        "sampler": type(pipe.scheduler).__name__,
         "guidance_scale": guidance_scale,
         "prompts": list(prompts),
+        "seed": seed,
+        "cost": cost,
+        "device": unet.device.type,
+        "dtype": str(unet.dtype).removeprefix("torch."),
+        "versions": {name: version(name) for name in ("agentsd", "torch", "diffusers")},
     }
-    return replace(wholes[place], measured=figures)
+    of = made_on | {
+        "held_out": list(held_out),
+        "converged_steps": converged_steps,
+        "operators": [repr(operator) for operator in operators],
+        "early_frac": early_frac,
+        "sampler_settings": {n: plain(v) for n, v in pipe.scheduler.config.items() if n[0] != "_"},
+        "call": plain(call_kwargs),
+    }
+    settings = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale, **call_kwargs}
+    own = range(len(prompts))
+    judged = range(len(prompts), len(prompts) + len(held_out)) if held_out else own
+    with _telling(pipe, on_step) as tell:
+        journal = Journal(None if resume is None else Path(resume), of, tell)
+        every, counted = [*prompts, *held_out], (0, len(prompts))
+        runs = Runs(pipe, unet, cost, every, counted, seed, settings, journal, judged, converged_steps)
+        with Measured(
+            pipe, unet, runs, len(prompts), journal, cost, guidance_scale, operators, early_frac
+        ) as measured:
+            measured.begin()
+            if speedup is not None:
+                _check_reach(measured, speedup)
+            measured.measure()
+        kinds = _plans(measured, early_frac)
+        if speedup is not None:
+            best = _of_speedup(kinds, measured.stock_cost, speedup, runs, own)
+        else:
+            best = _of_distance(kinds, max_distance or 0.0, runs, own)
+        figures = runs.compare(best.recipe, own)
+        side = pipe.vae_scale_factor if hasattr(pipe, "vae_scale_factor") else 8
+        found = {
+            "goal": {"max_distance": max_distance} if speedup is None else {"speedup": speedup},
+            "plan": best.plan.symbols,
+            "promises": promises(pipe, runs, measured, best.recipe, judged) | {"held_out": bool(held_out)},
+            "found": {
+                "speedup": figures.speedup,
+                "distance": figures.distance,
+                "predicted_speedup": measured.stock_cost / best.plan.cost,
+                "predicted_distance": best.distance,
+            },
+            "made_on": made_on | {"size": [side * n for n in runs.stock(0)[0].shape[-2:]]},
+        }
+        journal.finish()
+    return replace(best.recipe, measured=found)
 
 
-def _meeting(
-    measured: Callable[[int], tuple[float, float]],
-    count: int,
-    speedup: float | None,
-    max_error: float | None,
-) -> int:
-    """Which of `count` whole settings meets the goal; the later the faster, and the greater their error.
-
-    By bisection: where the measured figures are out of order, it is still one that was seen to meet the goal.
-    """
-    if speedup is not None:
-        place = bisect_left(range(count), speedup, key=lambda i: measured(i)[1])
-    else:
-        place = bisect_right(range(count), max_error or 0.0, key=lambda i: measured(i)[0]) - 1
-    if 0 <= place < count:
-        return place
-    goal = f"speedup={speedup}" if speedup is not None else f"max_error={max_error}"
-    had = "nothing saves anything"
-    if count:
-        (error, _), (_, gained) = measured(0), measured(count - 1)
-        had = f"the least error is {error:.2g}, the greatest speedup {gained:.3f}"
-    raise ValueError(f"{goal} cannot be met on this model at this size: {had}")
+def _name_of(pipe: Any) -> str:
+    """A pipeline's hub id, its folder's name, or its class."""
+    name = str(pipe.config.get("_name_or_path") or type(pipe).__name__)
+    return Path(name).resolve().name if Path(name).is_dir() else name
 
 
-def _check_arguments(
-    prompts: Sequence[str], calls: int, cost: str, base: Recipe, operators: Sequence[Operator]
-) -> None:
-    check_prompts(prompts)
-    if calls < 1:
-        raise ValueError(f"calls={calls}: pass 1 or more, for instance 6")
-    check_cost(cost)
-    if not isinstance(base, Recipe) or base.attention is None or not isinstance(base.timing, Phases | None):
-        raise ValueError(f"base={base!r}: pass a recipe with attention, in phases or in every step")
-    if base.steps is not None or base.guidance is not None:
-        raise ValueError(
-            f"base={base!r}: calls are tried one by one and in whole; leave its steps and guidance out, and "
-            "give them to what is found (dataclasses.replace)"
-        )
-    if not operators or not all(isinstance(operator, Operator) for operator in operators):
-        raise ValueError(f"operators={operators!r}: pass a list of operators, as [Downsample(), Agents()]")
-    if trained := [operator for operator in [*base.operators, *operators] if operator.needs_core]:
-        raise ValueError(f"{trained[0]!r} is to be trained: only what runs without training is calibrated")
-
-
-def _free_layers(pipe: Any) -> Any:
-    """The pipeline's U-Net, if every layer of it can be patched."""
-    unet = free_unet(pipe)
-    every = {site.name: Downsample() for site in find_sites(unet, EVERY_LEVEL, at_most=True)}
-    apply_agentsd(unet, recipe=Recipe(layers=every)).remove()  # raises what it would raise later
-    return unet
-
-
-def _try_each(
-    meter: Meter, operators: Sequence[Operator], seed: int, on_step: Callable[[int, int], None] | None
-) -> Table:
-    """What each operator loses and costs in each layer and phase; the first is stock attention."""
-    sites: list[Site] = find_sites(meter.unet, EVERY_LEVEL, at_most=True)
-    trials = [
-        (site, early, operator) for early in meter.phases for site in sites for operator in (None, *operators)
-    ]
-    table: Table = {}
-    for done, (site, early, operator) in enumerate(trials):
-        recipe = None if operator is None else Recipe(layers={site.name: operator}, seed=seed)
-        figures = meter.phase(recipe, early, site.attn)
-        table.setdefault((site.name, early), {})[operator] = figures
+@contextmanager
+def _telling(pipe: Any, on_step: Tell | None) -> Iterator[Tell]:
+    """Whom to tell of progress: the caller, or a bar; the pipeline's own bars are off."""
+    before = dict(getattr(pipe, "_progress_bar_config", {}))
+    pipe.set_progress_bar_config(**before | {"disable": True})
+    try:
         if on_step is not None:
-            on_step(done + 1, len(trials))
-    return table
+            yield on_step
+            return
+        with logging.tqdm(desc="calibrating") as bar:
+            shown = 0
+
+            def show(done: int, total: int) -> None:
+                nonlocal shown
+                bar.total = total
+                bar.update(done - shown)
+                shown = done
+
+            yield show
+    finally:
+        pipe.set_progress_bar_config(**before)
 
 
-def _recipe(picked: Picked, early_frac: float, seed: int) -> Recipe:
-    """What each layer runs that is not stock in both phases."""
-    layers: dict[str, Schedule] = {}
-    for name in dict.fromkeys(name for name, _ in picked):
-        early, late = (picked.get((name, phase)) for phase in (True, False))
-        if early != late:
-            layers[name] = Phases(early, late, early_frac)
-        elif early is not None:
-            layers[name] = early
-    return Recipe(layers=layers, seed=seed)
+def _check_reach(measured: Measured, goal: float) -> None:
+    """Raise ValueError for a speed-up that no plan has, whatever it may lose."""
+    choice = measured.greatest_saving
+    plans = best_plans(
+        len(measured.levels),
+        lambda step, symbol, _: measured.cost(step, symbol, choice),
+        lambda *call: 0.0,
+        phases={0: 1},
+        order=0,
+        halves=measured.guided,
+        max_age=MAX_AGE,
+        max_kept=MAX_KEPT,
+    )
+    most = measured.stock_cost / plans[-1].cost
+    if goal > _MARGIN * most:
+        raise ValueError(f"speedup={goal} cannot be met in these runs: the greatest is about {most:.2f}")
 
 
-def _best_by_saving(table: Table, grain: float) -> list[Picked]:
-    """Whole choices, by what they save: of all that save as much or more, each has the least error.
+def _plans(measured: Measured, early_frac: float) -> list[list[Found]]:
+    """The frontier of each kind of plan: with attention or not, half calls or not, and of either order."""
+    kinds = []
+    for attends in (False, True) if any(len(c) > 1 for c in measured.choices.values()) else (False,):
+        for order in (0, 1):
+            for halves in (False, True) if measured.guided else (False,):
+                plans = _frontier(measured, attends, order, halves)
+                kinds.append([_found(plan, order, measured, early_frac) for plan in plans if _saves(plan)])
+    return kinds
 
-    A dynamic program over the layers and phases; errors add up, and savings, in units of `grain`.
+
+def _saves(plan: Plan) -> bool:
+    return set(plan.symbols) != {"F"} or any(plan.choices)
+
+
+def _frontier(measured: Measured, attends: bool, order: int, halves: bool) -> list[Plan]:
+    choices = measured.choices if attends else {phase: [Choice()] for phase in measured.choices}
+    phases = {measured.early.index(phase): len(choices[phase]) for phase in choices}
+
+    @cache
+    def cost(step: int, symbol: str, choice: int) -> int:
+        return measured.cost(step, symbol, choices[measured.early[step]][choice])
+
+    def error(step: int, symbol: str, fulls: tuple[int, ...], whole: int, choice: int) -> float:
+        return measured.error(step, symbol, fulls, whole, choices[measured.early[step]][choice])
+
+    return best_plans(
+        len(measured.levels),
+        cost,
+        error,
+        phases=phases,
+        order=order,
+        halves=halves,
+        max_age=MAX_AGE,
+        max_kept=MAX_KEPT,
+    )
+
+
+def _found(plan: Plan, order: int, measured: Measured, early_frac: float) -> Found:
+    named = [int(level) if level == int(level) else level for level in measured.levels]
+    full = tuple(level for level, symbol in zip(named, plan.symbols, strict=True) if symbol in "FH")
+    whole = tuple(level for level, symbol in zip(named, plan.symbols, strict=True) if symbol == "F")
+    steps = ReuseSteps(order=order, at=full) if set(plan.symbols) & set("fh") else None
+    guidance = ReuseGuidance(at=whole) if set(plan.symbols) & set("Hh") else None
+    phases = sorted(measured.choices, key=measured.early.index)
+    chosen = {
+        phase: measured.choices[phase][choice] for phase, choice in zip(phases, plan.choices, strict=True)
+    }
+    layers = layers_of(chosen, early_frac) or None
+    return Found(plan, Recipe(layers=layers, steps=steps, guidance=guidance), math.sqrt(plan.error))
+
+
+def _of_speedup(
+    kinds: list[list[Found]], stock: int, goal: float, runs: Runs, numbers: Sequence[int]
+) -> Found:
+    """Of the best plans of each kind that are fast enough, the one that ends nearest to stock."""
+    budget = stock / goal
+    most = 0.0
+    for _ in range(TRIES):
+        fitting = [next((one for one in kind if one.plan.cost <= budget), None) for kind in kinds]
+        every = {one.recipe: one for one in fitting if one is not None}.values()
+        tried = [
+            one
+            for attends in (False, True)
+            for one in sorted((o for o in every if o.attends == attends), key=attrgetter("distance"))[
+                :CANDIDATES
+            ]
+        ]
+        if not tried:
+            break
+        tried.sort(key=lambda one: _compare(runs, one, numbers[:1]).distance)
+        seen = [(one, _compare(runs, one, numbers)) for one in tried[:FINALISTS]]
+        if meets := [pair for pair in seen if pair[1].speedup >= goal]:
+            return min(meets, key=lambda pair: pair[1].distance)[0]
+        most = max(figures.speedup for _, figures in seen)
+        budget *= min(0.98, 0.99 * most / goal)
+    reach = stock / min(one.plan.cost for kind in kinds for one in kind)
+    if reach < goal:
+        raise ValueError(f"speedup={goal} cannot be met in these runs: the greatest is about {reach:.2f}")
+    raise ValueError(
+        f"speedup={goal} was predicted, but the plans that were run had {most:.2f} at most: ask for less, or "
+        "on a machine that does other things too pass cost='multiply_adds'"
+    )
+
+
+def _of_distance(kinds: list[list[Found]], goal: float, runs: Runs, numbers: Sequence[int]) -> Found:
+    """Of the plans that no other beats, the fastest one that is seen to end near enough to stock.
+
+    By bisection on the first prompt, among plans with attention and among those without; then dearer ones
+    are run on all prompts until one meets the goal.
     """
-    best: dict[int, tuple[float, tuple[Operator | None, ...]]] = {0: (0.0, ())}
-    for tried in table.values():
-        stock = tried[None]
-        ways = [(round((stock.cost - cost) / grain), error, does) for does, (error, cost) in tried.items()]
-        found: dict[int, tuple[float, tuple[Operator | None, ...]]] = {}
-        for saved, (error, picked) in best.items():
-            for gain, added, operator in ways:
-                place, total = saved + gain, error + added
-                if place not in found or total < found[place][0]:
-                    found[place] = total, (*picked, operator)
-        best = found
-    frontier: list[Picked] = []
-    least = math.inf
-    for saved in sorted((saved for saved in best if saved > 0), reverse=True):
-        error, operators = best[saved]
-        if error < least:
-            least = error
-            frontier.append(dict(zip(table, operators, strict=True)))
-    return frontier[::-1]
+    seen: list[tuple[Found, Figures]] = []
+    for attends in (False, True):
+        plans = _thinned([one for kind in kinds for one in kind if one.attends == attends])
+        near = partial(_distance, plans, runs, numbers[:1])
+        place, back = bisect_right(range(len(plans)), goal, key=near) - 1, 1
+        while plans:
+            place = max(0, place)
+            seen.append((plans[place], _compare(runs, plans[place], numbers)))
+            if seen[-1][1].distance <= goal or not place:
+                break
+            place, back = place - back, 2 * back
+    meets = [pair for pair in seen if pair[1].distance <= goal and pair[1].speedup > 1]
+    if not meets:
+        least = min(figures.distance for _, figures in seen)
+        raise ValueError(f"max_distance={goal} cannot be met in these runs: the least seen is {least:.2g}")
+    return max(meets, key=lambda pair: pair[1].speedup)[0]
+
+
+def _thinned(every: list[Found]) -> list[Found]:
+    """Of these plans those that no other beats, the nearest and dearest first, a few evenly spread."""
+    plans: list[Found] = []
+    for one in sorted(every, key=lambda one: one.plan[:2]):
+        if not plans or one.distance < plans[-1].distance:
+            plans.append(one)
+    plans.reverse()
+    count = min(FRONTIER, len(plans))
+    return [plans[i * (len(plans) - 1) // max(1, count - 1)] for i in range(count)]
+
+
+def _distance(plans: list[Found], runs: Runs, numbers: Sequence[int], place: int) -> float:
+    return _compare(runs, plans[place], numbers).distance
+
+
+def _compare(runs: Runs, one: Found, numbers: Sequence[int]) -> Figures:
+    figures = runs.compare(one.recipe, numbers)
+    if set(figures.calls) == {"F"} != set(one.plan.symbols):
+        raise ValueError("nothing was left out of a run under a plan: see the warning for the reason")
+    return figures

@@ -194,7 +194,13 @@ class Reuse:
         kept.streams.clear()
         kept.plan = {}
         ahead = reader.levels[reader.place :]
-        if whole := _why_whole(unet, reader, ahead, getattr(pipe, "scheduler", None)):
+        whole = why_whole(unet, len(set(ahead)), getattr(pipe, "scheduler", None))
+        if reader.guesses:
+            whole = (
+                "the run's steps are not known (pass elements of scheduler.timesteps to the U-Net, or apply "
+                "agentsd to the pipeline)"
+            )
+        if whole:
             self.words.append(f"agentsd: {whole}; nothing is left out of this run")
             return
         plan = plan_run(self._steps, self._guidance, ahead)
@@ -265,16 +271,11 @@ class Reuse:
         return Kind(kind.full or not all(states), whole)
 
 
-def _why_whole(unet: Any, reader: RunReader, ahead: list[float], scheduler: Any) -> str:
-    """Why nothing can be left out of a run, or nothing."""
-    if reader.guesses:
-        return (
-            "the run's steps are not known (pass elements of scheduler.timesteps to the U-Net, or apply "
-            "agentsd to the pipeline)"
-        )
+def why_whole(unet: Any, count: int, scheduler: Any) -> str:
+    """Why nothing can be left out of a run of so many steps, or nothing."""
     if any(word in type(scheduler).__name__ for word in _CONSISTENCY):
         return f"{type(scheduler).__name__} is for few steps, none of which can be spared"
-    if (count := len(set(ahead))) < FEWEST:
+    if count < FEWEST:
         return f"a run of {count} steps has none to spare (fewer than {FEWEST})"
     for name, processor in unet.attn_processors.items():
         if not keeps_nothing(processor):

@@ -25,6 +25,7 @@ from .rows import Column, Row, method_text
 _SIDE = 512  # pixels on a side of a picture in the page, at most
 _RESULTS = {
     "table": "Methods (Table 10)",
+    "check": "The recipes on this model",
     "ablate-k": "Ablation of k (Table 11)",
     "ablate-scale": "Ablation of the scale (Table 12)",
     "ablate-early": "Ablation of the early steps (Table 13)",

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from PIL import Image
 
+from agentsd.hosts import weights_digest
+
 from ..settings import RunSettings
 from .methods import Method, check_scheduler
 from .prompts import Picture
 from .sampling import Seconds, sample, size_of, warm_up
-from .store import Store, weights_digest
+from .store import Store
 
 RETIMED = 8
 """Of stock pictures from an earlier session, how many batches are timed again, for new rows' speed-ups."""

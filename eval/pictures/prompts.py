@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -13,6 +14,9 @@ from ..settings import CalibrateSettings, CompareSettings, RedundancySettings, R
 
 if TYPE_CHECKING:
     from agentsd_demo.scenes import Triple
+
+SHIPPED = Path(__file__).with_name("prompts.txt")
+"""Prompts for any model."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from PIL import Image
 
 from ..errors import EvalError
@@ -154,12 +153,3 @@ def _digest(path: Path) -> str | None:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
         return None
-
-
-def weights_digest(unet: Any) -> str:
-    """Return a hash of the head of every tensor of a U-Net: it changes with training, and is quick."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(unet.state_dict().items()):
-        head = tensor.detach().flatten()[:64].to("cpu", torch.float32)
-        digest.update(name.encode() + head.numpy().tobytes())
-    return digest.hexdigest()[:16]

@@ -1,6 +1,7 @@
-"""Settings by layer or by call, calibrated on a model and prompts, beside what they are compared with."""
+"""A run planned for a goal on a model and prompts, beside stock in fewer steps."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -8,18 +9,19 @@ from rich.table import Table
 
 from agentsd import Phases, Recipe, calibrate
 from agentsd.attention import Downsample, Operator
-from agentsd.calibration import calibrate_calls
+from agentsd.calibration.attention import OPERATORS
 from agentsd.hosts import EVERY_LEVEL, find_sites
 from agentsd.recipe import stages_of
 from agentsd.reuse.plan import tell
 
 from ..errors import EvalError
 from ..pages.output import check_writable, explain_os_error, make_table, progress
+from ..pages.rows import Row
 from ..pictures.methods import parse_method
 from ..pictures.models import load_pipeline
 from ..pictures.prompts import pictures_to_show
 from ..pictures.sampling import size_of
-from ..settings import CalibrateSettings, recipe_of
+from ..settings import CalibrateSettings
 from .redundancy import short_name
 
 _CLOCKS = {"time": "time", "multiply_adds": "multiply-adds"}
@@ -30,59 +32,54 @@ def command(settings: CalibrateSettings, console: Console) -> None:
     check_writable(settings.out)
     pipe = load_pipeline(settings)
     with progress(console) as bars:
-        task = bars.add_task("trials", total=None)
+        task = bars.add_task("figures", total=None)
         found = run(pipe, settings, lambda done, of: bars.update(task, completed=done, total=of))
-    save(found, settings)
-    if settings.whole_calls:
-        console.print(tell(found.measured["plan"]), markup=False, highlight=False, soft_wrap=True)
-        console.print(call_figures(found, settings))
-        console.print(call_note(found), markup=False)
-    else:
+    save(found, settings.out)
+    console.print(tell(found.measured["plan"]), markup=False, highlight=False, soft_wrap=True)
+    if found.layers is not None:
         console.print(choices(pipe, found))
-        console.print(figures(found, settings))
-        console.print(note(found), markup=False)
-    console.print(f"settings: {settings.out}", soft_wrap=True)
+    console.print(figures(found))
+    console.print(note(found), markup=False)
+    console.print(f"recipe: {settings.out}", soft_wrap=True)
 
 
 def run(pipe: Any, settings: CalibrateSettings, tick: Callable[[int, int], None]) -> Recipe:
-    """Calibrate; `tick` is told how many of how many trials are done.
+    """Calibrate; `tick` is told how many of how many figures are there.
 
-    Raises EvalError where there is not exactly one goal, or none is met, with what can be had.
+    Raises EvalError for what can't be calibrated, or a goal that can't be met, with what can be had.
     """
     height, width = size_of(pipe, settings)
     prompts = [picture.prompt for picture in pictures_to_show(settings)]
-    shared: dict[str, Any] = {
-        "speedup": settings.speedup,
-        "cost": settings.cost,
-        "num_inference_steps": settings.steps,
-        "guidance_scale": settings.guidance_scale,
-        "seed": settings.seed,
-        "on_step": tick,
-        "height": height,
-        "width": width,
-    }
+    count = len(prompts) - settings.held_out
     try:
         with parse_method("stock", None, settings).applied(pipe):
-            if settings.whole_calls:
-                return calibrate_calls(pipe, prompts, max_distance=settings.max_distance, **shared)
             return calibrate(
                 pipe,
-                prompts,
-                max_error=settings.max_error,
-                base=recipe_of(settings.agent),
-                calls=settings.calls,
-                **shared,
+                prompts[:count],
+                speedup=settings.speedup,
+                max_distance=settings.max_distance,
+                held_out=prompts[count:],
+                converged_steps=settings.converged_steps,
+                cost=settings.cost,
+                operators=OPERATORS if settings.attention else (),
+                num_inference_steps=settings.steps,
+                guidance_scale=settings.guidance_scale,
+                seed=settings.seed,
+                resume=settings.out.with_suffix(".jsonl"),
+                on_step=tick,
+                height=height,
+                width=width,
             )
     except ValueError as error:
         raise EvalError(str(error)) from error
 
 
-def save(found: Recipe, settings: CalibrateSettings) -> None:
+def save(found: Recipe, path: Path) -> None:
     """Write the YAML file. Raises EvalError if that can't be done."""
     try:
-        found.save(settings.out)
+        found.save(path)
     except OSError as error:
-        raise explain_os_error(error, settings.out) from error
+        raise explain_os_error(error, path) from error
 
 
 def choices(pipe: Any, found: Recipe) -> Table:
@@ -104,45 +101,43 @@ def _words(operator: Operator | None) -> str:
     return f"{operator.name}, r={ratio:g}" if ratio else operator.name
 
 
-def figures(found: Recipe, settings: CalibrateSettings) -> Table:
-    """Return the measured error and speed-up, beside the fixed settings', as a terminal table."""
-    measured = found.measured
-    fixed = "fixed, as given" if settings.agent else "fixed, the default"
-    rows = [
-        [name, f"{row['error']:.3g}", f"{row['speedup']:.3f}x"]
-        for name, row in ((fixed, measured["base"]), ("calibrated", measured))
-    ]
-    clock = _CLOCKS[settings.cost]
-    run = f"{settings.model}, {measured['calls']} U-Net calls"
-    return make_table(run, ["settings", "error of the guided output", f"speed-up ({clock})"], rows)
+def figures(found: Recipe) -> Table:
+    """Return the speed-up and distance of the recipe and of fewer steps as a terminal table."""
+    made_on, promises = (found.measured[name] for name in ("made_on", "promises"))
+    rows = [("calibrated", promises)]
+    rows += [(fewer(row), row) for row in promises["fewer_steps"]]
+    title = f"{made_on['model']}, {made_on['steps']} steps of {made_on['sampler']}"
+    heads = ["runs", f"speed-up ({_CLOCKS[made_on['cost']]})", "distance to stock"]
+    cells = [[name, f"{row['speedup']:.3f}x", f"{row['distance']:.3g}"] for name, row in rows]
+    if "converged" in promises:
+        heads.append("to converged")
+        cells = [[*line, f"{row['converged']:.3g}"] for line, (_, row) in zip(cells, rows, strict=True)]
+        cells.append(["stock", "1.000x", "0", f"{promises['stock_converged']:.3g}"])
+    return make_table(title, heads, cells)
 
 
-def call_figures(found: Recipe, settings: CalibrateSettings) -> Table:
-    """Return the speed-up and distance of the plan and of fewer steps as a terminal table."""
-    measured = found.measured
-    rows = [("calibrated", measured), ("as predicted", measured["predicted"])]
-    rows += [(f"stock, {row['steps']} steps", row) for row in measured["fewer_steps"]]
-    run = f"{settings.model}, {measured['steps']} steps of {measured['sampler']}"
-    heads = ["runs", "distance of the final latents", f"speed-up ({_CLOCKS[settings.cost]})"]
-    cells = [[name, f"{row['distance']:.3g}", f"{row['speedup']:.3f}x"] for name, row in rows]
-    return make_table(run, heads, cells)
-
-
-def call_note(found: Recipe) -> str:
-    """Return what was measured, whether fewer steps do as well, and the prompts."""
-    prompts = "\n".join(f"  {prompt}" for prompt in found.measured["prompts"])
-    beaten = "Fewer steps of the same sampler end nearer to stock at this cost: use those. "
-    return (
-        f"{beaten if found.measured['beaten_by_fewer_steps'] else ''}The distance is the root mean square of "
-        "the change of the final latents over theirs; the speed-up is of the U-Net's calls in a run. "
-        f"Calibrated on:\n{prompts}"
-    )
+def fewer(row: Row) -> str:
+    """Return what a row of stock in fewer steps is called."""
+    return f"stock, {row['steps']} {'chosen ' if row.get('chosen') else ''}steps"
 
 
 def note(found: Recipe) -> str:
-    """Return what was measured, and on which prompts."""
-    prompts = "\n".join(f"  {prompt}" for prompt in found.measured["prompts"])
-    return (
-        "The error is the change's mean square over the output's own, on calls of stock runs; the speed-up "
-        f"is of the U-Net. Calibrated on:\n{prompts}"
-    )
+    """Return what was measured and on what, and whether fewer steps do as well."""
+    made_on, promises = (found.measured[name] for name in ("made_on", "promises"))
+    lines = [
+        "A distance is the root mean square of the change of the final latents over theirs; the speed-up "
+        "is of the U-Net's calls in a run."
+    ]
+    if promises["beaten_by_fewer_steps"]:
+        most = max(row["steps"] for row in promises["fewer_steps"])
+        rows = [row for row in promises["fewer_steps"] if row["steps"] == most]
+        anchor = "converged runs" if "converged" in promises else "stock's own run"
+        nearest = min(rows, key=lambda row: row.get("converged", row["distance"]))
+        levels = ", ".join(f"{level:g}" for level in nearest["timesteps"])
+        lines.append(
+            f"Fewer steps of the same sampler end nearer to {anchor} at this cost: use fewer steps, "
+            f"{most}, at these noise levels (the pipeline's timesteps): {levels}."
+        )
+    held_out = "held-out prompts" if promises["held_out"] else "of the prompts that it was chosen by"
+    lines.append(f"Measured on {promises['prompts']} {held_out}. Chosen on:")
+    return "\n".join([*lines, *(f"  {prompt}" for prompt in made_on["prompts"])])

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from agentsd.dreambooth.checkpoints import list_checkpoints
+from agentsd.hosts import weights_digest
 
 from ..errors import EvalError
 from ..pages import rows as results
@@ -22,7 +23,7 @@ from ..pages.rows import Row
 from ..pictures.models import load_pipeline
 from ..pictures.prompts import Picture
 from ..pictures.sampling import sample, size_of, warm_up
-from ..pictures.store import Store, weights_digest
+from ..pictures.store import Store
 from ..quality import metrics
 from ..quality.features import features_of, load_network
 from ..quality.judge import scene_reader

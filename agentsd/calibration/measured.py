@@ -1,0 +1,289 @@
+"""What the calls of a run lose and cost by what they leave out: measured on stock runs of every prompt."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from statistics import mean, median
+from typing import Any
+
+import torch
+
+from ..attention import Operator
+from ..hosts import EVERY_LEVEL, Site, find_sites
+from ..patch import apply_agentsd
+from ..recipe import Recipe
+from ..reuse.halves import conditional_half, is_guided
+from ..reuse.left_out import LeftOut
+from ..reuse.run import FEWEST
+from .attention import Choice, Effect, choices_of, cost_of_layers, try_operator
+from .cost import Cost, cost_of
+from .journal import Journal
+from .losses import Losses, mean_square
+from .recording import Call, cheap_call, record
+from .runs import Runs
+
+MAX_AGE = 4
+"""Steps from a cheap call back to the last full one, at most."""
+MAX_KEPT = 8
+"""Steps from a half call back to the last whole one, at most."""
+PROBES = 5
+"""Steps whose weight is measured."""
+RECORDED = 2
+"""Prompts whose runs' calls are recorded, at most."""
+SMALL = 0.01
+"""Share of a full call's cost below which a layer stays stock."""
+CHOICES = 6
+"""What the layers of a phase may run together, at most."""
+UNITS = 200
+"""That a full call of both passes costs."""
+
+
+class Measured:
+    """Runs what is to be measured, or takes it from the journal; in a `with` block.
+
+    Args:
+        pipe: the pipeline.
+        unet: its U-Net.
+        runs: of its prompts.
+        count: how many prompts there are to choose by.
+        journal: of what was measured.
+        cost: what is counted.
+        guidance_scale: of the runs.
+        operators: that are tried in self-attention.
+        early_frac: share of the steps that are early.
+
+    Attributes:
+        levels: the run's noise levels.
+        early: whether each step is early.
+        guided: whether there are two passes.
+        choices: what the layers may run in each phase; the early one is under True.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        unet: Any,
+        runs: Runs,
+        count: int,
+        journal: Journal,
+        cost: Cost,
+        guidance_scale: float,
+        operators: Sequence[Operator],
+        early_frac: float,
+    ) -> None:
+        self._pipe, self._unet, self._runs = pipe, unet, runs
+        self._count = min(count, RECORDED)
+        self._get, self._cost, self._early_frac = journal.get, cost, early_frac
+        self._operators = operators
+        self._sites = find_sites(unet, EVERY_LEVEL, at_most=True) if operators else []
+        self._left_out = LeftOut(unet, 1)
+        self._recorded: tuple[int, list[Call]] = -1, []
+        self.levels: list[float] = []
+        self.early: list[bool] = []
+        self.guided = False
+        self.choices: dict[bool, list[Choice]] = {}
+        self._journal, self._scale = journal, guidance_scale
+
+    def __enter__(self) -> Measured:
+        self._tap = self._left_out.hook()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._tap.remove()
+        self._left_out.end()
+
+    def begin(self) -> None:
+        """Run stock once, and measure what calls cost."""
+        facts = self._get("calls", self._facts)
+        self._steps: list[int] = facts["steps"]
+        if (count := self._steps[-1] + 1) < FEWEST:
+            raise ValueError(f"a run of {count} steps has no call to spare: {FEWEST} or more are needed")
+        first = [self._steps.index(step) for step in range(count)]
+        self.levels = [facts["levels"][place] for place in first]
+        self.early = [facts["early"][place] for place in first]
+        self.guided = facts["guided"]
+        self._counts = Counter(self._steps)
+        self._losses = Losses(self._scale if self.guided else None, MAX_AGE, MAX_KEPT)
+        self._journal.expect(self._to_come())
+        self._prices = self._get("prices", self._measure_prices)
+
+    def _facts(self) -> dict[str, Any]:
+        calls = self._calls(0)
+        given = calls[0].given
+        return {
+            "steps": [call.step for call in calls],
+            "levels": [call.level for call in calls],
+            "early": [call.early for call in calls],
+            "guided": self._scale > 1 and is_guided(given["sample"], given.get("encoder_hidden_states")),
+        }
+
+    def _to_come(self) -> int:
+        """Figures that are asked for after the first run's."""
+        trials = len(set(self.early)) * (1 + len(self._sites) * len(self._operators))
+        return PROBES + self._count * (2 + len(self._steps) + trials)
+
+    def _calls(self, number: int) -> list[Call]:
+        """A stock run's calls; those of one run are held."""
+        if self._recorded[0] != number:
+            calls: list[Call] = []
+
+            def run() -> Any:
+                found, latents = record(
+                    self._pipe, self._unet, self._left_out, self._early_frac, lambda: self._runs.run(number)
+                )
+                calls.extend(found)
+                return latents
+
+            self._runs.stock(number, run)
+            if not calls:  # its latents are known
+                run()
+            self._recorded = number, calls
+        return self._recorded[1]
+
+    def measure(self) -> None:
+        """Measure what calls lose."""
+        tried: list[dict[tuple[str, bool], dict[Operator, Effect]]] = []
+        for number in range(self._count):
+            for place in range(len(self._steps)):
+                rows = self._get(f"losses {number} {place}", partial(self._losses_of, number, place))
+                self._losses.add(rows)
+            if number == 0:
+                self._weights = self._weigh()
+            tried.append(self._try_operators(number))
+        self._power = self._runs.power(range(self._count))
+        self.choices = {phase: self._choices(tried, phase) for phase in set(self.early)}
+
+    def _losses_of(self, number: int, place: int) -> list[list[Any]]:
+        return self._losses.measure(self._calls(number), place, self._unet, self._left_out)
+
+    def _measure_prices(self) -> dict[str, float]:
+        """What each kind of call costs; and a full one with an operator in every layer, by its number."""
+        call = self._calls(0)[-1]
+        batch = call.given["sample"].shape[0]
+        halved = {name: conditional_half(value, batch) for name, value in call.given.items()}
+        does: dict[str, Callable[[], Any]] = {
+            "F": lambda: self._unet(**call.given),
+            "f": lambda: cheap_call(self._unet, self._left_out, call.given, call.hidden),
+        }
+        if self.guided:
+            does["H"] = lambda: self._unet(**halved)
+            does["h"] = lambda: cheap_call(self._unet, self._left_out, halved, call.hidden.chunk(2)[1])
+        for number, operator in enumerate(self._operators):
+            does[str(number)] = partial(self._all_run, operator, call)
+        with torch.no_grad():
+            spent: dict[str, list[float]] = {symbol: [] for symbol in does}
+            for _ in range(1 if self._cost == "multiply_adds" else 5):  # in turn
+                for symbol, run in does.items():
+                    spent[symbol].append(cost_of(self._cost, self._unet.device, run))
+        return {symbol: median(all_) for symbol, all_ in spent.items()}
+
+    def _all_run(self, operator: Operator, call: Call) -> None:
+        with apply_agentsd(self._unet, recipe=Recipe(layers={site.name: operator for site in self._sites})):
+            self._unet(**call.given)
+
+    def _weigh(self) -> list[float]:
+        """How much the final latents' mean square moves for each unit of a step's loss.
+
+        Not a formula of the noise levels: how far an error at a step carries depends on the sampler and on
+        what the model makes of it afterwards. So the first run is made again with one call's output changed
+        as a cheap call changes it, at a few steps; between these the weight's logarithm is a line.
+        """
+        last = self._steps[-1]
+        weights = {}
+        for step in sorted({1 + round(i * (last - 1) / (PROBES - 1)) for i in range(PROBES)}):
+            if weight := self._get(f"weight {step}", partial(self._weight, step)):
+                weights[step] = weight
+        return [between(weights, step) for step in range(last + 1)]
+
+    def _weight(self, step: int) -> float:
+        calls, place = self._calls(0), self._steps.index(step)
+        full = next(call for call in reversed(calls) if call.step == step - 1)
+        change = self._losses.change(calls[place], [full], self._unet, self._left_out)
+        lost = mean_square(self._losses.guided(change))
+        return self._runs.moved_by(calls, place, change) / lost if lost else 0.0
+
+    def _try_operators(self, number: int) -> dict[tuple[str, bool], dict[Operator, Effect]]:
+        """What each operator does in each layer and phase, in the phase's middle call."""
+        effects: dict[tuple[str, bool], dict[Operator, Effect]] = {}
+        for phase in sorted(set(self.early)):
+            places = [place for place, step in enumerate(self._steps) if self.early[step] == phase]
+            place = places[len(places) // 2]
+            name = f"attention {number} {place}"
+            stock = self._get(name, partial(self._stock_layers, number, place))
+            for site in self._sites:
+                effects[site.name, phase] = {}
+                if stock[site.name] < SMALL * self._prices["F"]:
+                    continue
+                for operator in self._operators:
+                    trial = partial(self._try, number, place, site, operator)
+                    loss, spent = self._get(f"{name} {site.name} {operator}", trial)
+                    saved = (stock[site.name] - spent) / self._prices["F"]
+                    effects[site.name, phase][operator] = Effect(loss, saved)
+        return effects
+
+    def _stock_layers(self, number: int, place: int) -> dict[str, float]:
+        return cost_of_layers(self._unet, self._sites, self._calls(number)[place], self._cost)
+
+    def _try(self, number: int, place: int, site: Site, operator: Operator) -> tuple[float, float]:
+        call = self._calls(number)[place]
+        return try_operator(self._unet, site, operator, call, self._losses, self._cost)
+
+    def _choices(
+        self, tried: Sequence[Mapping[tuple[str, bool], Mapping[Operator, Effect]]], phase: bool
+    ) -> list[Choice]:
+        effects: dict[str, dict[Operator, Effect]] = {}
+        for site in self._sites:
+            seen = [of[site.name, phase] for of in tried]
+            common = [operator for operator in self._operators if all(operator in of for of in seen)]
+            effects[site.name] = {
+                operator: Effect(*map(mean, zip(*(of[operator] for of in seen), strict=True)))
+                for operator in common
+            }
+        deep = {site.name for site in self._sites if self._left_out.holds(site.block)}
+        return choices_of(effects, lambda name: name not in deep, CHOICES)
+
+    def cost(self, step: int, symbol: str, choice: Choice) -> int:
+        """Of a step, in units, rounded up."""
+        full = symbol in "FH"
+        of_both = self._prices["F" if full else "f"]
+        saved = (choice.full if full else choice.cheap) * self._prices["F"]
+        share = (1 - saved / of_both) * self._prices[symbol] / self._prices["F"]
+        return self._counts[step] * max(1, math.ceil(UNITS * share))
+
+    def error(self, step: int, symbol: str, fulls: tuple[int, ...], whole: int, choice: Choice) -> float:
+        """Of a step: its share of the final latents' squared distance.
+
+        What attention loses in a full call is in the state that cheap ones start from: so it counts in each.
+        """
+        lost = self._losses.of(step, symbol, fulls, whole)
+        return self._weights[step] * (lost + self._count * self._counts[step] * choice.loss) / self._power
+
+    def skipped(self, step: int, fulls: tuple[int, ...]) -> float:
+        """Of a step left out, as `error`."""
+        return self._weights[step] * self._losses.of(step, "s", fulls, -1) / self._power
+
+    @property
+    def stock_cost(self) -> int:
+        """Of a stock run, in units."""
+        return UNITS * len(self._steps)
+
+    @property
+    def greatest_saving(self) -> Choice:
+        """Of what any one operator saves in all layers, the most; nothing of it is measured but the cost."""
+        spent = [self._prices[str(number)] for number in range(len(self._operators))]
+        saved = max(0.0, 1 - min(spent, default=math.inf) / self._prices["F"])
+        return Choice(full=saved, cheap=min(saved, 0.99 * self._prices["f"] / self._prices["F"]))
+
+
+def between(weights: Mapping[int, float], step: int) -> float:
+    """The weight of a step, on the line through the logarithms of its neighbours', or the nearest one's."""
+    if not weights:
+        return 1.0
+    below = max((s for s in weights if s <= step), default=min(weights))
+    above = min((s for s in weights if s >= step), default=max(weights))
+    share = (step - below) / (above - below) if above > below else 0.0
+    share = min(max(share, 0.0), 1.0)
+    return math.exp((1 - share) * math.log(weights[below]) + share * math.log(weights[above]))

@@ -1,0 +1,87 @@
+"""The recipes on a user's own model, beside stock in fewer steps: a page, and results that can be sent in."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from agentsd import Recipe
+
+from ..errors import EvalError
+from ..pages import run_file
+from ..pages.output import write_bytes
+from ..pages.quality_table import FEWEST, row_label
+from ..pages.report import write_report
+from ..pages.rows import Row
+from ..pictures.prompts import SHIPPED
+from ..settings import CheckSettings
+from . import table
+
+FORMAT = 1
+"""Of the file of results."""
+SHOWN = 8
+"""Seeds whose pictures are on the page."""
+_PATHS = ("model", "prompts", "classes", "reference", "inception_weights", "clip")
+
+
+def command(settings: CheckSettings, console: Console) -> None:
+    """Make the table, then the page and the file of results, and say what is worth having."""
+    settings = completed(settings)
+    rows = table.show(settings, table.table_methods(settings), "check", console)
+    if not rows:
+        return
+    console.print(verdict(rows), markup=False)
+    path = settings.out / "check.json"
+    text = json.dumps(results(settings.out), indent=1, ensure_ascii=False)
+    write_bytes(path, text.encode())
+    console.print(f"page: {write_report(settings.out, SHOWN)}", soft_wrap=True)
+    console.print(f"results, without pictures, prompts and paths: {path}", soft_wrap=True)
+
+
+def completed(settings: CheckSettings) -> CheckSettings:
+    """Return the settings with prompts for any model, and a row for each calibrated file.
+
+    Raises EvalError if a file is no recipe.
+    """
+    for path in settings.calibrated:
+        try:
+            Recipe.load(path)
+        except (OSError, ValueError) as error:
+            raise EvalError(str(error)) from error
+    named = {path.stem: path for path in settings.calibrated}
+    changes: dict[str, Any] = {
+        "named": settings.named | named,
+        "methods": tuple(dict.fromkeys([*settings.methods, *named])),
+    }
+    if settings.model != "demo" and not (settings.prompts or settings.classes):
+        changes["prompts"] = SHIPPED
+    return settings.model_copy(update=changes)
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Return which rows are worth having by time: fewer steps of their distance cost more."""
+    rows = [row for row in rows if row.get("worth_time") is not None]
+    if not rows:
+        return "No row's worth is known: it takes stock in fewer steps, and recipes."
+    if (few := min(row["images"] for row in rows)) < FEWEST:
+        return f"{few} pictures a row are too few to say what is worth having: take {FEWEST} or more."
+    worth = [row_label(row) for row in rows if row["worth_time_low"] > 1]
+    if worth:
+        return f"Worth having here, by time, beyond the error: {', '.join(worth)}."
+    return "Nothing here is worth having beyond the error: take fewer steps."
+
+
+def results(folder: Path) -> dict[str, Any]:
+    """Return what may be sent in of a run's folder: who made it, its settings without paths, its rows."""
+    run = run_file.read(folder)["results"]["check"]
+    settings = {
+        key: Path(value).name if key in _PATHS and isinstance(value, str) else value
+        for key, value in run["settings"].items()
+        if key not in ("named", "calibrated", "template")
+    }
+    maker = {key: value for key, value in run.items() if key not in ("settings", "command")}
+    lines = (folder / "check.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    return {"format": FORMAT, "maker": maker, "settings": settings, "rows": rows}

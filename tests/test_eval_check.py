@@ -1,0 +1,95 @@
+"""`agentsd-eval check` on a tiny random model: its rows, its page, and the file that can be sent in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from agentsd_eval.cli import app
+from agentsd_eval.settings import CheckSettings
+from agentsd_eval.studies.check import completed, verdict
+from typer.testing import CliRunner
+
+from agentsd import Recipe, ReuseSteps
+
+RUN = ("--images", 2, "--steps", 8, "--converged-steps", 10, "--method", "reuse", "--bootstrap", 2)
+
+
+def invoke(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["check", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.split())
+
+
+def test_one_command_leaves_a_page_and_results_to_send(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = Recipe(steps=ReuseSteps(order=0, at=(999, 500, 300))).save(tmp_path / "mine.yaml")
+    out = tmp_path / "private" / "run"
+    arguments = ("--model", model_folder, "--calibrated", mine, *RUN, "--out", out)
+    printed = invoke(*arguments)
+    assert "2 pictures a row are too few to say what is worth having" in printed
+    page = (out / "report.html").read_text()
+    assert "The recipes on this model" in page
+    assert "a photograph of a fox in the snow" in page
+    text = (out / "check.json").read_text()
+    sent = json.loads(text)
+    assert [row["label"] for row in sent["rows"]] == [
+        "stock", "stock@6", "stock@4", "stock@3", "reuse", "mine"
+    ]  # fmt: skip
+    assert sent["rows"] == [json.loads(line) for line in (out / "check.jsonl").read_text().splitlines()]
+    assert all(row["converged"] >= 0 and row["multiply_adds"] > 0 for row in sent["rows"])
+    assert (sent["format"], sent["settings"]["steps"]) == (1, 8)
+    assert sent["settings"]["model"] == Path(model_folder).name
+    assert sent["maker"]["versions"]["agentsd"]
+    for private in (str(tmp_path), str(Path(model_folder).parent), "fox"):
+        assert private not in text
+    monkeypatch.setattr(
+        "agentsd_eval.pictures.generate.sample", lambda *args, **kwargs: pytest.fail("made again")
+    )
+    invoke(*arguments)
+    assert [row["key"] for row in json.loads((out / "check.json").read_text())["rows"]] == [
+        row["key"] for row in sent["rows"]
+    ]
+
+
+def test_own_prompts_are_kept_and_the_embedded_model_has_captions(tmp_path: Path) -> None:
+    assert completed(CheckSettings()).prompts is None
+    own = tmp_path / "prompts.txt"
+    assert completed(CheckSettings(model="x/y", prompts=own)).prompts == own
+    shipped = completed(CheckSettings(model="x/y")).prompts
+    assert shipped is not None
+    assert len(set(shipped.read_text().splitlines())) == CheckSettings().images
+
+
+def test_what_is_worth_having_is_said() -> None:
+    rows = [
+        {"method": name, "label": name, "images": 32, "worth_time": low + 0.1, "worth_time_low": low}
+        for name, low in (("reuse", 1.05), ("fast", 0.8))
+    ]
+    assert verdict(rows).endswith("beyond the error: reuse.")
+    assert verdict(rows[1:]).endswith("take fewer steps.")
+    assert verdict([{"method": "stock", "images": 32}]).startswith("No row's worth is known")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "mine.yaml isn't there; agentsd-eval calibrate makes one"), ("[", "mine.yaml is not YAML")],
+)
+def test_a_wrong_file_is_one_message_before_any_picture(
+    content: str | None, message: str, model_folder: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.yaml"
+    if content is not None:
+        path.write_text(content)
+    printed = invoke("--model", model_folder, "--calibrated", path, *RUN, "--out", tmp_path / "run", code=2)
+    assert message in printed
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_is_not_called_as_a_method_is(tmp_path: Path) -> None:
+    Recipe(steps=ReuseSteps()).save(tmp_path / "reuse.yaml")
+    assert "'reuse' is the name of another row: rename the file" in invoke(
+        "--calibrated", tmp_path / "reuse.yaml", code=2
+    )
