@@ -35,9 +35,9 @@ RECORDED = 2
 """Prompts whose runs' calls are recorded, at most."""
 SMALL = 0.01
 """Share of a full call's cost below which a layer stays stock."""
-CHOICES = 6
+CHOICES = 4
 """What the layers of a phase may run together, at most."""
-UNITS = 200
+UNITS = 100
 """That a full call of both passes costs."""
 
 
