@@ -65,7 +65,12 @@ def load_pipeline(
 
 
 def export_pipeline(pipe: Any, folder: Path, training: dict[str, Any]) -> None:
-    """Write a pipeline in half precision, and `training.json` with what it was trained on."""
+    """Write a pipeline in half precision, and `training.json` with what it was trained on.
+
+    What the folder held before is replaced once all is written.
+    """
+    target, folder = folder, folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(folder, ignore_errors=True)
     pipe.save_pretrained(folder)
     pipe.tokenizer.backend_tokenizer.model.save(str(folder / "tokenizer"))  # for transformers 4
     for name in ("unet", "vae", "text_encoder"):
@@ -77,3 +82,5 @@ def export_pipeline(pipe: Any, folder: Path, training: dict[str, Any]) -> None:
         settings.pop("_name_or_path", None)  # a folder of the machine that made it
         config.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     (folder / "training.json").write_text(json.dumps(training, indent=1) + "\n", encoding="utf-8")
+    shutil.rmtree(target, ignore_errors=True)
+    folder.rename(target)
