@@ -45,6 +45,7 @@ from agentsd.calibration.search import Found, _of_distance, _of_speedup
 from agentsd.hosts import EVERY_LEVEL, find_sites
 from agentsd.modules import FocusedLinear
 from agentsd.reuse.left_out import LeftOut
+from agentsd.reuse.states import sigma
 
 STEPS = 8
 SETTINGS = {"num_inference_steps": STEPS, "guidance_scale": 7.5}
@@ -185,7 +186,7 @@ def test_a_state_of_the_step_itself_loses_nothing_and_a_line_of_states_is_met(pl
         assert losses.change(call, [call], plain.unet, left_out).abs().max() < 1e-6
     base, slope = calls[0].hidden, torch.randn_like(calls[0].hidden) / 1000
     lined = [
-        Call(c.step, c.level, c.given, c.output, base + c.level * slope, c.early)
+        Call(c.step, c.level, c.given, c.output, base + sigma(c.level) * slope, c.early)
         for c in (calls[1], calls[3], calls[4])
     ]
     exact = cheap_call(plain.unet, left_out, lined[2].given, lined[2].hidden) - calls[4].sample
@@ -647,8 +648,8 @@ def test_a_step_left_out_loses_what_the_line_of_predictions_misses(plain):
     tap.remove()
     (first, last, call), outputs = (calls[i] for i in (2, 4, 5)), [guided(c.sample) for c in calls]
     assert losses.of(5, "s", (4,), -1) == pytest.approx(float((outputs[4] - outputs[5]).square().mean()))
-    slope = (outputs[4] - outputs[2]) / (last.level - first.level)
-    line = outputs[4] + slope * (call.level - last.level)
+    slope = (outputs[4] - outputs[2]) / (sigma(last.level) - sigma(first.level))
+    line = outputs[4] + slope * (sigma(call.level) - sigma(last.level))
     assert losses.of(5, "s", (2, 4), -1) == pytest.approx(
         float((line - outputs[5]).square().mean()), rel=1e-4
     )
