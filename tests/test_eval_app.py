@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from agentsd_eval.pages.strip import strip_of
-from agentsd_eval.pictures.choice import LABELS, defaults_of, python_of, recipe_of
+from agentsd_eval.pictures.choice import LABELS, defaults_of, python_of, recipe_from
 
 from agentsd.patch import handle_of
 from agentsd.recipe import MODES
@@ -27,9 +27,9 @@ def test_the_line_of_python_is_the_recipe(pipe: Any, mode: str) -> None:
         exec(python_of(mode, settings), {"pipe": pipe})
         handle = handle_of(pipe)
         assert handle is not None
-        assert handle.recipe == recipe_of(mode, settings)
+        assert handle.recipe == recipe_from(mode, settings)
         assert (handle.recipe == MODES[mode]) == (not set(settings) & set(own))
-    assert recipe_of(mode, own) == MODES[mode]
+    assert recipe_from(mode, own) == MODES[mode]
 
 
 def test_what_a_recipe_has_not_is_left_out() -> None:
@@ -40,9 +40,9 @@ def test_what_a_recipe_has_not_is_left_out() -> None:
 @pytest.mark.parametrize(("name", "value"), [("ratio", 1.0), ("ratio", None), ("early_frac", 40.0)])
 def test_a_bad_setting_is_named(name: str, value: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=f"{name}={value}"):
-        recipe_of("fast", {name: value})
+        recipe_from("fast", {name: value})
     with pytest.raises(ValueError, match="order=2: pass 0"):
-        recipe_of("reuse", {"order": 2})
+        recipe_from("reuse", {"order": 2})
 
 
 def test_the_strip_has_a_box_for_each_call_in_order() -> None:

@@ -44,7 +44,8 @@ def page(browser: Any, screen: dict[str, int], address: str) -> Iterator[Any]:
 
 
 def make(page: Any) -> Any:
-    """Press the button; returns the strip of calls."""
+    """Press the button; returns the strip of calls, which is another than one that was there."""
+    page.evaluate("document.querySelectorAll('[role=img]').forEach(old => old.ariaLabel = 'old')")
     page.get_by_role("button", name="Make both pictures").click()
     strip = page.locator("[role=img][aria-label*=calls]")
     strip.wait_for(timeout=60_000)
@@ -67,6 +68,22 @@ def test_both_pictures_are_made_and_compared_under_a_slider(page: Any) -> None:
     page.mouse.move(box["x"] + box["width"] * 0.2, box["y"] + box["height"] / 2, steps=5)
     page.mouse.up()
     assert page.evaluate(clip) != before
+
+
+def settings_that_run(page: Any, label: str, value: str) -> tuple[str, bytes]:
+    """What each call was, and the recipe's picture, with a setting of one's own."""
+    page.get_by_label(label).fill(value)
+    calls = make(page).get_attribute("aria-label")
+    own = page.locator("img[src*='/file=']").nth(1)
+    return calls.split()[0], page.request.get(own.get_attribute("src")).body()
+
+
+def test_the_settings_that_are_chosen_are_those_that_run(page: Any) -> None:
+    assert settings_that_run(page, "every (", "3")[0] == "FffFffFffF"
+    assert settings_that_run(page, "every (", "1")[0] == "F" * 10
+    page.get_by_label("exact").click()
+    page.get_by_text('mode="exact"').wait_for()
+    assert settings_that_run(page, "ratio (", "0.1")[1] != settings_that_run(page, "ratio (", "0.7")[1]
 
 
 def test_the_line_of_python_follows_the_recipe_and_is_copied(page: Any) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 from agentsd import Recipe
 from agentsd.recipe import MODES
 
+from ..settings import recipe_of
+
 ATTENTION = {
     "ratio": "ratio (tokens merged)",
     "k": "k (weight of + kV)",
@@ -35,10 +37,10 @@ def changed(mode: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def recipe_of(mode: str, settings: Mapping[str, Any]) -> Recipe:
+def recipe_from(mode: str, settings: Mapping[str, Any]) -> Recipe:
     """Return the recipe of that name with these settings; raises TypeError or ValueError for a bad one."""
     own = changed(mode, settings)
-    recipe = MODES[mode].with_settings(**{name: own[name] for name in own if name in ATTENTION})
+    recipe = recipe_of({"mode": mode} | {name: own[name] for name in own if name in ATTENTION})
     steps = {name: own[name] for name in own if name in STEPS}
     return replace(recipe, steps=replace(recipe.steps, **steps)) if recipe.steps and steps else recipe
 

@@ -19,7 +19,7 @@ from agentsd.recipe import MODES
 
 from ..errors import EvalError
 from ..pages.strip import strip_of
-from ..pictures.choice import LABELS, STEPS, defaults_of, python_of, recipe_of
+from ..pictures.choice import LABELS, STEPS, defaults_of, python_of, recipe_from
 from ..pictures.methods import Method
 from ..pictures.models import load_pipeline, set_scheduler
 from ..pictures.prompts import Picture, unknown_words
@@ -28,6 +28,8 @@ from ..quality.fidelity import psnr
 from ..settings import AppSettings, Scheduler
 
 STOCK = Method(())
+_CHOSEN = "the recipe"
+"""What its method is called: a mode's own name would stand for that mode as it is."""
 _SHOWN = 512  # pixels on a side that a smaller picture is enlarged to
 _PORTS = range(7860, 7960)
 _SAMPLED = ("seed", "width", "height", "steps", "guidance_scale", "scheduler")
@@ -71,7 +73,7 @@ class Maker:
             raise EvalError(f"prompt = {prompt!r}: write what the picture is to show")
         try:
             settings = AppSettings.model_validate({**self.settings.model_dump(), **sampled})
-            method = Method((mode,), recipe=recipe_of(mode, chosen))
+            method = Method((_CHOSEN,), recipe=recipe_from(mode, chosen))
         except ValidationError as error:
             wrong = ((problem["loc"][0], problem["input"], problem["msg"]) for problem in error.errors())
             raise EvalError("\n".join(f"{name} = {value!r}: {why}" for name, value, why in wrong)) from None
