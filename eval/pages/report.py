@@ -36,7 +36,7 @@ _RESULTS = {
     "subject": "A subject taught with agent attention",
     "proof": "What the judge sees of known losses",
 }
-_OF_QUALITY = ("table", "ablate-k", "ablate-scale", "ablate-early", "mediators")
+_OF_QUALITY = ("table", "check", "ablate-k", "ablate-scale", "ablate-early", "mediators")
 
 
 def command(settings: ReportSettings, console: Console) -> None:
