@@ -75,7 +75,7 @@ def test_what_is_worth_having_is_said() -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "mine.yaml isn't there; agentsd-eval calibrate makes one"), ("[", "mine.yaml is not YAML")],
+    [(None, "mine.yaml isn't there; agentsd-eval calibrate makes one"), ("[", "mine.yaml is not valid YAML")],
 )
 def test_a_wrong_file_is_one_message_before_any_picture(
     content: str | None, message: str, model_folder: str, tmp_path: Path
