@@ -85,10 +85,12 @@ TABLES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "reuse": (
         {"cheaper": "cheaper", "worth": "worth"},
         {
-            'a full call in 2, order 1 (`mode="reuse"`), 25 steps': "reuse",
+            'a full call in 2 after 3 full ones, order 1 (`mode="reuse"`), 25 steps': "reuse",
             "the same, 12 steps, against 12": "reuse@12",
             "the same, 50 steps, against 50": "reuse@50",
-            "a full call in 3, order 1": "every-3",
+            "a full call in 2 after the first": "every-2-first-1",
+            "a full call in 2 after the first, cheap ones of two layers": "every-2-layers-2",
+            "a full call in 3 after the first": "every-3",
             "a full call in 2, order 0, which is DeepCache at interval 2": "every-2-kept",
             "half calls in the second half of the run, every other": "guidance-2-late",
             "half calls, every other": "guidance-2",

@@ -54,7 +54,7 @@ def make(page: Any) -> Any:
 
 def test_both_pictures_are_made_and_compared_under_a_slider(page: Any) -> None:
     strip = make(page)
-    assert strip.get_attribute("aria-label") == "FfFfFfFfFf  (10 calls: 5 full; 5 cheap)"
+    assert strip.get_attribute("aria-label") == "FFFfFfFfFf  (10 calls: 6 full; 4 cheap)"
     assert strip.locator("i").count() == 10
     assert re.search(r"stock \d+\.\d\d s, reuse \d+\.\d\d s: .* PSNR to stock", page.inner_text("body"))
     stock, own = page.locator("img[src*='/file=']").all()

@@ -74,6 +74,7 @@ def test_the_command_writes_a_link_a_line(model_folder, photographs, tmp_path):
     result = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     links = [json.loads(line) for line in (tmp_path / "out" / "proof.jsonl").read_text().splitlines()]
+    assert Image.open(tmp_path / "out" / "proof.png").width > 500
     assert {link["chain"] for link in links} == {"steps", "tomesd", "DeepCache", "blur", "noise"}
     blurred = [link for link in links if (link["chain"], link["measure"]) == ("blur", "to stock")]
     assert [link["verdict"] for link in blurred] == ["seen", "seen"]

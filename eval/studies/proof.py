@@ -11,6 +11,8 @@ from rich.console import Console
 
 from ..errors import EvalError
 from ..pages import rows as results
+from ..pages.links import draw_links, pair_of
+from ..pages.output import write_bytes
 from ..pages.rows import Column, Row
 from ..pictures.methods import Method, parse_method
 from ..quality.judge import Harm
@@ -40,7 +42,9 @@ def command(settings: ProofSettings, console: Console) -> None:
     run = found.run
     results.write_rows(settings.out, "proof", links, [COLUMNS], run, NOTE)
     results.write_csv(settings.out / "proof-pictures.csv", found.singles)
-    console.print(results.to_terminal("what the judge sees", links, COLUMNS))
+    title = f"what the judge sees, {settings.images} pictures a row"
+    write_bytes(settings.out / "proof.png", draw_links(links, title))
+    console.print(results.to_terminal(title, links, COLUMNS))
     console.print(NOTE)
     console.print(f"figures: {settings.out}", soft_wrap=True)
 
@@ -142,12 +146,8 @@ def _interval(row: Row) -> str:
     return f"{row['value']:.3g} ({row['low']:.3g} to {row['high']:.3g})"
 
 
-def _pair(row: Row) -> str:
-    return f"{row['less'].removesuffix('-sdpa')} < {row['more'].removesuffix('-sdpa')}"
-
-
 COLUMNS = [
-    Column("smaller < greater loss", _pair),
+    Column("smaller < greater loss", pair_of),
     Column("measure", lambda row: row["measure"]),
     Column("greater / smaller, or difference", _interval),
     Column("", lambda row: row["verdict"]),
