@@ -53,8 +53,8 @@ def apply_agentsd(
         scale: exponent of the head width in the broadcast softmax; -0.15 if not passed.
         early_frac: share of the steps with agent attention, in [0, 1]; 0.4 if not passed.
         mode: a recipe by name: "fast" (the default), "exact" (the paper to the letter), "turbo",
-            "downsample", or "reuse", which leaves attention alone and makes each second step cheap. The
-            settings above override that recipe's.
+            "downsample", or "reuse", which leaves attention alone and makes each second step after three
+            cheap. The settings above override that recipe's.
         recipe: in place of all the others, a `Recipe`, or a file or folder that holds one (`agentsd.yaml`;
             trained weights beside it, `agentsd.safetensors`, are loaded).
         seed: of the cells drawn at random; 0 if not passed.

@@ -74,6 +74,7 @@ TABLES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {"cost": "cost", "distance x1000": "distance-range", "worth": "worth"},
         {
             "stock, 25 steps": "stock",
+            "stock, 17 steps": "stock@17",
             "stock, 14 steps": "stock@14",
             '**`mode="reuse"`**': "reuse",
             "DeepCache, interval 2": "deepcache-2",

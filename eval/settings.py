@@ -171,7 +171,7 @@ class CompareSettings(SamplingSettings):
     guidance_scale: Annotated[float, Option("guidance")] = Field(4.0, ge=0)
     """Guidance scale; 1 or less turns it off."""
     methods: Methods = ("stock", "tomesd", "fast", "reuse")
-    fewer_steps: FewerSteps = (0.56,)
+    fewer_steps: FewerSteps = (0.6,)
     ratio: OneRatio = 0.4
     prompts: Prompts = ()
     images: int = Field(6, ge=1)
@@ -295,7 +295,7 @@ class CheckSettings(RunSettings):
     """Denoising steps."""
     methods: Methods = ("reuse", "fast", "downsample")
     ratios: Annotated[tuple[Ratio, ...], Option("ratio")] = (0.4,)
-    fewer_steps: FewerSteps = (0.8, 0.56, 0.4)
+    fewer_steps: FewerSteps = (0.8, 0.6, 0.4)
     calibrated: tuple[Path, ...] = ()
     """A recipe's file that `calibrate` wrote; repeat."""
     images: int = Field(32, ge=2)

@@ -36,7 +36,7 @@ def test_one_command_leaves_a_page_and_results_to_send(
     text = (out / "check.json").read_text()
     sent = json.loads(text)
     assert [row["label"] for row in sent["rows"]] == [
-        "stock", "stock@6", "stock@4", "stock@3", "reuse", "mine"
+        "stock", "stock@6", "stock@5", "stock@3", "reuse", "mine"
     ]  # fmt: skip
     assert sent["rows"] == [json.loads(line) for line in (out / "check.jsonl").read_text().splitlines()]
     assert all(row["converged"] >= 0 and row["multiply_adds"] > 0 for row in sent["rows"])

@@ -14,7 +14,6 @@ from callers import Guided
 from tiny import BETAS, make_text_encoder, make_unet, make_vae, sdxl_parts, sdxl_unet, snapshot
 
 from agentsd import Recipe, ReuseGuidance, ReuseSteps, apply_agentsd, remove_agentsd
-from agentsd.recipe import REUSE
 
 BOTH = Recipe(steps=ReuseSteps(2), guidance=ReuseGuidance())
 RUN = {"num_inference_steps": 10}
@@ -344,7 +343,7 @@ def test_modular_guiders_call_once_for_each_pass(tokenizer):
         return pipe(generator=rng, output="images", output_type="latent", **inputs)
 
     stock = run()
-    handle = apply_agentsd(pipe, recipe=REUSE)
+    handle = apply_agentsd(pipe, recipe=Recipe(steps=ReuseSteps(2)))
     picture = run()
     assert handle.summary().split()[0] == "FFff" * 4
     assert (picture - stock).norm() < 0.3 * stock.norm()

@@ -100,7 +100,7 @@ def test_a_cheap_call_is_a_full_one_of_a_twin_whose_deep_blocks_return_the_kept_
 
 def test_a_cheap_call_computes_the_last_layers_alone():
     unet, caller = deep_unet(), Caller()
-    apply_agentsd(unet, recipe=REUSE)
+    apply_agentsd(unet, recipe=Recipe(steps=ReuseSteps(2)))
     caller(unet, 0)
     ran = []
     for name, module in unet.named_modules():

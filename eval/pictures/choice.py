@@ -1,7 +1,7 @@
 """A recipe as one chooses it: a mode and its settings; and the line of Python that does the same."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from agentsd import Recipe
@@ -50,6 +50,9 @@ def python_of(mode: str, settings: Mapping[str, Any]) -> str:
     own = changed(mode, settings)
     words = ", ".join(f"{name}={value!r}" for name, value in own.items())
     if set(own) & set(STEPS):
+        steps: Any = recipe_from(mode, settings).steps
+        values = {field: getattr(steps, field.name) for field in fields(steps)}
+        words = ", ".join(f"{f.name}={value!r}" for f, value in values.items() if value != f.default)
         names, how = "Recipe, ReuseSteps, apply_agentsd", f"recipe=Recipe(steps=ReuseSteps({words}))"
     else:
         names, how = "apply_agentsd", f'mode="{mode}"' + (f", {words}" if words else "")
