@@ -34,8 +34,7 @@ def test_the_line_of_python_is_the_recipe(pipe: Any, mode: str) -> None:
 
 def test_what_a_recipe_has_not_is_left_out() -> None:
     line = python_of("reuse", CHANGES | {"order": 1})
-    assert line.endswith("recipe=Recipe(steps=ReuseSteps(every=3, first=3)))
-")
+    assert line.endswith("recipe=Recipe(steps=ReuseSteps(every=3, first=3)))\n")
     assert python_of("downsample", CHANGES).endswith('apply_agentsd(pipe, mode="downsample")\n')
 
 
