@@ -40,7 +40,7 @@ def test_compare(model_folder: str, tmp_path: Path) -> None:
         "compare", "--model", model_folder, "--prompt", "a cat", "--prompt", "a dog", "--steps", 8,
         "--ratio", 0.5, "--agent", "k=0.1", "--out", out,
     )  # fmt: skip
-    for method in ("stock", "stock@4", "tomesd r=0.5", "fast r=0.5"):
+    for method in ("stock", "stock@5", "tomesd r=0.5", "fast r=0.5"):
         assert method in printed
     assert "reuse, each call: FFFfFfFf (8 calls: 5 full; 3 cheap)" in printed
     with Image.open(out) as image:
