@@ -79,7 +79,7 @@ def settings_that_run(page: Any, label: str, value: str) -> tuple[str, bytes]:
 
 
 def test_the_settings_that_are_chosen_are_those_that_run(page: Any) -> None:
-    assert settings_that_run(page, "every (", "3")[0] == "FffFffFffF"
+    assert settings_that_run(page, "every (", "3")[0] == "FFFffFffFf"
     assert settings_that_run(page, "every (", "1")[0] == "F" * 10
     page.get_by_label("exact").click()
     page.get_by_text('mode="exact"').wait_for()
@@ -88,10 +88,10 @@ def test_the_settings_that_are_chosen_are_those_that_run(page: Any) -> None:
 
 def test_the_line_of_python_follows_the_recipe_and_is_copied(page: Any) -> None:
     page.get_by_label("every (").fill("3")
-    page.get_by_text("ReuseSteps(every=3)").wait_for()
+    page.get_by_text("ReuseSteps(every=3, first=3)").wait_for()
     page.get_by_role("button", name="Copy").click()
     copied = page.evaluate("navigator.clipboard.readText()")
-    assert copied.endswith("apply_agentsd(pipe, recipe=Recipe(steps=ReuseSteps(every=3)))")
+    assert copied.endswith("apply_agentsd(pipe, recipe=Recipe(steps=ReuseSteps(every=3, first=3)))")
     page.get_by_label("turbo").click()
     page.get_by_text('mode="turbo"').wait_for()
     assert page.get_by_label("ratio (").input_value() == "0.4"
