@@ -17,7 +17,7 @@ from .hosts import EVERY_LEVEL, Site, find_model, find_sites, is_plain, is_tomes
 from .modules.adapter import FILE_NAME as WEIGHTS
 from .modules.adapter import LoadedWeights, build_core, check_fit, read_weights, save_weights, weights_of
 from .modules.operators import TrainedOperator
-from .recipe import FAST, MODES, Recipe, stages_of
+from .recipe import FAST, MODES, REUSE, Recipe, stages_of
 
 
 class _Unset:
@@ -41,10 +41,10 @@ def apply_agentsd(
     recipe: Recipe | str | Path = UNSET,
     seed: int = UNSET,
 ) -> AgentHandle:
-    """Make a Stable Diffusion U-Net faster by a recipe; the default runs agent attention.
+    """Make a Stable Diffusion U-Net faster by a recipe: "reuse" if nothing else is passed.
 
-    No training, no change to the weights. A recipe may also leave out layers of a call, or the unconditional
-    pass (`ReuseSteps`, `ReuseGuidance`). A pipeline that is patched already gets the new recipe.
+    No training, no change to the weights. A pipeline that is patched already gets the new recipe. Any of the
+    settings `ratio` to `early_frac`, or `seed`, without a mode asks for agent attention: the mode "fast".
 
     Args:
         pipe: a diffusers pipeline with a `unet` (or a DiT or PixArt one), or the model itself.
@@ -52,9 +52,9 @@ def apply_agentsd(
         k: weight of the `+ kV` residual; 0.075 if not passed.
         scale: exponent of the head width in the broadcast softmax; -0.15 if not passed.
         early_frac: share of the steps with agent attention, in [0, 1]; 0.4 if not passed.
-        mode: a recipe by name: "fast" (the default), "exact" (the paper to the letter), "turbo",
-            "downsample", or "reuse", which leaves attention alone and makes each second step after three
-            cheap. The settings above override that recipe's.
+        mode: a recipe by name: "reuse", which leaves attention alone and makes each second step after three
+            cheap; or "fast", "exact" (the paper to the letter), "turbo" or "downsample", which change
+            attention alone. The settings above override that recipe's.
         recipe: in place of all the others, a `Recipe`, or a file or folder that holds one (`agentsd.yaml`;
             trained weights beside it, `agentsd.safetensors`, are loaded).
         seed: of the cells drawn at random; 0 if not passed.
@@ -84,7 +84,8 @@ def apply_agentsd(
     else:
         if mode is not UNSET and mode not in MODES:
             raise ValueError(f"mode={mode!r}: choose {' or '.join(map(repr, MODES))}")
-        recipe = (FAST if mode is UNSET else MODES[mode]).with_settings(**settings)
+        named_recipe = MODES[mode] if mode is not UNSET else FAST if settings else REUSE
+        recipe = named_recipe.with_settings(**settings)
     unet = find_model(pipe)
     handle = AgentHandle(recipe, pipe, unet, trained)
     outer: AgentHandle | None = getattr(unet, "_agentsd", None)

@@ -94,7 +94,10 @@ class Reuse:
 
     def __init__(self, unet: Any, steps: ReuseSteps | None, guidance: ReuseGuidance | None) -> None:
         if not hasattr(unet, "up_blocks"):
-            raise ValueError(f"{type(unet).__name__} is no U-Net: leave steps and guidance out of the recipe")
+            raise ValueError(
+                f"{type(unet).__name__} is no U-Net, and no call of it can be left out: pass mode=\"fast\", or a "
+                "recipe without steps and guidance"
+            )
         self._steps, self._guidance = steps, guidance
         self.left_out = None if steps is None else LeftOut(unet, steps.layers)
         self.words: list[str] = []

@@ -23,9 +23,8 @@ from ..names import OTHERS, deepcache_interval, is_method
 from ..settings import Backend, FewerSteps, Settings, recipe_of
 
 Reseed = Callable[[int], None]
-DEFAULT = "fast"
+DEFAULT = "reuse"
 """The recipe that `apply_agentsd` runs if nothing is said."""
-DEFAULT_RATIO = 0.4
 _DEFAULTS = {"k": 0.075, "scale": -0.15, "early_frac": 0.4, "seed": 0}
 
 
@@ -81,9 +80,7 @@ class Method:
     @property
     def is_default(self) -> bool:
         """Whether it is what `apply_agentsd(pipe)` runs."""
-        return (
-            self.parts == (DEFAULT,) and not self.agent and (self.ratio, self.steps) == (DEFAULT_RATIO, None)
-        )
+        return self.parts == (DEFAULT,) and self.steps is None
 
     @property
     def interval(self) -> int | None:
