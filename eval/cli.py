@@ -41,7 +41,6 @@ COMMANDS: dict[str, tuple[type[s.CommandSettings], str]] = {
 }
 """Each one's settings, and the module whose `command(settings, console)` does its work."""
 _NO_CONFIG = ("fid", "report")
-_OF_THE_EVALUATION = ("DeepCache", "efficientnet_lite_pytorch", "jinja2", "matplotlib", "PIL", "tomesd")
 _RESUMED = ("table", "ablate", "proof", "check", "mediators", "calibrate", "subject")
 
 
@@ -103,10 +102,9 @@ def explain_missing(error: ModuleNotFoundError) -> str:
             importlib.import_module("agentsd.demo")
         except ModuleNotFoundError as missing:
             return str(missing)
-    extra = "app" if error.name == "gradio" else "eval"
-    if extra == "eval" and error.name not in _OF_THE_EVALUATION:
+    if error.name != "gradio":
         raise error
-    return f"{error.name} is not installed: pip install 'agentsd[{extra}]'"
+    return "gradio is not installed: pip install 'agentsd[app]'"
 
 
 def _hide_bars() -> None:
@@ -120,7 +118,7 @@ def _version(asked: bool) -> None:
     if asked:
         from importlib.metadata import version
 
-        typer.echo(f"agentsd {version('agentsd')}")
+        typer.echo(f"agentsd-eval {version('agentsd-eval')}")
         raise typer.Exit
 
 

@@ -16,9 +16,9 @@ from tiny import BETAS, make_scheduler, make_text_encoder, make_unet, make_vae
 from typer.testing import CliRunner
 
 from agentsd import Agents, Recipe, apply_agentsd
-from agentsd.dreambooth import DreamBoothConfig
 from agentsd.dreambooth.checkpoints import find_checkpoint, list_checkpoints, step_of
 from agentsd.dreambooth.cli import dreambooth
+from agentsd.dreambooth.config import DreamBoothConfig
 from agentsd.dreambooth.data import Batch, Pictures, find_pictures, load_picture
 from agentsd.dreambooth.step import diffusion_loss
 from agentsd.dreambooth.training import Run

@@ -7,7 +7,7 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from agentsd.dreambooth import DreamBoothConfig
+from agentsd.dreambooth.config import DreamBoothConfig
 from agentsd.dreambooth.training import Run
 
 pytestmark = [

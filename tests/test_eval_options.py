@@ -49,7 +49,7 @@ def test_the_first_page_names_every_command_whole() -> None:
 
 
 def test_the_version_and_the_presets_are_told() -> None:
-    assert shown("--version").strip() == f"agentsd {version('agentsd')}"
+    assert shown("--version").strip() == f"agentsd-eval {version('agentsd-eval')}"
     result = CliRunner().invoke(app, ["--list-configs"])
     assert "agentsd-eval ablate k --config full" in result.output
 

@@ -1,4 +1,4 @@
-"""What the two wheels hold."""
+"""What the three wheels hold."""
 
 from __future__ import annotations
 
@@ -6,26 +6,45 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import agentsd
 
 ROOT = Path(__file__).parents[1]
-PLUGIN, DEMO = (tomllib.loads((ROOT / f / "pyproject.toml").read_text()) for f in (".", "demo"))
+FOLDERS = (".", "eval", "demo")
+PLUGIN, EVAL, DEMO = (tomllib.loads((ROOT / f / "pyproject.toml").read_text()) for f in FOLDERS)
 
 
-def test_every_package_is_in_the_wheel() -> None:
+@pytest.mark.parametrize(
+    ("project", "name", "folder", "beside"),
+    [(PLUGIN, "agentsd", "agentsd", []), (EVAL, "agentsd_eval", "eval", ["agentsd_eval.configs"])],
+)
+def test_every_package_is_in_the_wheel(project: Any, name: str, folder: str, beside: list[str]) -> None:
     """An editable install would hide one that is not."""
-    found = []
-    for name, folder in (("agentsd", "agentsd"), ("agentsd_eval", "eval")):
-        inside = (path.parent.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("__init__.py"))
-        found += [".".join((name, *path.parts)) for path in inside]
-    assert sorted(PLUGIN["tool"]["setuptools"]["packages"]) == sorted([*found, "agentsd_eval.configs"])
+    inside = (path.parent.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("__init__.py"))
+    found = [".".join((name, *path.parts)) for path in inside]
+    assert sorted(project["tool"]["setuptools"]["packages"]) == sorted([*found, *beside])
 
 
-def test_both_have_one_version() -> None:
-    assert PLUGIN["project"]["version"] == DEMO["project"]["version"] == agentsd.__version__
+def test_every_file_of_the_evaluation_is_in_its_wheel() -> None:
+    """All that git has of `eval/` and `configs/`, but for the results."""
+    setup = EVAL["tool"]["setuptools"]
+    held = {ROOT / "eval/pyproject.toml", ROOT / "eval/LICENSE"}
+    for package in setup["packages"]:
+        inside = package.removeprefix("agentsd_eval").replace(".", "/").strip("/")
+        folder = ROOT / "eval" / setup["package-dir"].get(package, inside)
+        for pattern in ("*.py", *setup["package-data"].get(package, [])):
+            held |= {path.resolve() for path in folder.glob(pattern)}
+    listed = ["git", "ls-files", "eval", "configs", ":!eval/results"]
+    files = subprocess.check_output(listed, cwd=ROOT, text=True).splitlines()
+    assert held == {ROOT / file for file in files}
+
+
+def test_all_have_one_version() -> None:
+    assert {project["project"]["version"] for project in (PLUGIN, EVAL, DEMO)} == {agentsd.__version__}
+    assert f"agentsd=={agentsd.__version__}" in EVAL["project"]["dependencies"]
     cited = (ROOT / "CITATION.cff").read_text().split("\nversion: ")[1].split()[0]
     assert cited == agentsd.__version__
 
@@ -41,21 +60,21 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 # What the plugin itself does not need, as if it were not installed.
 HIDE = "import sys\nsys.modules.update(dict.fromkeys({hidden}))\n"
-EXTRAS = ["pydantic", "typer", "rich", "matplotlib", "tomesd", "DeepCache", "torchmetrics", "agentsd_demo"]
+EXTRAS = [
+    "pydantic",
+    "typer",
+    "rich",
+    "matplotlib",
+    "tomesd",
+    "DeepCache",
+    "torchmetrics",
+    "agentsd_eval",
+    "agentsd_demo",
+]
 
 
 def test_the_plugin_runs_without_the_extras() -> None:
-    extras = {
-        "pydantic",
-        "typer",
-        "rich",
-        "matplotlib",
-        "tomesd",
-        "DeepCache",
-        "torchmetrics",
-        "agentsd_demo",
-    }
-    code = HIDE.format(hidden=extras) + (
+    code = HIDE.format(hidden=EXTRAS) + (
         "import agentsd, agentsd.modules, agentsd.reuse\n"
         "from agentsd.recipe import MODES\n"
         "from agentsd import Recipe\n"
@@ -74,3 +93,10 @@ def test_a_missing_embedded_model_says_how_to_get_it(code: str) -> None:
     assert "pip install ./demo" in done.stderr + done.stdout
     if "cli" in code:
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("missing", ["pydantic", "typer"])
+def test_dreambooth_without_its_extra_says_how_to_get_it(missing: str) -> None:
+    done = run(HIDE.format(hidden=[missing]) + "from agentsd.dreambooth.__main__ import main; main()")
+    assert done.returncode == 2
+    assert done.stderr == f"error: {missing} is not installed: pip install 'agentsd[train]'\n"

@@ -1,6 +1,22 @@
-"""`python -m agentsd.dreambooth`, and `accelerate launch -m agentsd.dreambooth`."""
+"""The command `agentsd-dreambooth`, directly or through `accelerate launch -m agentsd.dreambooth`."""
 
-from .cli import main
+import sys
+
+_OF_TRAINING = ("peft", "pydantic", "rich", "typer")
+
+
+def main() -> None:
+    """Run the command; where the extra `train` is not installed, say so."""
+    try:
+        from .cli import main as run
+
+        run()
+    except ModuleNotFoundError as error:
+        if error.name not in _OF_TRAINING:
+            raise
+        print(f"error: {error.name} is not installed: pip install 'agentsd[train]'", file=sys.stderr)
+        sys.exit(2)
+
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""The command `agentsd-dreambooth`, directly or through `accelerate launch -m agentsd.dreambooth`."""
+"""The options of `agentsd-dreambooth`, and what is said when they are wrong."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ dreambooth.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def main() -> None:
-    """Run the program (the script `agentsd-dreambooth`)."""
+    """Read the options and train."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(dreambooth)
     app()

@@ -10,7 +10,7 @@ from agentsd_demo.scenes import triples
 from PIL import Image
 
 from agentsd import Merge, Phases, Recipe
-from agentsd.dreambooth import DreamBoothConfig
+from agentsd.dreambooth.config import DreamBoothConfig
 from agentsd.dreambooth.data import find_pictures, load_picture
 
 from ..errors import EvalError
