@@ -14,7 +14,7 @@ from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import Attention
 from diffusers.utils.torch_utils import unwrap_module
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 # Processors that compute softmax attention and nothing else, so that agent attention may stand in for them.
 PLAIN_PROCESSORS = frozenset(
@@ -181,10 +181,24 @@ def is_tomesd_block(block: Module) -> bool:
     return type(block).__name__ == "ToMeBlock"
 
 
+def is_quantized(weight: Tensor) -> bool:
+    """Whether a weight is stored as integers (bitsandbytes, GGUF) or in a class of its own (torchao)."""
+    kind = type(weight)
+    return not weight.is_floating_point() or not (kind in (Parameter, Tensor) or kind.__name__ == "DTensor")
+
+
 def weights_digest(model: Any) -> str:
     """A hash of the head of every tensor of a model: it changes with training, and is quick."""
     digest = sha256()
     for name, tensor in sorted(model.state_dict().items()):
-        head = tensor.detach().flatten()[:64].to("cpu", torch.float32)
-        digest.update(name.encode() + head.numpy().tobytes())
+        for part in _stored(tensor):
+            head = part.detach().flatten()[:64].to("cpu", torch.float32)
+            digest.update(name.encode() + head.numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _stored(tensor: Any) -> list[Tensor]:
+    """What a tensor is stored in: itself, or the plain tensors inside of a torchao weight."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in _stored(getattr(tensor, name))]

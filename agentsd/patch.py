@@ -15,7 +15,15 @@ from .attention.processor import LayerState, is_ours
 from .calls import Calls, Group
 from .hosts import EVERY_LEVEL, Site, find_model, find_sites, is_plain, is_tomesd_block
 from .modules.adapter import FILE_NAME as WEIGHTS
-from .modules.adapter import LoadedWeights, build_core, check_fit, read_weights, save_weights, weights_of
+from .modules.adapter import (
+    LoadedWeights,
+    build_core,
+    check_fit,
+    check_plain,
+    read_weights,
+    save_weights,
+    weights_of,
+)
 from .modules.operators import TrainedOperator
 from .recipe import FAST, MODES, REUSE, Recipe, stages_of
 
@@ -65,8 +73,8 @@ def apply_agentsd(
     Raises:
         TypeError: `pipe` has no U-Net, or a setting has a wrong type.
         ValueError: a setting is out of range, unknown to the recipe or beside one; the model has no layer
-            to patch, or something else holds its self-attention (tomesd, a processor of another kind). The
-            pipeline is left as it was.
+            to patch, or something else holds its self-attention (tomesd, a processor of another kind), or
+            trained weights are to be loaded into quantised layers. The pipeline is left as it was.
     """
     named = {"ratio": ratio, "k": k, "scale": scale, "early_frac": early_frac, "seed": seed}
     settings = {name: value for name, value in named.items() if value is not UNSET}
@@ -172,11 +180,21 @@ class AgentHandle:
             self._detach(unet)
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """What to train: the patched layers' projections and, where the recipe has one, their module."""
+        """What to train: the patched layers' projections and, where the recipe has one, their module.
+
+        Raises:
+            ValueError: a projection is quantised.
+        """
+        check_plain(self._named_layers(), "train the model unquantised")
         return list(weights_of(self._named_layers()).values())
 
     def save(self, folder: str | Path) -> None:
-        """Write the recipe and the patched layers' weights, for `apply_agentsd(pipe, recipe=folder)`."""
+        """Write the recipe and the patched layers' weights, for `apply_agentsd(pipe, recipe=folder)`.
+
+        Raises:
+            ValueError: a projection is quantised.
+        """
+        check_plain(self._named_layers(), "handle.recipe.save(folder) writes the recipe without weights")
         Path(folder).mkdir(parents=True, exist_ok=True)
         self.recipe.save(folder)
         save_weights(self._named_layers(), folder)
@@ -240,8 +258,15 @@ class AgentHandle:
         self._hooks.append(unet.register_forward_pre_hook(self._calls.begin, with_kwargs=True))
         self._hooks.append(unet.register_forward_hook(self._calls.end, always_call=True))
 
+    def _check_undoable(self) -> None:
+        """Raise ValueError where what loaded weights took the place of can't be put back."""
+        if self._loaded is not None:
+            way_out = "trained weights were loaded before, and can't be taken out again: load the model anew"
+            check_plain(self._named_layers(), way_out)
+
     def _detach(self, unet: Any) -> None:
         """Undo an attachment, also one that broke off."""
+        self._check_undoable()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

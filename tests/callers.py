@@ -2,7 +2,7 @@
 
 import diffusers
 import torch
-from tiny import BETAS, make_unet
+from tiny import BETAS, WIDTH, make_unet
 
 RUN = {"num_inference_steps": 10}
 
@@ -10,6 +10,12 @@ RUN = {"num_inference_steps": 10}
 def deep_unet():
     """Two layers a block, as Stable Diffusion has: three in the last up block."""
     return make_unet(layers_per_block=2)
+
+
+def inputs(seed=0, batch=2):
+    """A latent, a text and a timestep for `make_unet`."""
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, 4, 16, 16, generator=rng), torch.randn(batch, 7, WIDTH, generator=rng)
 
 
 class Caller:

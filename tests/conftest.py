@@ -19,9 +19,9 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 import numpy as np
 import pytest
 import torch
-from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from PIL import Image
-from tiny import make_scheduler, make_text_encoder, make_tokenizer, make_unet, make_vae
+from tiny import BETAS, make_scheduler, make_text_encoder, make_tokenizer, make_unet, make_vae
 from transformers import CLIPTokenizer
 
 
@@ -113,3 +113,53 @@ def screen(request: pytest.FixtureRequest) -> dict[str, int]:
     """How large a browser's window is."""
     width, height = request.param
     return {"width": width, "height": height}
+
+
+@pytest.fixture(scope="session")
+def make_plain(make_pipeline: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a pipeline of three self-attention layers, with one U-Net call in each step."""
+
+    def make(**parts: Any) -> Any:
+        unet = make_unet(
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "UpBlock2D", "CrossAttnUpBlock2D"),
+            mid_block_type=None,
+        )
+        scheduler = DDIMScheduler(**BETAS, clip_sample=False, steps_offset=1)
+        return make_pipeline(**{"unet": unet, "scheduler": scheduler} | parts)
+
+    return make
+
+
+@pytest.fixture
+def plain(make_plain: Callable[..., Any]) -> StableDiffusionPipeline:
+    """One of them."""
+    return make_plain()
+
+
+@pytest.fixture(scope="session")
+def calibrated(
+    make_plain: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Any, list[tuple[int, int]]]:
+    """The file of a calibration, its recipe, and what it told of progress."""
+    from calibrating import COUNTED
+
+    from agentsd import calibrate
+
+    path = tmp_path_factory.mktemp("calibrated") / "figures.jsonl"
+    told: list[tuple[int, int]] = []
+    found = calibrate(
+        make_plain(),
+        ["a cat"],
+        speedup=1.6,
+        resume=path,
+        on_step=lambda *step: told.append(step),
+        **COUNTED,
+    )
+    return path, found, told
+
+
+@pytest.fixture
+def figures(calibrated: tuple[Path, Any, list[tuple[int, int]]], tmp_path: Path) -> Path:
+    """A copy of that file."""
+    return shutil.copy(calibrated[0], tmp_path / "figures.jsonl")

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import test_placement
+import test_quantized
 import test_reuse_hosts
 from pipelines import FEATURES, HOSTS
+from quantized import PACKAGES
 
 from agentsd import apply_agentsd
 from agentsd.patch import handle_of
@@ -54,10 +56,21 @@ def features() -> str:
     return "\n".join(lines)
 
 
+def quantised() -> str:
+    """The table of quantised U-Nets."""
+    recipes, trained = parameters(test_quantized.test_a_recipe, "name"), "refused; load them, then quantise"
+    attention = "yes" if {"exact", "fast", "turbo", "downsample"} <= set(recipes) else ""
+    calls = "yes" if {"reuse", "guidance", "both", "both and attention"} <= set(recipes) else ""
+    lines = ["| quantised by | attention | calls not made | trained weights |", "|---|---|---|---|"]
+    lines += [f"| {name} | {attention} | {calls} | {trained} |" for name in PACKAGES]
+    return "\n".join(lines)
+
+
 def test_the_tables_of_hosts_are_those_of_the_tests(tokenizer: Any) -> None:
     page = (ROOT / "docs/hosts.md").read_text(encoding="utf-8")
     assert f"\n{hosts(tokenizer)}\n" in page
     assert f"\n{features()}\n" in page
+    assert f"\n{quantised()}\n" in page
 
 
 def said(folder: str) -> str:

@@ -3,7 +3,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from agentsd_demo import accuracy
 from agentsd_demo.scenes import compose, triples
+from agentsd_eval.pictures.prompts import Picture
+from agentsd_eval.quality.features import efficientnet_lite0, load_network
+from agentsd_eval.quality.judge import scene_reader
 from agentsd_eval.quality.perceptual import Looks, StageFeatures, stage_distance
 from PIL import Image, ImageChops, ImageFilter
 
@@ -11,6 +15,28 @@ from PIL import Image, ImageChops, ImageFilter
 @pytest.fixture(scope="module")
 def features():
     return StageFeatures(torch.device("cpu"))
+
+
+def test_what_the_judge_has_of_the_network_is_loaded_once(monkeypatch):
+    """Features, perceptual distances and the reader of scenes."""
+    loads, load = [], accuracy.load_efficientnet_lite0
+    monkeypatch.setattr(accuracy, "load_efficientnet_lite0", lambda: loads.append(load()) or loads[-1])
+    cpu = torch.device("cpu")
+    efficientnet_lite0.cache_clear()
+    picture = Picture(0, "a panda face", 0, triple=next(iter(triples())))
+    network, stages, reader = (
+        load_network("efficientnet-lite0", cpu),
+        StageFeatures(cpu),
+        scene_reader([picture], cpu),
+    )
+    assert reader is not None
+    assert len(loads) == 1
+    grey = Image.new("RGB", (64, 64), (128, 128, 128))
+    pixels = (torch.full((1, 3, 224, 224), 128.0) - 127) / 128
+    with torch.inference_mode():
+        expected = load().extract_features(pixels).mean((2, 3))
+    assert torch.equal(torch.from_numpy(network([grey])), expected)
+    assert len(stages([grey])) == 5
 
 
 @pytest.fixture(scope="module")

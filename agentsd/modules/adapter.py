@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from ..attention.operator import CORE
-from ..hosts import Site, size_of
+from ..hosts import Site, is_quantized, size_of
 from .operators import TrainedOperator
 
 FILE_NAME = "agentsd.safetensors"
@@ -36,7 +36,7 @@ def build_core(site: Site, operator: TrainedOperator, seed: int, model: Any) -> 
         )
     with torch.random.fork_rng(devices=[]):  # the same start each time, and the user's random state as it was
         torch.manual_seed(seed)
-        core = operator.build(attn.heads, weight.shape[0] // attn.heads, (height, width))
+        core = operator.build(attn.heads, attn.inner_dim // attn.heads, (height, width))
     return core.to(weight.device, model.dtype)  # not the weight's own dtype, which may be for storage alone
 
 
@@ -54,6 +54,16 @@ def weights_of(layers: Layers) -> dict[str, Parameter]:
         for part, module in parts:
             found |= {f"{name}.{part}.{key}": value for key, value in module.named_parameters()}
     return found
+
+
+def check_plain(layers: Layers, way_out: str) -> None:
+    """Raise ValueError where a projection is quantised, so that its weights are not numbers to be trained."""
+    for name, attn, _ in layers:
+        for part in PROJECTIONS:
+            for key, weight in _linear(attn, part).named_parameters():
+                if is_quantized(weight):
+                    kind = type(weight).__name__
+                    raise ValueError(f"{name}.{part}.{key} is quantised ({kind}): {way_out}")
 
 
 def save_weights(layers: Layers, folder: str | Path) -> Path:
@@ -82,7 +92,8 @@ def read_weights(folder: str | Path) -> dict[str, Tensor]:
 
 
 def check_fit(layers: Layers, loaded: dict[str, Tensor], where: str | Path) -> None:
-    """Raise ValueError where weights belong to other layers or settings."""
+    """Raise ValueError where weights belong to other layers or settings, or can't take the place of these."""
+    check_plain(layers, "load trained weights into the model unquantised, and quantise it then")
     weights = weights_of(layers)
     wrong = set(loaded) ^ set(weights) or {n for n, w in weights.items() if w.shape != loaded[n].shape}
     if wrong:

@@ -3,6 +3,7 @@
 import hashlib
 import io
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,16 @@ def load_network(name: str, device: torch.device, inception_weights: Path | None
     return _efficientnet_lite0(device)
 
 
-def _efficientnet_lite0(device: torch.device) -> Network:
+@cache
+def efficientnet_lite0(device: torch.device) -> Any:
+    """Return EfficientNet-Lite0; the process has one for each device, which is not to be changed."""
     from agentsd_demo.accuracy import load_efficientnet_lite0
 
-    model = load_efficientnet_lite0().to(device)
+    return load_efficientnet_lite0().to(device)
+
+
+def _efficientnet_lite0(device: torch.device) -> Network:
+    model = efficientnet_lite0(device)
 
     def forward(pixels: torch.Tensor) -> torch.Tensor:
         return model.extract_features((pixels.to(device) - 127) / 128).mean(dim=(2, 3))

@@ -1,14 +1,13 @@
 """How different two pictures look: squared differences of a network's features at several scales."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from agentsd_demo.accuracy import load_efficientnet_lite0
 from PIL import Image
 from torch import Tensor
 
+from .features import efficientnet_lite0
 from .fidelity import to_tensor
 
 SIDE = 224
@@ -23,7 +22,7 @@ class StageFeatures:
     """Pictures to the features of five stages of EfficientNet-Lite0, each of length 1 at every place."""
 
     def __init__(self, device: torch.device) -> None:
-        self._network: Any = load_efficientnet_lite0().to(device)
+        self._network = efficientnet_lite0(device)
         self._device = device
 
     @torch.inference_mode()

@@ -33,7 +33,7 @@ NOTE = (
 def command(settings: ProofSettings, console: Console) -> None:
     """Print the links of every chain, and write them."""
     methods, chains = rivals(settings)
-    found = measure(settings, methods, "proof", console, HARMS)
+    found = measure(settings, methods, "proof", console, HARMS, costs=False)
     if found is None:
         return
     if "converged" not in found.singles[0] or len(found.singles) // len(found.rows) < 2:

@@ -92,8 +92,11 @@ def measure(
     name: str,
     console: Console,
     harms: Mapping[str, Harm] | None = None,
+    costs: bool = True,
 ) -> Measured | None:
     """Make what pictures are missing, and judge them all; `harms` are done to stock's pictures as well.
+
+    `costs` says whether the rows have what their methods cost, and what they are worth.
 
     Under `accelerate launch` the processes share the batches; the first one judges and writes, and the
     others return None. Everything that can be wrong is looked at before the first picture.
@@ -131,9 +134,11 @@ def measure(
             return None
         task = bars.add_task("features", total=len(pictures) * len(methods))
         judged, singles = judge.judge(store, methods, compared, lambda n: bars.advance(task, n), harms or {})
-    costs = _costs(pipe, store, methods, pictures, settings)
-    rows = [identity(m) | row | cost for m, row, cost in zip(methods, judged, costs, strict=False)]
-    add_worth(rows, singles, settings.bootstrap)
+    rows = [identity(method) | row for method, row in zip(methods, judged, strict=False)]
+    if costs:
+        for row, cost in zip(rows, _costs(pipe, store, methods, pictures, settings), strict=True):
+            row |= cost
+        add_worth(rows, singles, settings.bootstrap)
     for harm, row in zip(harms or {}, judged[len(methods) :], strict=True):
         rows.append({"method": harm, "ratio": None, "backend": None, "key": harm, "label": harm} | row)
     if floor := judge.floor():

@@ -1,0 +1,73 @@
+"""Faults that were found and mended, each a test that the old code fails.
+
+Gradient checkpointing computes the layers of a call again.
+"""
+
+import gc
+
+import pytest
+import torch
+from callers import inputs
+from tiny import make_unet
+
+from agentsd import apply_agentsd
+from agentsd.recipe import FAST
+
+
+def training_unet(checkpointing, recipe=FAST):
+    unet = make_unet().train()
+    apply_agentsd(unet, recipe=recipe)
+    if checkpointing:
+        unet.enable_gradient_checkpointing()
+    return unet
+
+
+def forward(unet, seed, t=999):
+    latent, text = inputs(seed)
+    return unet(latent, torch.tensor([t, t]), text).sample.square().mean()
+
+
+def grads(unet):
+    return [p.grad.clone() for p in unet.parameters() if p.grad is not None]
+
+
+def test_a_second_forward_before_the_backward_is_refused_under_checkpointing():
+    expected, unet = training_unet(True), training_unet(True)
+    forward(expected, 0).backward()
+    first = forward(unet, 0)
+    with pytest.raises(RuntimeError, match=r"a second forward before the backward.*backward\(\) after each"):
+        forward(unet, 1)
+    first.backward()
+    assert all(torch.equal(a, b) for a, b in zip(grads(expected), grads(unet), strict=True))
+    dropped = forward(unet, 1)
+    del dropped
+    gc.collect()
+    forward(unet, 1)  # nothing waits any more
+
+    plain = training_unet(False)
+    (forward(plain, 0) + forward(plain, 1)).backward()  # nothing is computed again
+
+
+@pytest.mark.parametrize("t", [999, 1])
+def test_a_call_without_gradients_between_forward_and_backward_changes_no_gradient(t):
+    expected, unet = training_unet(True), training_unet(True)
+    forward(expected, 0, t).backward()
+    loss = forward(unet, 0, t)
+    with torch.no_grad():
+        for other in (999, 1):
+            forward(unet, 1, other)
+    loss.backward()
+    assert grads(unet)
+    assert all(torch.equal(a, b) for a, b in zip(grads(expected), grads(unet), strict=True))
+
+
+def test_forward_and_backward_by_turns():
+    found = []
+    for checkpointing in (False, True):
+        unet = training_unet(checkpointing)
+        for seed, t in enumerate((999, 1, 500, 999)):
+            forward(unet, seed, t).backward()
+        found.append(grads(unet))
+    assert found[0]
+    for plain, again in zip(*found, strict=True):
+        torch.testing.assert_close(plain, again, rtol=0, atol=1e-6)

@@ -1,0 +1,55 @@
+"""Faults that were found and mended, each a test that the old code fails: copies of a patched U-Net."""
+
+import io
+import pickle
+
+import pytest
+import torch
+from tiny import call, make_unet
+
+from agentsd import ByDistance, Merge, PooledAgents, Recipe, apply_agentsd, remove_agentsd
+from agentsd.modules import AgentModule
+from agentsd.recipe import FAST
+
+TRAINED = Recipe(AgentModule())
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        FAST,
+        TRAINED,
+        Recipe(layers={"mid_block.attentions.0.transformer_blocks.0.attn1": Merge()}),
+        Recipe(ByDistance((PooledAgents(4), PooledAgents(16)), (0.5,), "sample")),
+    ],
+)
+@pytest.mark.parametrize("way", ["pickle", "torch.save"])
+def test_a_patched_unet_can_be_written_and_read(recipe, way):
+    unet = make_unet()
+    stock = call(unet)
+    apply_agentsd(unet, recipe=recipe)
+    patched = call(unet)
+    if way == "pickle":
+        twin = pickle.loads(pickle.dumps(unet))
+    else:
+        torch.save(unet, file := io.BytesIO())
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    assert not torch.equal(patched, stock)
+    assert torch.equal(call(twin), patched)
+    assert torch.equal(call(unet), patched)
+    remove_agentsd(twin)
+    assert torch.equal(call(twin), stock)
+    assert not any(m._forward_pre_hooks for m in twin.modules())
+    assert torch.equal(call(unet), patched)
+
+
+def test_a_handle_of_a_copy_undoes_the_copy():
+    unet = make_unet()
+    stock = call(unet)
+    apply_agentsd(unet)
+    patched = call(unet)
+    twin = pickle.loads(pickle.dumps(unet))
+    twin._agentsd.remove()
+    assert torch.equal(call(twin), stock)
+    assert torch.equal(call(unet), patched)

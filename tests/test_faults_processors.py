@@ -1,0 +1,34 @@
+"""Faults that were found and mended, each a test that the old code fails.
+
+Hosts that set or look up processors by their class.
+"""
+
+import pytest
+import torch
+from tiny import make_unet
+
+from agentsd import apply_agentsd, remove_agentsd
+from agentsd.attention.processor import is_ours
+
+
+def test_the_default_processors_can_be_set_while_patched(pipe, sample):
+    stock = sample(pipe)
+    apply_agentsd(pipe)
+    patched = sample(pipe)
+    pipe.unet.set_default_attn_processor()
+    torch.testing.assert_close(sample(pipe), patched, rtol=0, atol=1e-4)
+    assert any(is_ours(p) for p in pipe.unet.attn_processors.values())
+    remove_agentsd(pipe)
+    assert not any(is_ours(p) for p in pipe.unet.attn_processors.values())
+    torch.testing.assert_close(sample(pipe), stock, rtol=0, atol=1e-4)
+
+
+def test_hooks_find_a_patched_processor_by_its_class():
+    hooks = pytest.importorskip("diffusers.hooks._helpers", reason="this diffusers has no such hooks")
+    unet = make_unet()
+    known = {
+        name: hooks.AttentionProcessorRegistry.get(p.__class__) for name, p in unet.attn_processors.items()
+    }
+    apply_agentsd(unet)
+    for name, processor in unet.attn_processors.items():
+        assert hooks.AttentionProcessorRegistry.get(processor.__class__) is known[name]

@@ -1,0 +1,251 @@
+"""Quantised U-Nets: each mode beside one with the same weights in plain layers, and what is refused.
+
+A stand-in runs by default. torchao and bitsandbytes, which both print when diffusers imports them, are in an
+environment of their own: `.ci/run` has it.
+"""
+
+import logging
+
+import diffusers
+import pytest
+import torch
+from calibrating import distance, work
+from quantized import BLOCK, PACKAGES, STAND_IN, dequantized, wide_unet
+from reuse_twin import Twin
+from tiny import call, snapshot, watch_phases
+
+from agentsd import Merge, Recipe, ReuseGuidance, ReuseSteps, apply_agentsd, calibrate, remove_agentsd
+from agentsd.calibration.cost import multiply_adds
+from agentsd.hosts import weights_digest
+from agentsd.modules import AgentModule, FocusedLinear
+from agentsd.recipe import DOWNSAMPLE, EXACT, FAST, REUSE, TURBO
+
+BOTH = {"steps": ReuseSteps(2, order=0), "guidance": ReuseGuidance()}
+RECIPES = {
+    "exact": EXACT,
+    "fast": FAST,
+    "turbo": TURBO,
+    "downsample": DOWNSAMPLE,
+    "reuse": REUSE,
+    "guidance": Recipe(guidance=ReuseGuidance()),
+    "both": Recipe(**BOTH),
+    "both and attention": Recipe(FAST.attention, **BOTH),
+    "an untrained module": Recipe(AgentModule()),
+    "an untrained module of its own weights": Recipe(FocusedLinear()),
+}
+FIRST = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
+
+
+IN_PACKAGES = [pytest.param(name, marks=pytest.mark.quantized) for name in PACKAGES]
+
+
+@pytest.fixture(params=[*STAND_IN, *IN_PACKAGES])
+def quantize(request):
+    """Quantises a U-Net in place, and returns it."""
+    return (STAND_IN | PACKAGES)[request.param]
+
+
+@pytest.fixture(autouse=True)
+def quiet_bitsandbytes():
+    """It says in each call that it casts to half precision."""
+    logger = logging.getLogger("bitsandbytes.autograd._functions")
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(logging.NOTSET)
+
+
+@pytest.fixture
+def host(quantize, make_pipeline):
+    """A pipeline with a quantised U-Net."""
+    return make_pipeline(unet=quantize(wide_unet()))
+
+
+def run(pipe):
+    rng = torch.Generator().manual_seed(0)
+    return pipe("a cat", num_inference_steps=10, output_type="latent", generator=rng).images
+
+
+def first_layer(unet, t):
+    """What its first self-attention gives in a call."""
+    seen = []
+    hook = unet.get_submodule(FIRST).register_forward_hook(lambda m, args, out: seen.append(out))
+    call(unet, t)
+    hook.remove()
+    return seen[0]
+
+
+def trained_folder(folder):
+    """A folder of trained weights of a U-Net that is not quantised, and what they give."""
+    unet = wide_unet()
+    handle = apply_agentsd(unet, recipe=Recipe(AgentModule()))
+    with torch.no_grad():
+        for parameter in handle.parameters():
+            parameter.mul_(1.5)
+    handle.save(folder)
+    return folder, call(unet)
+
+
+def test_its_layers_are_quantised(quantize):
+    """All of self-attention, and the weights are others than before."""
+    unet = quantize(wide_unet())
+    weight = unet.get_submodule(FIRST).to_q.weight
+    assert type(weight) is not torch.nn.Parameter or weight.shape != (BLOCK, BLOCK)
+    assert 1e-4 < distance(call(unet), call(wide_unet())) < 0.5
+    assert distance(call(dequantized(unet)), call(unet)) < 0.01
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe(host, make_pipeline, name):
+    """It gives what it gives on plain layers of the same weights, gives it again, and is undone to the bit.
+
+    As near as 8 times stock's distance to stock on those layers: some quantised ones round their input too.
+    """
+    stock, before = run(host), snapshot(host.unet)
+    handle = apply_agentsd(host, recipe=RECIPES[name])
+    picture = run(host)
+    assert torch.equal(run(host), picture)
+    handle.remove()
+    assert torch.equal(run(host), stock)
+    assert snapshot(host.unet) == before
+    plain = make_pipeline(unet=dequantized(host.unet))
+    rounding = distance(run(plain), stock)
+    apply_agentsd(plain, recipe=RECIPES[name])
+    assert distance(picture, stock) > 1e-3
+    assert distance(picture, run(plain)) < 1e-4 + 8 * rounding
+
+
+@pytest.mark.parametrize(("mode", "t"), [("exact", 999), ("exact", 1), ("fast", 999), ("downsample", 1)])
+def test_a_layer(quantize, mode, t):
+    """The first layer, which few roundings come before, gives what one of plain weights gives."""
+    unet = quantize(wide_unet())
+    plain = dequantized(unet)
+    stock = first_layer(unet, t)
+    for model in (unet, plain):
+        apply_agentsd(model, mode=mode)
+    given = first_layer(unet, t)
+    assert distance(given, stock) > 0.1
+    assert distance(given, first_layer(plain, t)) < 0.02
+
+
+def test_attention_runs_in_each_layer(host):
+    seen = watch_phases(apply_agentsd(host, mode="fast"))
+    run(host)
+    assert len(seen) == 6
+    for phases in seen.values():
+        assert set(phases) == {"agent", "downsample"}
+
+
+@pytest.mark.parametrize("recipe", [FAST, Recipe(**BOTH)])
+def test_quantised_before_or_after_the_patch(quantize, host, make_pipeline, recipe):
+    later = make_pipeline(unet=wide_unet())
+    for pipe in (host, later):
+        apply_agentsd(pipe, recipe=recipe)
+    quantize(later.unet)
+    assert torch.equal(run(later), run(host))
+
+
+def test_what_leaves_nothing_out_changes_no_bit(host):
+    stock = run(host)
+    nothing = Recipe(Merge(0.0), steps=ReuseSteps(1), guidance=ReuseGuidance(1))
+    apply_agentsd(host, recipe=nothing)
+    assert torch.equal(run(host), stock)
+
+
+def test_calls_left_out_are_those_of_a_twin(host):
+    """That computes each call of the quantised U-Net in whole."""
+    handle = apply_agentsd(host, recipe=Recipe(**BOTH))
+    picture = run(host)
+    symbols = handle.summary().split()[0]
+    assert set(symbols) == set("FfHh")
+    handle.remove()
+    twin = Twin(host.unet, symbols)
+    expected = run(host)
+    twin.remove()
+    assert distance(picture, expected) < 1e-3  # a half batch is rounded a little otherwise
+
+
+def test_multiply_adds_are_those_of_plain_layers(quantize):
+    unet, plain = quantize(wide_unet()), wide_unet()
+    for recipe in (None, FAST):
+        for model in (unet, plain):
+            if recipe is not None:
+                apply_agentsd(model, recipe=recipe)
+        assert multiply_adds(lambda: call(unet)) == multiply_adds(lambda: call(plain))
+
+
+def test_a_digest_tells_weights_apart(quantize):
+    """Also where a quantised tensor can't be flattened."""
+    other = wide_unet()
+    with torch.no_grad():
+        other.get_submodule(FIRST).to_v.weight.mul_(-1)
+    digests = [weights_digest(quantize(unet)) for unet in (wide_unet(), wide_unet(), other)]
+    assert digests[0] == digests[1] != digests[2]
+    assert weights_digest(wide_unet()) != digests[0]
+
+
+@pytest.mark.parametrize("quantize", IN_PACKAGES, indirect=True)
+def test_calibration_promises_what_plain_layers_count(host, make_pipeline):
+    found = calibrate(host, ["a cat"], speedup=1.4, operators=(), num_inference_steps=8)
+    plain = make_pipeline(unet=dequantized(host.unet))
+    stock = work(plain)
+    apply_agentsd(plain, recipe=found)
+    promised = found.measured["promises"]["speedup"]
+    assert promised >= 1.4
+    assert stock / work(plain) == pytest.approx(promised)
+
+
+@pytest.mark.quantized
+def test_a_model_that_diffusers_quantises_as_it_loads_it(tmp_path):
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    wide_unet().save_pretrained(tmp_path)
+    config = diffusers.TorchAoConfig(Int8WeightOnlyConfig())
+    loaded = diffusers.UNet2DConditionModel.from_pretrained(
+        tmp_path, quantization_config=config, torch_dtype=torch.float32
+    )
+    unet = PACKAGES["torchao, 8 bit weights"](wide_unet())
+    stock = call(unet)
+    for model in (loaded, unet):
+        apply_agentsd(model)
+    assert torch.equal(call(loaded), call(unet))
+    remove_agentsd(loaded)
+    assert torch.equal(call(loaded), stock)
+
+
+def test_training_is_refused(host, tmp_path):
+    with apply_agentsd(host) as handle:
+        with pytest.raises(ValueError, match=rf"{FIRST}.to_q.weight is quantised \(\w+\): train the model"):
+            handle.parameters()
+        with pytest.raises(ValueError, match=r"handle.recipe.save\(folder\) writes the recipe without"):
+            handle.save(tmp_path)
+        handle.recipe.save(tmp_path)
+    with apply_agentsd(host, recipe=tmp_path) as again:
+        assert again.recipe == handle.recipe
+
+
+def test_trained_weights_are_refused(host, tmp_path):
+    """They would be cast to integers, or not be read at all; the patch that was there stays."""
+    folder, _ = trained_folder(tmp_path)
+    apply_agentsd(host, mode="fast")
+    picture, before = run(host), snapshot(host.unet)
+    with pytest.raises(ValueError, match=r"to_q.weight is quantised .*into the model unquantised"):
+        apply_agentsd(host, recipe=folder)
+    assert snapshot(host.unet) == before
+    assert torch.equal(run(host), picture)
+
+
+def test_trained_weights_that_are_quantised_later(quantize, tmp_path):
+    """They are served, and what they took the place of is gone: that is said, and nothing is changed."""
+    unet = wide_unet()
+    stock = call(unet)
+    folder, trained = trained_folder(tmp_path)
+    handle = apply_agentsd(unet, recipe=folder)
+    quantize(unet)
+    served = call(unet)
+    assert distance(served, trained) < 0.5 * distance(served, stock)
+    before = snapshot(unet)
+    for undo in (handle.remove, lambda: remove_agentsd(unet), lambda: apply_agentsd(unet, mode="fast")):
+        with pytest.raises(ValueError, match="and can't be taken out again: load the model anew"):
+            undo()
+        assert snapshot(unet) == before
+        assert torch.equal(call(unet), served)
