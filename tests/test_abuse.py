@@ -124,7 +124,7 @@ def test_two_models_with_different_settings_in_two_threads():
 def test_a_deep_copy_has_a_patch_of_its_own():
     unet = make_unet()
     stock = call(unet)
-    apply_agentsd(unet)
+    apply_agentsd(unet, mode="fast")
     patched = call(unet)
     twin = copy.deepcopy(unet)
     remove_agentsd(unet)
@@ -185,7 +185,7 @@ def test_same_bits_in_another_process():
 
     code = (
         "import torch; torch.set_num_threads(1); from tiny import make_unet; from test_patch import call;"
-        "from agentsd import apply_agentsd; unet = make_unet(); apply_agentsd(unet);"
+        "from agentsd import apply_agentsd; unet = make_unet(); apply_agentsd(unet, mode="fast");"
         "print(call(unet, 999).double().sum().item().hex())"
     )
     sums = {

@@ -51,7 +51,7 @@ def test_tgate_goes_round_processors_and_that_is_said(pipe):
         return gated.tgate("a cat", generator=torch.Generator().manual_seed(0), **settings).images
 
     stock = run()
-    apply_agentsd(pipe)
+    apply_agentsd(pipe, mode="fast")
     with pytest.warns(UserWarning, match="without its attention processor"):
         assert torch.equal(run(), stock)
     remove_agentsd(pipe)

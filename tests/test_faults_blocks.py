@@ -25,7 +25,7 @@ def test_a_setting_beside_a_recipe_is_refused_even_at_its_default(pipe, beside):
 
 def test_a_block_inside_another_puts_the_outer_patch_back(pipe, sample):
     before, stock = snapshot(pipe.unet), sample(pipe)
-    with apply_agentsd(pipe) as outer:
+    with apply_agentsd(pipe, mode="fast") as outer:
         first = sample(pipe)
         with apply_agentsd(pipe, mode="turbo", ratio=0.6) as inner:
             second = sample(pipe)

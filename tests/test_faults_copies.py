@@ -47,7 +47,7 @@ def test_a_patched_unet_can_be_written_and_read(recipe, way):
 def test_a_handle_of_a_copy_undoes_the_copy():
     unet = make_unet()
     stock = call(unet)
-    apply_agentsd(unet)
+    apply_agentsd(unet, mode="fast")
     patched = call(unet)
     twin = pickle.loads(pickle.dumps(unet))
     twin._agentsd.remove()

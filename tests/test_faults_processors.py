@@ -13,7 +13,7 @@ from agentsd.attention.processor import is_ours
 
 def test_the_default_processors_can_be_set_while_patched(pipe, sample):
     stock = sample(pipe)
-    apply_agentsd(pipe)
+    apply_agentsd(pipe, mode="fast")
     patched = sample(pipe)
     pipe.unet.set_default_attn_processor()
     torch.testing.assert_close(sample(pipe), patched, rtol=0, atol=1e-4)
@@ -29,6 +29,6 @@ def test_hooks_find_a_patched_processor_by_its_class():
     known = {
         name: hooks.AttentionProcessorRegistry.get(p.__class__) for name, p in unet.attn_processors.items()
     }
-    apply_agentsd(unet)
+    apply_agentsd(unet, mode="fast")
     for name, processor in unet.attn_processors.items():
         assert hooks.AttentionProcessorRegistry.get(processor.__class__) is known[name]

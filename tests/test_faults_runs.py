@@ -67,7 +67,7 @@ def test_a_pipeline_that_shares_the_unet_is_followed_by_its_own_scheduler(make_p
         **BETAS, timestep_type="continuous", prediction_type="v_prediction"
     )
     assert other.unet is pipe.unet
-    phases = watch_phases(apply_agentsd(pipe))
+    phases = watch_phases(apply_agentsd(pipe, mode="fast"))
     seen = phases[next(iter(phases))]
     sample(pipe, num_inference_steps=10)
     assert seen == ["agent"] * 4 + ["downsample"] * 6
@@ -80,7 +80,7 @@ def test_a_pipeline_that_shares_the_unet_is_followed_by_its_own_scheduler(make_p
 
 
 def test_a_timestep_off_every_list_is_told_once(pipe):
-    apply_agentsd(pipe)
+    apply_agentsd(pipe, mode="fast")
     pipe.scheduler.set_timesteps(5)
     with pytest.warns(UserWarning, match="agentsd: timestep 555 is not one of the scheduler's"):
         call(pipe.unet, 555)
@@ -105,7 +105,7 @@ def test_no_false_word_of_a_missing_early_step(make_pipeline, sample, kind, opti
     pipe = make_pipeline(scheduler=kind(**BETAS, **options))
     steps = []
     pipe.unet.register_forward_pre_hook(lambda module, args: steps.append(float(args[1])))
-    phases = watch_phases(apply_agentsd(pipe))
+    phases = watch_phases(apply_agentsd(pipe, mode="fast"))
     for _ in range(2):
         steps.clear()
         for seen in phases.values():

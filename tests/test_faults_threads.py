@@ -29,7 +29,7 @@ def in_a_thread(work):
 
 def test_a_second_thread_inside_a_call_is_refused():
     unet = make_unet()
-    apply_agentsd(unet)
+    apply_agentsd(unet, mode="fast")
     alone, other = call(unet), []
 
     def intrude(*_):
@@ -46,7 +46,7 @@ def test_a_second_thread_inside_a_call_is_refused():
 
 def test_a_thread_that_died_in_a_call_locks_nobody_out():
     unet = make_unet()
-    apply_agentsd(unet)
+    apply_agentsd(unet, mode="fast")
     alone = call(unet)
     hook = unet.mid_block.register_forward_pre_hook(lambda *_: 1 / 0)
     assert isinstance(in_a_thread(lambda: call(unet)), ZeroDivisionError)

@@ -63,12 +63,12 @@ def test_the_controlnets_own_attention_is_patched_only_when_asked(build):
     pipe, run = build("ControlNet")
     stock = run()
     before = dict(pipe.controlnet.attn_processors)
-    apply_agentsd(pipe)
+    apply_agentsd(pipe, mode="fast")
     unet_only = run()
     assert {k: id(v) for k, v in pipe.controlnet.attn_processors.items()} == {
         k: id(v) for k, v in before.items()
     }
-    handle = apply_agentsd(pipe.controlnet)
+    handle = apply_agentsd(pipe.controlnet, mode="fast")
     assert not torch.equal(run(), unet_only)
     handle.remove()
     assert torch.equal(run(), unet_only)
@@ -81,8 +81,8 @@ def test_textual_inversion_after_the_patch(make_pipeline, sample):
     concept = {"<cat>": torch.ones(1, WIDTH)}
     before, after = make_pipeline(), make_pipeline()
     before.load_textual_inversion(concept, token="<cat>")
-    apply_agentsd(before)
-    apply_agentsd(after)
+    apply_agentsd(before, mode="fast")
+    apply_agentsd(after, mode="fast")
     untaught = sample(after, prompt="<cat>")
     after.load_textual_inversion(concept, token="<cat>")
     assert torch.equal(sample(after, prompt="<cat>"), sample(before, prompt="<cat>"))
@@ -155,7 +155,7 @@ def test_masks_and_cross_attention_are_untouched():
 
     stock = outputs()
     cross = {n: p for n, p in unet.attn_processors.items() if "attn2" in n}
-    handle = apply_agentsd(unet)
+    handle = apply_agentsd(unet, mode="fast")
     handle._groups[0].begin(torch.empty(2, 4, 16, 16), 999.0, (0, 0))
     assert handle._layers[0].work.plan is not None
     assert all(torch.equal(a, b) for a, b in zip(outputs(), stock, strict=True))

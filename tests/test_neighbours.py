@@ -86,7 +86,7 @@ def test_feature_and_patch_in_either_order(new_pipe, name, patch_first):
 
 def test_lora_scaled_switched_and_fused_under_the_patch(new_pipe):
     pipe, twin = new_pipe(), new_pipe()
-    apply_agentsd(pipe)
+    apply_agentsd(pipe, mode="fast")
     load_lora(pipe)
     load_lora(twin)
     for change in (
@@ -98,7 +98,7 @@ def test_lora_scaled_switched_and_fused_under_the_patch(new_pipe):
     ):
         change(pipe)
         change(twin)
-        with apply_agentsd(twin):
+        with apply_agentsd(twin, mode="fast"):
             assert same(run(pipe), run(twin))
 
 
@@ -120,7 +120,7 @@ def test_no_order_of_loading_and_patching_strands_a_pipeline(new_pipe, seed):
             (FEATURES[step].off if step in on else FEATURES[step].on)(each)
         on ^= {step}
         if rng.random() < 0.3:
-            with apply_agentsd(twin):
+            with apply_agentsd(twin, mode="fast"):
                 expected = run(twin)
             assert same(run(pipe), expected if patched else run(twin)), on
     remove_agentsd(pipe)

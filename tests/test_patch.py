@@ -31,7 +31,7 @@ def cells(how):
 
 def test_remove_leaves_no_trace(pipe, sample):
     before, picture, keys = snapshot(pipe.unet), sample(pipe), list(pipe.unet.state_dict())
-    handle = apply_agentsd(pipe)
+    handle = apply_agentsd(pipe, mode="fast")
     patched = sample(pipe)
     assert not torch.equal(patched, picture)
     assert list(pipe.unet.state_dict()) == keys
@@ -40,20 +40,20 @@ def test_remove_leaves_no_trace(pipe, sample):
     assert torch.equal(sample(pipe), picture)
     handle.remove()  # harmless
     remove_agentsd(pipe)
-    with apply_agentsd(pipe):
+    with apply_agentsd(pipe, mode="fast"):
         assert torch.equal(sample(pipe), patched)
     assert snapshot(pipe.unet) == before
 
 
 def test_apply_twice_equals_once_and_takes_the_new_settings(pipe, sample):
     before = snapshot(pipe.unet)
-    first = apply_agentsd(pipe)
+    first = apply_agentsd(pipe, mode="fast")
     once = sample(pipe)
     other = apply_agentsd(pipe, ratio=0.7)
     assert not torch.equal(sample(pipe), once)
     first.remove()  # was replaced: must not touch the patch in force
     assert pipe.unet._agentsd is other
-    apply_agentsd(pipe)
+    apply_agentsd(pipe, mode="fast")
     assert torch.equal(sample(pipe), once)
     remove_agentsd(pipe)
     assert snapshot(pipe.unet) == before
@@ -212,7 +212,7 @@ def test_an_odd_batch_takes_the_first_token_of_each_cell():
 )
 def test_phases_in_a_run_of_each_scheduler(pipe, sample, scheduler, monkeypatch):
     """The scheduler is swapped after the patch; the early calls are counted from what the layers do."""
-    apply_agentsd(pipe)
+    apply_agentsd(pipe, mode="fast")
     pipe.scheduler = scheduler.from_config(pipe.scheduler.config)
     calls = []
     attn = pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
@@ -232,7 +232,7 @@ def test_a_run_without_an_early_step_is_said_once(make_pipeline):
     base = make_pipeline()
     pipe = diffusers.StableDiffusionImg2ImgPipeline(**base.components, requires_safety_checker=False)
     pipe.set_progress_bar_config(disable=True)
-    apply_agentsd(pipe)
+    apply_agentsd(pipe, mode="fast")
     image = torch.zeros(1, 3, 32, 32)
 
     def run(strength):
@@ -267,11 +267,11 @@ def test_a_model_with_no_layer_to_patch_is_refused():
         down_block_types=("DownBlock2D",) * 3, up_block_types=("UpBlock2D",) * 3, mid_block_type=None
     )
     with pytest.raises(ValueError, match="no self-attention that agentsd could patch"):
-        apply_agentsd(unet)
+        apply_agentsd(unet, mode="fast")
 
 
 def test_a_patch_in_force_survives_a_bad_call(pipe, sample):
-    apply_agentsd(pipe)
+    apply_agentsd(pipe, mode="fast")
     picture = sample(pipe)
     with pytest.raises(ValueError, match=r"scale=0\.54"):
         apply_agentsd(pipe, scale=0.54)
@@ -281,12 +281,12 @@ def test_a_patch_in_force_survives_a_bad_call(pipe, sample):
 def test_tomesd_and_strange_processors_are_refused(pipe):
     tomesd.apply_patch(pipe)
     with pytest.raises(ValueError, match=r"tomesd.remove_patch"):
-        apply_agentsd(pipe)
+        apply_agentsd(pipe, mode="fast")
     tomesd.remove_patch(pipe)
     attn = pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
     attn.set_processor(PAGIdentitySelfAttnProcessor2_0())
     with pytest.raises(ValueError, match="PAGIdentitySelfAttnProcessor2_0"):
-        apply_agentsd(pipe)
+        apply_agentsd(pipe, mode="fast")
     assert isinstance(attn.processor, PAGIdentitySelfAttnProcessor2_0)
 
 
@@ -308,7 +308,7 @@ def test_the_processor_that_was_there_does_the_later_steps(pipe, sample, operato
 
 def test_no_tensor_is_kept_and_the_model_is_let_go():
     unet = make_unet()
-    handle = apply_agentsd(unet)
+    handle = apply_agentsd(unet, mode="fast")
     call(unet)
     for site, layer in zip(handle._sites, handle._layers, strict=True):
         assert layer.block_input is None
@@ -325,7 +325,7 @@ def test_no_tensor_is_kept_and_the_model_is_let_go():
 
 
 def test_an_exception_in_the_middle_leaves_the_next_run_clean(pipe, sample):
-    apply_agentsd(pipe)
+    apply_agentsd(pipe, mode="fast")
     picture = sample(pipe)
 
     def stop(pipeline, step, t, tensors):
@@ -370,7 +370,19 @@ def test_settings_change_the_named_recipe_wherever_it_has_them(pipe):
     early, late = Agents(0.2, **EXACT_AGENTS), Merge(0.2, ranking="layer")
     assert handle.recipe == Recipe(Phases(early, late, 0.5), levels=1, seed=3)
     assert apply_agentsd(pipe, mode="exact").recipe == EXACT
-    assert apply_agentsd(pipe).recipe == FAST
+
+
+def test_nothing_passed_is_reuse_and_a_setting_alone_asks_for_agents(pipe):
+    assert apply_agentsd(pipe).recipe == REUSE
+    assert apply_agentsd(pipe, k=0.05).recipe == FAST.with_settings(k=0.05)
+    assert apply_agentsd(pipe, seed=3).recipe == FAST.with_settings(seed=3)
+
+
+def test_a_model_of_which_no_call_can_be_left_out_is_told_the_way_out(pipe):
+    before = dict(vars(pipe))
+    with pytest.raises(ValueError, match='ControlNetModel is no U-Net.*pass mode="fast"'):
+        apply_agentsd(make_controlnet())
+    assert vars(pipe) == before
 
 
 def test_settings_from_a_recipe_or_its_folder(pipe, tmp_path):

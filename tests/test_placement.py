@@ -11,14 +11,14 @@ from agentsd import apply_agentsd, remove_agentsd
 
 def test_saving_a_patched_pipeline_saves_a_stock_one(pipe, sample, tmp_path):
     stock = sample(pipe)
-    apply_agentsd(pipe)
+    apply_agentsd(pipe, mode="fast")
     patched = sample(pipe)
     pipe.save_pretrained(tmp_path)
     assert "agentsd" not in "".join(p.read_text() for p in tmp_path.rglob("*.json"))
     loaded = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path)
     loaded.set_progress_bar_config(disable=True)
     assert torch.equal(sample(loaded), stock)
-    apply_agentsd(loaded)
+    apply_agentsd(loaded, mode="fast")
     assert torch.equal(sample(loaded), patched)
 
 
@@ -26,7 +26,7 @@ def test_pipelines_that_share_a_unet_share_the_patch(pipe, sample):
     stock = sample(pipe)
     other = diffusers.AutoPipelineForImage2Image.from_pipe(pipe)
     assert other.unet is pipe.unet
-    apply_agentsd(pipe)
+    apply_agentsd(pipe, mode="fast")
     assert not torch.equal(sample(pipe), stock)
     remove_agentsd(other)
     assert torch.equal(sample(pipe), stock)
@@ -37,7 +37,7 @@ def test_pipelines_that_share_a_unet_share_the_patch(pipe, sample):
 def test_group_offloading_and_layerwise_casting(pipe, sample, offload, patch_first):
     stock = sample(pipe)
     if patch_first:
-        apply_agentsd(pipe)
+        apply_agentsd(pipe, mode="fast")
     if offload == "group":
         if version.parse(diffusers.__version__) < version.parse("0.42") and not torch.cuda.is_available():
             pytest.skip("group offloading before diffusers 0.42 needs an accelerator")
@@ -46,14 +46,14 @@ def test_group_offloading_and_layerwise_casting(pipe, sample, offload, patch_fir
     else:
         pipe.unet.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
     if not patch_first:
-        apply_agentsd(pipe)
+        apply_agentsd(pipe, mode="fast")
     patched = sample(pipe)
     remove_agentsd(pipe)
     plain = sample(pipe)
     assert not torch.equal(patched, plain)
     if offload == "group":
         assert torch.equal(plain, stock)
-        apply_agentsd(pipe)
+        apply_agentsd(pipe, mode="fast")
         assert torch.equal(sample(pipe), patched)
 
 
@@ -63,23 +63,23 @@ def test_accelerates_offloading_hooks(pipe, sample, kind, patch_first):
     """What enable_model_cpu_offload and enable_sequential_cpu_offload put on a U-Net, run on the CPU."""
     stock = sample(pipe)
     if patch_first:
-        apply_agentsd(pipe)
+        apply_agentsd(pipe, mode="fast")
     if kind == "model":
         pipe.unet, _ = accelerate.cpu_offload_with_hook(pipe.unet, execution_device="cpu")
     else:
         accelerate.cpu_offload(pipe.unet, execution_device=torch.device("cpu"))
     if not patch_first:
-        apply_agentsd(pipe)
+        apply_agentsd(pipe, mode="fast")
     patched = sample(pipe)
     assert not torch.equal(patched, stock)
     remove_agentsd(pipe)
     assert torch.equal(sample(pipe), stock)
-    with apply_agentsd(pipe):
+    with apply_agentsd(pipe, mode="fast"):
         assert torch.equal(sample(pipe), patched)
 
 
 def test_attention_backends_and_moves_after_the_patch(pipe, sample):
-    apply_agentsd(pipe)
+    apply_agentsd(pipe, mode="fast")
     patched = sample(pipe)
     pipe.unet.set_attention_backend("native")
     assert torch.equal(sample(pipe), patched)

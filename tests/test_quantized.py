@@ -206,14 +206,14 @@ def test_a_model_that_diffusers_quantises_as_it_loads_it(tmp_path):
     unet = PACKAGES["torchao, 8 bit weights"](wide_unet())
     stock = call(unet)
     for model in (loaded, unet):
-        apply_agentsd(model)
+        apply_agentsd(model, mode="fast")
     assert torch.equal(call(loaded), call(unet))
     remove_agentsd(loaded)
     assert torch.equal(call(loaded), stock)
 
 
 def test_training_is_refused(host, tmp_path):
-    with apply_agentsd(host) as handle:
+    with apply_agentsd(host, mode="fast") as handle:
         with pytest.raises(ValueError, match=rf"{FIRST}.to_q.weight is quantised \(\w+\): train the model"):
             handle.parameters()
         with pytest.raises(ValueError, match=r"handle.recipe.save\(folder\) writes the recipe without"):

@@ -382,7 +382,7 @@ def test_layers_of_other_settings_share_no_ranking_in_fast_mode():
 
 
 def test_an_unknown_layer_is_refused_and_the_patch_in_force_stays(pipe, sample):
-    apply_agentsd(pipe)
+    apply_agentsd(pipe, mode="fast")
     picture = sample(pipe)
     with pytest.raises(
         ValueError, match=r"layers=\['mid.attn1'\]: UNet2DConditionModel has no such self-att"

@@ -75,4 +75,4 @@ def test_a_transformer_of_another_kind_is_refused():
         pooled_projection_dim=8, out_channels=4,
     )  # fmt: skip
     with pytest.raises(ValueError, match="SD3Transformer2DModel has no self-attention"):
-        apply_agentsd(model)
+        apply_agentsd(model, mode="fast")
