@@ -8,7 +8,8 @@ import warnings
 import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,6 +71,14 @@ class Group:
             self.work.plan = None if operator is None else operator.plan(place)
 
 
+class Planned(NamedTuple):
+    """What the groups' plans of a call are made from: the arguments of `Group.begin`."""
+
+    latent: Tensor
+    timestep: float
+    stages: tuple[int, ...]
+
+
 class Run(threading.local):
     """A thread's run: where it is, and how far its latents moved."""
 
@@ -124,6 +133,7 @@ class Calls:
         self._caller: dict[str, int] = {}
         self._kind = WHOLE
         self._symbols = ""  # of the last run's calls
+        self._again = False  # a cheap call is computed once more
         self._limits: ExitStack | None = None  # what is set for the call under way
         self._recomputes = False
         self._awaited: weakref.ref[Graph] | None = None
@@ -132,15 +142,17 @@ class Calls:
 
     def __getstate__(self) -> dict[str, Any]:
         gone = dict.fromkeys(("_pipe", "_limits", "_awaited", "_scheduler"))
-        return self.__dict__ | gone | {"_caller": {}, "_kept": []}
+        return self.__dict__ | gone | {"_caller": {}, "_kept": [], "_again": False}
 
     def summary(self) -> str:
         """What each call of the last run was."""
-        return tell(self._symbols)
+        return tell(self._symbols, self.reuse.corrected if self.reuse is not None else 0)
 
     @torch.compiler.disable
     def begin(self, unet: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Plan the U-Net call that starts."""
+        if self._is_again():
+            return None
         self._enter(unet)
         latent, timestep = latent_and_timestep(unet, args, kwargs)
         pipe = self._pipe() if self._pipe is not None else None
@@ -156,9 +168,17 @@ class Calls:
         self._kind, self._symbols = kind, "" if step.opens else self._symbols
         if not kind.whole:
             stages = stages[len(stages) // 2 :]
+        planned = Planned(latent, step.timestep, stages)
+        self._plan(planned, kind.full)
+        if self.reuse is None or given is None:
+            return None
+        return regroup(self.reuse.start(given, planned), len(args))
+
+    def _plan(self, planned: Planned, full: bool) -> None:
+        """Make the plans of a call, and hold its layers."""
         for group in self._groups:
-            if kind.full or not group.deep:
-                group.begin(latent, step.timestep, stages)
+            if full or not group.deep:
+                group.begin(*planned)
         for site, layer in zip(self._sites, self._layers, strict=True):
             layer.held = self.claim(site.attn, layer)
         if any(group.site.block._compiled_call_impl is not None for group in self._groups):
@@ -167,9 +187,6 @@ class Calls:
             limit = torch._dynamo.config.recompile_limit + 4 * len(self._groups)
             self._limits = ExitStack()
             self._limits.enter_context(torch._dynamo.config.patch(recompile_limit=limit))
-        if self.reuse is None or given is None:
-            return None
-        return regroup(self.reuse.start(given), len(args))
 
     def _find_deep(self) -> None:
         """Note the groups that a cheap call leaves out."""
@@ -222,8 +239,35 @@ class Calls:
     @torch.compiler.disable
     def end(self, unet: Module, args: tuple[Any, ...], output: Any) -> Any:
         """Let go of everything that belongs to the call that ends."""
-        if self._caller.get("thread") != threading.get_ident():
-            return None  # refused
+        if self._is_again() or self._caller.get("thread") != threading.get_ident():
+            return None  # or it was refused
+        self._let_go(output)
+        if output is not None:
+            self._symbols += self._kind.symbol
+        try:
+            return None if self.reuse is None else self.reuse.end(output, partial(self._compute, unet, len(args)))
+        finally:
+            self._caller.clear()
+
+    def _is_again(self) -> bool:
+        """Whether the call is a cheap one once more."""
+        return self._again and self._caller.get("thread") == threading.get_ident()
+
+    def _compute(self, unet: Module, positional: int, given: dict[str, Any], planned: Planned) -> Any:
+        """Compute a cheap call, or the conditional half of one, once more before another ends."""
+        args, kwargs = regroup(given, positional)  # as the caller does, for a compiled graph's sake
+        pictures = given["sample"].shape[0]
+        output, self._again = None, True
+        try:
+            self._plan(planned._replace(stages=planned.stages[-pictures:]), full=False)
+            output = unet(*args, **kwargs)
+        finally:
+            self._again = False
+            self._let_go(output)
+        return output
+
+    def _let_go(self, output: Any) -> None:
+        """Forget what the layers hold of a call that gave this; None if it raised."""
         if self._limits is not None:
             self._limits.close()
             self._limits = None
@@ -240,10 +284,6 @@ class Calls:
                 )
             layer.block_input, layer.mismatch = None, 0
         self._keep_or_forget(output)
-        self._caller.clear()
-        if output is not None:
-            self._symbols += self._kind.symbol
-        return None if self.reuse is None else self.reuse.end(output)
 
     def _keep_or_forget(self, output: Any) -> None:
         """Keep the plans where checkpointing may compute the layers again after the call."""

@@ -12,14 +12,14 @@ from diffusers.models.attention_processor import (
     AttnProcessor2_0,
     PAGIdentitySelfAttnProcessor2_0,
 )
-from tiny import PHASES, call, make_sdxl_unet, make_unet, snapshot
+from tiny import PHASES, call, make_controlnet, make_sdxl_unet, make_unet, snapshot
 
 from agentsd import Agents, Downsample, Merge, Phases, Recipe, apply_agentsd, remove_agentsd
 from agentsd.attention.formula import agent_attention
 from agentsd.attention.matching import draw_cells, rank_tokens, split_grid
 from agentsd.attention.merging import cut_ranking, merge, unmerge
 from agentsd.attention.processor import is_ours
-from agentsd.recipe import EXACT, FAST
+from agentsd.recipe import EXACT, FAST, REUSE
 
 EXACT_AGENTS = {"ranking": "layer", "at_most": None, "agent_ratio": 0.95}
 

@@ -158,7 +158,7 @@ def test_calls_left_out_are_those_of_a_twin(host):
     symbols = handle.summary().split()[0]
     assert set(symbols) == set("FfHh")
     handle.remove()
-    twin = Twin(host.unet, symbols)
+    twin = Twin(host.unet, symbols, scheduler=host.scheduler)
     expected = run(host)
     twin.remove()
     assert distance(picture, expected) < 1e-3  # a half batch is rounded a little otherwise

@@ -79,7 +79,7 @@ def test_a_cheap_call_is_a_full_one_of_a_twin_whose_deep_blocks_return_the_kept_
             return {"down_intrablock_additional_residuals": [each[end].clone() for end in ends]}
         return {}
 
-    handle = apply_agentsd(unet, recipe=Recipe(steps=ReuseSteps(3, order=0, layers=layers)))
+    handle = apply_agentsd(unet, recipe=Recipe(steps=ReuseSteps(3, order=0, layers=layers, corrected=False)))
     kept = {}
 
     def swap(module, args, output):
@@ -127,7 +127,7 @@ def test_noise_levels_are_those_of_karras_sigmas():
 
 
 def test_order_1_is_exact_on_states_linear_in_the_noise_level():
-    states, slope, base = States(1), torch.randn(2, 3), torch.randn(2, 3)
+    states, slope, base = States(1, 2), torch.randn(2, 3), torch.randn(2, 3)
     for timestep in (981.0, 901.0, 701.0):
         states.keep(timestep, base + noise_level(timestep) * slope)
         expected = base + noise_level(661) * slope
@@ -148,7 +148,7 @@ def test_order_1_in_a_run():
         entrance(model, 1).register_forward_hook(
             lambda m, args, out: (base + now["sigma"] * slope,) if out[0].shape == base.shape else None
         )
-    apply_agentsd(unet, recipe=Recipe(steps=ReuseSteps(3)))
+    apply_agentsd(unet, recipe=Recipe(steps=ReuseSteps(3, corrected=False)))
     for i, kind in enumerate("FffFffFffF"):
         now["sigma"] = noise_level(caller.timesteps[i]).float()
         out, expected = caller(unet, i), caller(twin, i)
@@ -168,7 +168,7 @@ def test_deepcache_gives_the_same_pictures(make_pipeline, sample, interval):
     helper.enable()
     theirs = sample(pipe, **RUN)
     helper.disable()
-    with apply_agentsd(pipe, recipe=Recipe(steps=ReuseSteps(interval, order=0))):
+    with apply_agentsd(pipe, recipe=Recipe(steps=ReuseSteps(interval, order=0, corrected=False))):
         assert torch.equal(sample(pipe, **RUN), theirs)
 
 

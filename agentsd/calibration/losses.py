@@ -97,7 +97,7 @@ class Losses:
 
 def _continued(known: Sequence[tuple[float, Tensor]], level: float) -> Tensor:
     """What these tensors, by their noise levels, come to at another: the last, or the line of two."""
-    states = States(len(known) - 1)
+    states = States(len(known) - 1, len(known))
     for at, state in known:
         states.keep(at, state)
     return states.at(level)

@@ -14,13 +14,16 @@ through a step by rho + (1 - rho) dD/dy, where dD/dy = 1 / (1 + sigma**2) for da
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .halves import conditional_half
 from .states import sigma
 
-_SEVERAL_CALLS = "Singlestep"
+_OTHERWISE = ("Singlestep", "PNDM")  # several calls a step, or calls that share in several steps
 
 
 class Levels(NamedTuple):
@@ -46,22 +49,53 @@ class Levels(NamedTuple):
         return -self.here if prediction_type == "epsilon" else -self.here / (1 + self.here**2) ** 0.5
 
 
+@dataclass
+class Cheap:
+    """A cheap call that the next full one is to make up for.
+
+    Attributes:
+        whole: it computed both passes of guidance, or there is one.
+        level: its timestep.
+        levels: its noise level and that of the next step.
+        given: its arguments by name.
+        prediction: (B, ...) what it gave for those.
+        planned: what its attention was planned from.
+    """
+
+    whole: bool
+    level: float
+    levels: Levels
+    given: dict[str, Any]
+    prediction: Tensor
+    planned: Any
+
+    def conditional(self) -> Cheap:
+        """The half call in a whole one."""
+        batch = self.given["sample"].shape[0]
+        given = {name: conditional_half(value, batch) for name, value in self.given.items()}
+        given["sample"] = given["sample"].clone()  # a view would be another graph under torch.compile
+        return replace(self, whole=False, given=given, prediction=conditional_half(self.prediction, batch))
+
+
 def levels_of(timesteps: Sequence[float], scheduler: Any) -> list[Levels] | None:
-    """The noise levels of each call of a run; None where one call isn't one step, or that is not known.
+    """The noise levels of each step of a run; None where a call is not a step to a lower level.
+
+    PLMS repeats a step, and four calls share in each of its steps: it is left uncorrected too.
 
     Args:
         timesteps: the run's list.
         scheduler: of the run, or None: Stable Diffusion's training schedule then.
     """
-    several = getattr(scheduler, "order", 1) > 1 or _SEVERAL_CALLS in type(scheduler).__name__
-    if several or not timesteps:
+    name = type(scheduler).__name__
+    if getattr(scheduler, "order", 1) > 1 or any(word in name for word in _OTHERWISE):
         return None
     own = getattr(scheduler, "sigmas", None)  # timesteps may be rounded
     if isinstance(own, Tensor) and len(own) == len(timesteps) + 1:
         sigmas = own.double().tolist()
     else:
         sigmas = [*map(sigma, timesteps), 0.0]
-    return [Levels(here, after) for here, after in zip(sigmas, sigmas[1:], strict=False)]
+    levels = [Levels(here, after) for here, after in pairwise(sigmas)]
+    return levels if all(level.after < level.here for level in levels) else None
 
 
 def correction(lost: Sequence[tuple[Levels, Tensor]], now: Levels, prediction_type: str) -> Tensor | None:
@@ -73,10 +107,8 @@ def correction(lost: Sequence[tuple[Levels, Tensor]], now: Levels, prediction_ty
         prediction_type: as diffusers' schedulers name it.
 
     Returns:
-        None where a step goes nowhere, so that nothing can be made up for.
+        None where there were none.
     """
-    if now.kept == 1:
-        return None
     moved: Tensor | None = None
     for levels, error in lost:
         step = (1 - levels.kept) * levels.denoised(prediction_type) * error

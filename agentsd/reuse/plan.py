@@ -40,10 +40,12 @@ def plan_run(
     return {level: Kind(*kind) for level, *kind in zip(levels, full, whole, strict=True)}
 
 
-def tell(symbols: str) -> str:
+def tell(symbols: str, corrected: int) -> str:
     """A line of a run's calls and their counts."""
     if not symbols:
         return "no call yet"
     names = {"F": "full", "f": "cheap", "H": "full, conditional pass alone", "h": "cheap, conditional alone"}
     counts = [f"{symbols.count(symbol)} {name}" for symbol, name in names.items() if symbol in symbols]
+    if corrected:
+        counts.append(f"{corrected} corrected")
     return f"{symbols}  ({len(symbols)} calls: {'; '.join(counts)})"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.nn import Module
 
 from ..hosts import keeps_nothing
 from ..steps.run import RunReader, Step
+from .correction import Cheap, Levels, correction, levels_of
 from .guidance import ReuseGuidance
 from .halves import both_halves, conditional_half, difference_of, is_guided, sample_of, with_sample
 from .left_out import LeftOut
@@ -25,6 +27,9 @@ _UNGUIDED = "agentsd: no guidance of two passes was found in a call, so none was
 _CONSISTENCY = ("LCM", "TCD")
 _NOISY = ("Ancestral", "SDE", "DDPM")
 
+Again: TypeAlias = Callable[[dict[str, Any], Any], Any]
+"""Computes a cheap call once more: its arguments, what its attention was planned from -> the output."""
+
 
 @dataclass
 class Stream:
@@ -35,6 +40,7 @@ class Stream:
         guided: both passes of guidance are in its batch.
         states: of the unconditional and the conditional pass, or of all pictures.
         difference: conditional minus unconditional prediction of the last whole call.
+        cheap: the calls since the last full one that are to be corrected.
         place: in the scheduler's list, of its last call.
         halved: a half call was made.
     """
@@ -43,6 +49,7 @@ class Stream:
     guided: bool
     states: list[States]
     difference: Tensor | None = None
+    cheap: list[Cheap] = field(default_factory=list)
     place: int = -1
     halved: bool = False
 
@@ -54,6 +61,8 @@ class Kept(threading.local):
         self.open = False
         self.plan: dict[float, Kind] = {}
         self.streams: dict[Any, Stream] = {}
+        self.levels: list[Levels] | None = None  # of each step, where cheap calls are corrected
+        self.prediction_type = "epsilon"
         self.unmatched = 0  # calls in succession that came on a text of their own
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy begins anew
@@ -66,15 +75,20 @@ class Call:
 
     Attributes:
         kind: what it computes.
-        level: its noise level.
+        level: its timestep.
         stream: where its states are kept; None if they are not.
         last: it is in the last step of its run.
+        levels: its noise level and that of the next step, where cheap calls are corrected.
+        given, planned: of a cheap call that is to be corrected, as in `Cheap`.
     """
 
     kind: Kind
     level: float
     stream: Stream | None = None
     last: bool = False
+    levels: Levels | None = None
+    given: dict[str, Any] | None = None
+    planned: Any = None
 
 
 class Reuse:
@@ -87,6 +101,7 @@ class Reuse:
     Attributes:
         left_out: the layers that its cheap calls leave out, where it has any.
         words: what the user is to be told, a line each, since this was last emptied.
+        corrected: how many of the run's cheap calls were.
 
     Raises:
         ValueError: the model's blocks are not Stable Diffusion's.
@@ -95,12 +110,13 @@ class Reuse:
     def __init__(self, unet: Any, steps: ReuseSteps | None, guidance: ReuseGuidance | None) -> None:
         if not hasattr(unet, "up_blocks"):
             raise ValueError(
-                f"{type(unet).__name__} is no U-Net, and no call of it can be left out: pass mode=\"fast\", or a "
-                "recipe without steps and guidance"
+                f"{type(unet).__name__} is no U-Net, and no call of it can be left out: "
+                'pass mode="fast", or a recipe without steps and guidance'
             )
         self._steps, self._guidance = steps, guidance
         self.left_out = None if steps is None else LeftOut(unet, steps.layers)
         self.words: list[str] = []
+        self.corrected = 0
         self._kept = Kept()
         self._call: Call | None = None
 
@@ -146,45 +162,89 @@ class Reuse:
         kind = self._possible(kept.plan[level], stream, given["sample"])
         stream.place = place
         kept.streams = {key: other for key, other in kept.streams.items() if other.place >= place - 1}
-        self._call = Call(kind, level, stream, last=place == len(reader.levels) - 1)
+        last = place == len(reader.levels) - 1
+        self._call = Call(kind, level, stream, last, kept.levels[place] if kept.levels else None)
         if not kind.whole:
             stream.halved = True
             batch = given["sample"].shape[0]
             given = {name: conditional_half(value, batch) for name, value in given.items()}
         return kind, given
 
-    def start(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Leave out the layers of the call that `begin` decided on; returns its arguments."""
+    def start(self, given: dict[str, Any], planned: Any) -> dict[str, Any]:
+        """Leave out the layers of the call that `begin` decided on; returns its arguments.
+
+        Args:
+            given: its arguments by name.
+            planned: what its attention is planned from; handed back where it is computed once more.
+        """
         call = self._call
         if call is None or call.kind.full or self.left_out is None or call.stream is None:
             return given
         states = call.stream.states if call.kind.whole else call.stream.states[-1:]
-        hidden = [state.at(call.level) for state in states]
-        self.left_out.begin(hidden[0] if len(hidden) == 1 else torch.cat(hidden))
-        return self.left_out.without_residuals(given)
+        self.left_out.begin(_together([state.at(call.level) for state in states]))
+        given = self.left_out.without_residuals(given)
+        if call.levels is not None:
+            given["sample"] = given["sample"].clone()  # samplers may write into theirs
+            call.given, call.planned = given, planned
+        return given
 
-    def end(self, output: Any) -> Any:
+    def end(self, output: Any, again: Again) -> Any:
         """What the caller gets for what the U-Net gave; None if it raised."""
         call, seen = self._end()
         if output is None:
             self.reset()
-        if call is None or output is None:
+        if call is None or output is None or call.stream is None:
             return output
         stream, kind = call.stream, call.kind
-        if stream is None:
-            return output
         if kind.full and seen is not None:
             states = stream.states if kind.whole else stream.states[-1:]
             for state, part in zip(states, seen.chunk(len(states)), strict=True):
                 state.keep(call.level, part.clone())
+        if call.given is not None and call.levels is not None:
+            prediction = sample_of(output).clone()
+            cheap = Cheap(kind.whole, call.level, call.levels, call.given, prediction, call.planned)
+            stream.cheap.append(cheap)
         if stream.guided and kind.whole:
             stream.difference = difference_of(sample_of(output))
         elif not kind.whole:
             assert stream.difference is not None
             output = with_sample(output, both_halves(sample_of(output), stream.difference))
+        if kind.full and stream.cheap:
+            output = self._correct(output, call, stream, again)
         if call.last:
             self._kept.streams = {key: s for key, s in self._kept.streams.items() if s is not stream}
         return output
+
+    def _correct(self, output: Any, call: Call, stream: Stream, again: Again) -> Any:
+        """A full call's output, made to make up for the cheap calls before it."""
+        every, stream.cheap = stream.cheap, []
+        if not call.kind.whole or not all(cheap.whole for cheap in every):
+            every = [cheap.conditional() if cheap.whole else cheap for cheap in every]
+        try:
+            made = [(cheap, self._once_more(cheap, stream, again)) for cheap in every]
+        except BaseException:
+            self.reset()
+            raise
+        assert call.levels is not None
+        lost = [(cheap.levels, cheap.prediction - prediction) for cheap, prediction in made]
+        change = correction(lost, call.levels, self._kept.prediction_type)
+        if change is None:
+            return output
+        self.corrected += len(every)
+        sample = sample_of(output)
+        if len(change) < len(sample):  # the unconditional pass is taken to be as wrong
+            change = torch.cat([change, change])
+        return with_sample(output, sample + change)
+
+    def _once_more(self, cheap: Cheap, stream: Stream, again: Again) -> Tensor:
+        """What a cheap call would have given on the states that are known now."""
+        assert self.left_out is not None
+        states = stream.states if cheap.whole else stream.states[-1:]
+        self.left_out.begin(_together([state.between(cheap.level) for state in states]))
+        try:
+            return sample_of(again(cheap.given, cheap.planned))
+        finally:
+            self.left_out.end()
 
     def _end(self) -> tuple[Call | None, Tensor | None]:
         call, self._call = self._call, None
@@ -195,7 +255,8 @@ class Reuse:
         kept = self._kept
         kept.open, kept.unmatched = True, 0
         kept.streams.clear()
-        kept.plan = {}
+        kept.plan, kept.levels = {}, None
+        self.corrected = 0
         ahead = reader.levels[reader.place :]
         whole = why_whole(unet, len(set(ahead)), getattr(pipe, "scheduler", None))
         if reader.guesses:
@@ -209,6 +270,11 @@ class Reuse:
         plan = plan_run(self._steps, self._guidance, ahead)
         if any(kind != WHOLE for kind in plan.values()):
             kept.plan = plan
+            if self._steps is not None and self._steps.corrected:
+                scheduler = getattr(pipe, "scheduler", None)
+                kept.levels = levels_of(reader.levels, scheduler)
+                config = getattr(scheduler, "config", None)
+                kept.prediction_type = getattr(config, "prediction_type", "epsilon")
             if noisy := _adds_noise(getattr(pipe, "scheduler", None)):
                 self.words.append(
                     f"agentsd: {noisy} adds noise in each step, which reuse changes pictures more under; "
@@ -256,7 +322,8 @@ class Reuse:
 
     def _states(self, count: int) -> list[States]:
         order = 0 if self._steps is None else self._steps.order
-        return [States(order) for _ in range(count)]
+        kept = 1 + max(order, self._kept.levels is not None)
+        return [States(order, kept) for _ in range(count)]
 
     def _give_up(self, reason: str) -> None:
         self._kept.plan = {}
@@ -268,7 +335,7 @@ class Reuse:
         whole = kind.whole or not stream.guided or stream.difference is None
         if not whole and not stream.halved and not torch.equal(*sample.chunk(2)):
             stream.guided, whole = False, True  # equal pictures at the start, and no guidance
-            stream.states, stream.difference = self._states(1), None
+            stream.states, stream.difference, stream.cheap = self._states(1), None, []
             self.words.append(_UNGUIDED)
         states = stream.states if whole else stream.states[-1:]
         return Kind(kind.full or not all(states), whole)
@@ -285,6 +352,10 @@ def why_whole(unet: Any, count: int, scheduler: Any) -> str:
             kind = type(processor).__name__
             return f"{name} has a {kind}, which may have to see each call"
     return ""
+
+
+def _together(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _adds_noise(scheduler: Any) -> str:

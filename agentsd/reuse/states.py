@@ -16,10 +16,15 @@ def sigma(timestep: float) -> float:
 
 
 class States:
-    """The last states of some pictures, with the timestep of each."""
+    """The last states of some pictures, with the timestep of each.
 
-    def __init__(self, order: int) -> None:
-        self._count = order + 1
+    Args:
+        order: 0 keeps a state as it was; 1 goes on along a line.
+        count: how many are kept.
+    """
+
+    def __init__(self, order: int, count: int) -> None:
+        self._order, self._count = order, count
         self._kept: list[tuple[float, Tensor]] = []
 
     def __bool__(self) -> bool:
@@ -31,7 +36,11 @@ class States:
         self._kept = [*others, (timestep, state)][-self._count :]
 
     def at(self, timestep: float) -> Tensor:
-        """The state at a timestep: the last one, or the line through the last two over `sigma`."""
+        """The state at a timestep after the last one: that one, or on the line through the last two."""
+        return self.between(timestep) if self._order else self._kept[-1][1]
+
+    def between(self, timestep: float) -> Tensor:
+        """The state on the line through the last two over `sigma`; of one alone, that one."""
         last, state = self._kept[-1]
         if len(self._kept) == 1:
             return state

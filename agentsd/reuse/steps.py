@@ -18,6 +18,10 @@ class ReuseSteps:
     Models for Free", CVPR 2024, keeps it as it was, as order 0 does). That costs `order + 1` states of the
     finest level for each picture and pass: 320 x 64 x 64 numbers each in SD 1.5 at 512 px.
 
+    A full call shows what the cheap calls just before it should have had: the state between two full calls.
+    Where they are corrected, each is computed once more on that, and the full call's prediction makes up for
+    what they got wrong (`agentsd.reuse.correction`).
+
     A step is a noise level: calls that repeat a timestep (PLMS, Heun) share its decision. A run's first step
     is always full.
 
@@ -27,6 +31,7 @@ class ReuseSteps:
             Diffusion's training schedule.
         first: how many first steps are full.
         layers: how many last layers a cheap call computes.
+        corrected: cheap calls are corrected, where a step of the run's scheduler is one call.
         at: in place of `every`, the noise levels of the full steps, as training timesteps (999 is the
             noisiest): of a run's own steps the nearest to each is full, so that a list serves any number of
             steps.
@@ -41,6 +46,7 @@ class ReuseSteps:
     order: int = 1
     first: int = 1
     layers: int = 1
+    corrected: bool = True
     at: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:

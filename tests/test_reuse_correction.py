@@ -1,0 +1,133 @@
+"""What cheap calls got wrong, made up for by the full call after them."""
+
+import copy
+
+import diffusers
+import pytest
+import torch
+from callers import RUN, Caller, deep_unet
+from reuse_twin import Twin, entrance
+from tiny import BETAS, make_unet
+
+from agentsd import Agents, Recipe, ReuseGuidance, ReuseSteps, apply_agentsd, remove_agentsd
+from agentsd.reuse.correction import correction, levels_of
+from agentsd.reuse.states import sigma
+
+SAMPLERS = {
+    "DDIM": lambda **more: diffusers.DDIMScheduler(**BETAS, clip_sample=False, set_alpha_to_one=True, **more),
+    "Euler": lambda **more: diffusers.EulerDiscreteScheduler(**BETAS, **more),
+    "Karras": lambda **more: diffusers.EulerDiscreteScheduler(**BETAS, use_karras_sigmas=True, **more),
+    "DPM-Solver++": lambda **more: diffusers.DPMSolverMultistepScheduler(**BETAS, solver_order=1, **more),
+}
+
+
+class Gaussian:
+    """The exact model of normal data of unit variance, in any form of prediction."""
+
+    def __init__(self, scheduler, mean):
+        self.scheduler, self.mean = scheduler, mean
+        self.kept = scheduler.alphas_cumprod.double()
+
+    def __call__(self, sample, t):
+        sample = self.scheduler.scale_model_input(sample, t)
+        sigmas = getattr(self.scheduler, "sigmas", None)
+        if sigmas is None:
+            kept = self.kept[int(t)]
+        else:
+            kept = 1 / (1 + float(sigmas[self.scheduler.timesteps.tolist().index(float(t))]) ** 2)
+            kept = torch.tensor(kept, dtype=torch.float64)
+        clean = kept.sqrt() * sample + (1 - kept) * self.mean
+        noise = (sample - kept.sqrt() * clean) / (1 - kept).sqrt()
+        kind = self.scheduler.config.prediction_type
+        velocity = kept.sqrt() * noise - (1 - kept).sqrt() * clean
+        return {"epsilon": noise, "sample": clean, "v_prediction": velocity}[kind]
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_on_a_gaussian_the_latent_is_where_it_would_have_been(name, prediction_type):
+    """After each corrected step, whatever the steps before it predicted wrong."""
+    rng = torch.Generator().manual_seed(0)
+    latents, mean = torch.randn(2, 3, 4, generator=rng, dtype=torch.float64)
+    runs, cheap = [], {3, 5, 6, 8, 9, 10}
+    for wrong in (0.0, 0.5):
+        scheduler = SAMPLERS[name](prediction_type=prediction_type)
+        scheduler.set_timesteps(13)
+        model, now = Gaussian(scheduler, mean), latents * scheduler.init_noise_sigma
+        levels, lost, seen = levels_of(scheduler.timesteps.tolist(), scheduler), [], []
+        for i, t in enumerate(scheduler.timesteps):
+            out = model(now, t)
+            if i in cheap:
+                error = wrong * torch.randn(out.shape, generator=rng, dtype=torch.float64)
+                out = out + error
+                lost.append((levels[i], error))
+            elif lost:
+                out = out + correction(lost, levels[i], prediction_type)
+                lost = []
+            now = scheduler.step(out, t, now, return_dict=False)[0]
+            seen.append(now)
+        runs.append(seen)
+    for i, (one, other) in enumerate(zip(*runs, strict=True)):
+        off = (one - other).abs().max()
+        assert off > 1e-3 if i in cheap else off < 1e-5
+
+
+def test_no_step_before_is_no_correction():
+    scheduler = SAMPLERS["DDIM"]()
+    scheduler.set_timesteps(10)
+    assert correction([], levels_of(scheduler.timesteps.tolist(), scheduler)[0], "epsilon") is None
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "corrected"),
+    [
+        (diffusers.DDIMScheduler(**BETAS), True),
+        (diffusers.UniPCMultistepScheduler(**BETAS), True),
+        (diffusers.DEISMultistepScheduler(**BETAS), True),
+        (diffusers.EulerDiscreteScheduler(**BETAS), True),
+        (diffusers.DPMSolverMultistepScheduler(**BETAS, use_karras_sigmas=True), True),
+        (diffusers.DPMSolverSinglestepScheduler(**BETAS), False),
+        (diffusers.HeunDiscreteScheduler(**BETAS), False),
+        (diffusers.KDPM2DiscreteScheduler(**BETAS), False),
+        (diffusers.PNDMScheduler(**BETAS, skip_prk_steps=True), False),
+        (diffusers.DDIMInverseScheduler(**BETAS), False),
+    ],
+)
+def test_samplers(make_pipeline, sample, scheduler, corrected):
+    pipe = make_pipeline(scheduler=copy.deepcopy(scheduler))
+    handle = apply_agentsd(pipe, mode="reuse")
+    picture = sample(pipe, **RUN)
+    assert ("corrected" in handle.summary()) == corrected
+    apply_agentsd(pipe, recipe=Recipe(steps=ReuseSteps(2, first=handle.recipe.steps.first, corrected=False)))
+    assert torch.equal(sample(pipe, **RUN), picture) != corrected
+
+
+def test_without_a_scheduler_the_noise_levels_are_stable_diffusions():
+    timesteps = [901.0, 601.0, 301.0, 1.0]
+    levels = levels_of(timesteps, None)
+    assert [level.here for level in levels] == [sigma(t) for t in timesteps]
+    assert [level.after for level in levels] == [*map(sigma, timesteps[1:]), 0.0]
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_states_on_a_line_between_full_calls_need_no_correction_of_order_1(order):
+    """The cheap calls are then right from the second on."""
+    unet, twin, caller = deep_unet(), deep_unet(), Caller(steps=12)
+    rng = torch.Generator().manual_seed(0)
+    base, slope = (torch.randn(2, 16, 16, 16, generator=rng) for _ in range(2))
+    now = {}
+    for model in (unet, twin):
+        entrance(model).register_forward_hook(
+            lambda m, args, out: (base + now["sigma"] * slope,) if not now["again"] else None
+        )
+    handle = apply_agentsd(unet, recipe=Recipe(steps=ReuseSteps(3, order=order, first=2)))
+    calls = handle._calls
+    for i, kind in enumerate("FFffFffFffFf"):
+        now["sigma"], now["again"] = sigma(float(caller.timesteps[i])), False
+        entering = unet.register_forward_pre_hook(lambda m, args: now.update(again=calls._again or kind == "f"))
+        out, expected = caller(unet, i), None
+        entering.remove()
+        now["again"] = False
+        expected = caller(twin, i)
+        right = torch.allclose(out, expected, rtol=1e-4, atol=1e-4)
+        assert right == (order == 1 or i < 2)
