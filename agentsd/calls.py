@@ -245,7 +245,11 @@ class Calls:
         if output is not None:
             self._symbols += self._kind.symbol
         try:
-            return None if self.reuse is None else self.reuse.end(output, partial(self._compute, unet, len(args)))
+            return (
+                None
+                if self.reuse is None
+                else self.reuse.end(output, partial(self._compute, unet, len(args)))
+            )
         finally:
             self._caller.clear()
 

@@ -30,10 +30,13 @@ class Losses:
         self._sums: dict[tuple[int, str, tuple[int, ...], int], float] = {}
 
     def of(self, step: int, symbol: str, fulls: tuple[int, ...], whole: int) -> float:
-        """What a call loses (as `program.Error`); s is one that is not made, in a step left out."""
+        """What a call loses (as `program.Error`).
+
+        s is one that is not made, in a step left out; b is a cheap one, corrected by the second of `fulls`.
+        """
         if symbol == "F":
             return 0.0
-        if symbol in "fs":
+        if symbol in "fsb":
             whole = -1
         return self._sums[step, symbol, () if symbol == "H" else fulls, whole]
 
@@ -44,6 +47,12 @@ class Losses:
             for before in range(max(0, last - self.max_age - 1), last):
                 yield before, last
 
+    def around(self, step: int, count: int) -> Iterator[tuple[int, int]]:
+        """The full steps before and after that a corrected cheap call of a step can have."""
+        for last in range(max(0, step - self.max_age), step):
+            for after in range(step + 1, min(count, last + self.max_age + 2)):
+                yield last, after
+
     def measure(self, calls: Sequence[Call], place: int, unet: Any, left_out: LeftOut) -> list[list[Any]]:
         """Rows of what the call at a place of a run would lose, for `add`.
 
@@ -52,7 +61,7 @@ class Losses:
         computed in full where the conditional one was; after half calls its line goes through older steps.
         """
         call = calls[place]
-        last_of = {call.step: call for call in calls[: place + 1]}  # of repeated steps the later call's state
+        last_of = {call.step: call for call in calls}  # of repeated steps the later call's state
         changes = {
             fulls: self.change(call, [last_of[step] for step in fulls], unet, left_out)
             for fulls in self.pairs(call.step)
@@ -62,6 +71,9 @@ class Losses:
         for fulls in changes:
             kept = _continued([(last_of[step].level, last_of[step].sample) for step in fulls], call.level)
             rows.append([call.step, "s", fulls, -1, mean_square(self.guided(kept - call.sample))])
+        for fulls in self.around(call.step, calls[-1].step + 1):
+            change = self.change(call, [last_of[step] for step in fulls], unet, left_out)
+            rows.append([call.step, "b", fulls, -1, mean_square(self.guided(change))])
         return rows if self._scale is None else rows + list(self._halves(call, last_of, changes))
 
     def add(self, rows: Sequence[Sequence[Any]]) -> None:
@@ -97,10 +109,10 @@ class Losses:
 
 def _continued(known: Sequence[tuple[float, Tensor]], level: float) -> Tensor:
     """What these tensors, by their noise levels, come to at another: the last, or the line of two."""
-    states = States(len(known) - 1, len(known))
+    states = States(1, len(known))
     for at, state in known:
         states.keep(at, state)
-    return states.at(level)
+    return states.between(level)
 
 
 def mean_square(values: Tensor) -> float:

@@ -15,6 +15,7 @@ from ..attention import Operator
 from ..hosts import EVERY_LEVEL, Site, find_sites
 from ..patch import apply_agentsd
 from ..recipe import Recipe
+from ..reuse.correction import levels_of
 from ..reuse.halves import conditional_half, is_guided
 from ..reuse.left_out import LeftOut
 from ..reuse.run import FEWEST
@@ -59,6 +60,7 @@ class Measured:
         levels: the run's noise levels.
         early: whether each step is early.
         guided: whether there are two passes.
+        corrects: whether cheap calls can be corrected under the run's sampler.
         choices: what the layers may run in each phase; the early one is under True.
     """
 
@@ -84,6 +86,7 @@ class Measured:
         self.levels: list[float] = []
         self.early: list[bool] = []
         self.guided = False
+        self.corrects = False
         self.choices: dict[bool, list[Choice]] = {}
         self._journal, self._scale = journal, guidance_scale
 
@@ -104,7 +107,7 @@ class Measured:
         first = [self._steps.index(step) for step in range(count)]
         self.levels = [facts["levels"][place] for place in first]
         self.early = [facts["early"][place] for place in first]
-        self.guided = facts["guided"]
+        self.guided, self.corrects = facts["guided"], facts["corrects"]
         self._counts = Counter(self._steps)
         self._losses = Losses(self._scale if self.guided else None, MAX_AGE, MAX_KEPT)
         self._journal.expect(self._to_come())
@@ -117,6 +120,7 @@ class Measured:
             "steps": [call.step for call in calls],
             "levels": [call.level for call in calls],
             "early": [call.early for call in calls],
+            "corrects": levels_of([call.level for call in calls], self._pipe.scheduler) is not None,
             "guided": self._scale > 1 and is_guided(given["sample"], given.get("encoder_hidden_states")),
         }
 
@@ -245,13 +249,14 @@ class Measured:
         deep = {site.name for site in self._sites if self._left_out.holds(site.block)}
         return choices_of(effects, lambda name: name not in deep, CHOICES)
 
-    def cost(self, step: int, symbol: str, choice: Choice) -> int:
-        """Of a step, in units, rounded up."""
+    def cost(self, step: int, symbol: str, choice: Choice, corrected: bool = False) -> int:
+        """Of a step, in units, rounded up; a cheap call that is corrected is computed twice."""
         full = symbol in "FH"
         of_both = self._prices["F" if full else "f"]
         saved = (choice.full if full else choice.cheap) * self._prices["F"]
         share = (1 - saved / of_both) * self._prices[symbol] / self._prices["F"]
-        return self._counts[step] * max(1, math.ceil(UNITS * share))
+        times = 2 if corrected and not full else 1
+        return self._counts[step] * max(1, math.ceil(UNITS * times * share))
 
     def error(self, step: int, symbol: str, fulls: tuple[int, ...], whole: int, choice: Choice) -> float:
         """Of a step: its share of the final latents' squared distance.
@@ -261,9 +266,27 @@ class Measured:
         lost = self._losses.of(step, symbol, fulls, whole)
         return self._weights[step] * (lost + self._count * self._counts[step] * choice.loss) / self._power
 
+    def error_corrected(
+        self, step: int, symbol: str, fulls: tuple[int, ...], whole: int, choice: Choice
+    ) -> float:
+        """As `error`, where full calls make up for the cheap ones before them, which then are told with it.
+
+        What is left of a cheap call's error is that of the state between the two full ones.
+        """
+        own = self.error(step, "F", (), -1, choice)
+        last = step == len(self.levels) - 1
+        if symbol == "F":
+            cheap = range(fulls[-1] + 1, step) if fulls else ()
+            return own + sum(self._share(i, "b", (fulls[-1], step)) for i in cheap)
+        ahead = range(fulls[-1] + 1, step + 1) if last else ()  # no full call comes after these
+        return own + sum(self._share(i, "f", fulls) for i in ahead)
+
     def skipped(self, step: int, fulls: tuple[int, ...]) -> float:
         """Of a step left out, as `error`."""
-        return self._weights[step] * self._losses.of(step, "s", fulls, -1) / self._power
+        return self._share(step, "s", fulls)
+
+    def _share(self, step: int, symbol: str, fulls: tuple[int, ...]) -> float:
+        return self._weights[step] * self._losses.of(step, symbol, fulls, -1) / self._power
 
     @property
     def stock_cost(self) -> int:

@@ -35,6 +35,8 @@ CANDIDATES = 2
 """Plans with attention, and plans without, that are run on the first prompt, where one is to be chosen."""
 FINALISTS = 2
 """Of those, plans that are run on all prompts."""
+CHEAP = (ReuseSteps(order=0, corrected=False), ReuseSteps(order=1, corrected=False), ReuseSteps())
+"""Kinds of cheap calls."""
 FRONTIER = 32
 """Plans of a frontier that are looked through for a distance, at most."""
 _MARGIN = 1.1  # by which a goal is out of reach beyond doubt
@@ -220,13 +222,13 @@ def _check_reach(measured: Measured, goal: float) -> None:
 
 
 def _plans(measured: Measured, early_frac: float) -> list[list[Found]]:
-    """The frontier of each kind of plan: with attention or not, half calls or not, and of either order."""
+    """The frontier of each kind of plan: with attention or not, by its cheap calls, half calls or not."""
     kinds = []
     for attends in (False, True) if any(len(c) > 1 for c in measured.choices.values()) else (False,):
-        for order in (0, 1):
-            for halves in (False, True) if measured.guided else (False,):
-                plans = _frontier(measured, attends, order, halves)
-                kinds.append([_found(plan, order, measured, early_frac) for plan in plans if _saves(plan)])
+        for steps in CHEAP if measured.corrects else CHEAP[:2]:
+            for halves in (False, True) if measured.guided and not steps.corrected else (False,):
+                plans = _frontier(measured, attends, steps, halves)
+                kinds.append([_found(plan, steps, measured, early_frac) for plan in plans if _saves(plan)])
     return kinds
 
 
@@ -234,34 +236,36 @@ def _saves(plan: Plan) -> bool:
     return set(plan.symbols) != {"F"} or any(plan.choices)
 
 
-def _frontier(measured: Measured, attends: bool, order: int, halves: bool) -> list[Plan]:
+def _frontier(measured: Measured, attends: bool, steps: ReuseSteps, halves: bool) -> list[Plan]:
     choices = measured.choices if attends else {phase: [Choice()] for phase in measured.choices}
     phases = {measured.early.index(phase): len(choices[phase]) for phase in choices}
 
     @cache
     def cost(step: int, symbol: str, choice: int) -> int:
-        return measured.cost(step, symbol, choices[measured.early[step]][choice])
+        return measured.cost(step, symbol, choices[measured.early[step]][choice], steps.corrected)
+
+    of = measured.error_corrected if steps.corrected else measured.error
 
     def error(step: int, symbol: str, fulls: tuple[int, ...], whole: int, choice: int) -> float:
-        return measured.error(step, symbol, fulls, whole, choices[measured.early[step]][choice])
+        return of(step, symbol, fulls, whole, choices[measured.early[step]][choice])
 
     return best_plans(
         len(measured.levels),
         cost,
         error,
         phases=phases,
-        order=order,
+        order=steps.order,
         halves=halves,
         max_age=MAX_AGE,
         max_kept=MAX_KEPT,
     )
 
 
-def _found(plan: Plan, order: int, measured: Measured, early_frac: float) -> Found:
+def _found(plan: Plan, kind: ReuseSteps, measured: Measured, early_frac: float) -> Found:
     named = [int(level) if level == int(level) else level for level in measured.levels]
     full = tuple(level for level, symbol in zip(named, plan.symbols, strict=True) if symbol in "FH")
     whole = tuple(level for level, symbol in zip(named, plan.symbols, strict=True) if symbol == "F")
-    steps = ReuseSteps(order=order, at=full) if set(plan.symbols) & set("fh") else None
+    steps = replace(kind, at=full) if set(plan.symbols) & set("fh") else None
     guidance = ReuseGuidance(at=whole) if set(plan.symbols) & set("Hh") else None
     phases = sorted(measured.choices, key=measured.early.index)
     chosen = {
