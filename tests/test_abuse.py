@@ -185,7 +185,7 @@ def test_same_bits_in_another_process():
 
     code = (
         "import torch; torch.set_num_threads(1); from tiny import make_unet; from test_patch import call;"
-        "from agentsd import apply_agentsd; unet = make_unet(); apply_agentsd(unet, mode="fast");"
+        "from agentsd import apply_agentsd; unet = make_unet(); apply_agentsd(unet, mode='fast');"
         "print(call(unet, 999).double().sum().item().hex())"
     )
     sums = {

@@ -184,7 +184,8 @@ def test_full_and_whole_calls_are_planned_together(make_pipeline, sample, steps,
 def test_a_cheap_half_call_has_the_conditional_passs_own_states():
     """A twin's deep blocks return the last full call's states of the conditional half."""
     unet, twin, caller = deep_unet(), deep_unet(), Guided(batch=2)
-    apply_agentsd(unet, recipe=Recipe(steps=ReuseSteps(2, order=0), guidance=ReuseGuidance()))
+    steps = ReuseSteps(2, order=0, corrected=False)
+    apply_agentsd(unet, recipe=Recipe(steps=steps, guidance=ReuseGuidance()))
     kept = {}
 
     def swap(module, args, output):
