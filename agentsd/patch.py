@@ -60,9 +60,9 @@ def apply_agentsd(
         k: weight of the `+ kV` residual; 0.075 if not passed.
         scale: exponent of the head width in the broadcast softmax; -0.15 if not passed.
         early_frac: share of the steps with agent attention, in [0, 1]; 0.4 if not passed.
-        mode: a recipe by name: "reuse", which leaves attention alone and makes each second step after three
-            cheap; or "fast", "exact" (the paper to the letter), "turbo" or "downsample", which change
-            attention alone. The settings above override that recipe's.
+        mode: a recipe by name: "reuse", which leaves attention alone and computes in half of the steps the
+            last layers only; or "fast", "exact" (the paper to the letter), "turbo" or "downsample", which
+            change attention alone. The settings above override that recipe's.
         recipe: in place of all the others, a `Recipe`, or a file or folder that holds one (`agentsd.yaml`;
             trained weights beside it, `agentsd.safetensors`, are loaded).
         seed: of the cells drawn at random; 0 if not passed.

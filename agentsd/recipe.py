@@ -395,8 +395,8 @@ TURBO = Recipe(Phases(Agents(feed_forward=True), Downsample()))
 """FAST, and early feed-forward layers on merged tokens."""
 DOWNSAMPLE = Recipe(Downsample())
 """ToDo's downsampling in every step."""
-REUSE = Recipe(steps=ReuseSteps(every=2, first=3))
-"""Stock attention; from the fourth step on each second one computes the last layers alone."""
+REUSE = Recipe(steps=ReuseSteps(every=2, first=4, late_every=3))
+"""Stock attention; after four steps one in two is full, and of the second half of those one in three."""
 MODES: dict[str, Recipe] = {
     "exact": EXACT,
     "fast": FAST,

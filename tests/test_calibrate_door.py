@@ -51,7 +51,10 @@ def test_what_cannot_be_calibrated_is_refused_before_any_run(plain, make_plain, 
     monkeypatch.setattr(type(plain), "__call__", lambda *args, **kwargs: pytest.fail("it was run"))
     with pytest.raises(TypeError, match="is no pipeline with a `unet`"):
         calibrate(plain.unet, ["a cat"], speedup=1.5)
-    with apply_agentsd(plain, mode="fast"), pytest.raises(ValueError, match=r"call remove_agentsd\(pipe\) first"):
+    with (
+        apply_agentsd(plain, mode="fast"),
+        pytest.raises(ValueError, match=r"call remove_agentsd\(pipe\) first"),
+    ):
         calibrate(plain, ["a cat"], speedup=1.5)
     few = make_plain(scheduler=LCMScheduler(**BETAS, steps_offset=1))
     with pytest.raises(ValueError, match=r"nothing can be left out .* LCMScheduler is for few steps"):

@@ -15,7 +15,11 @@ from agentsd.patch import handle_of
 from agentsd.recipe import MODES
 from agentsd.reuse.plan import tell
 
-CHANGES: dict[str, Any] = {"ratio": 0.55, "k": 0.0, "scale": -0.3, "early_frac": 0.9, "every": 3, "order": 0}
+CHANGES: dict[str, Any] = {"ratio": 0.55, "k": 0.0, "scale": -0.3, "early_frac": 0.9} | {
+    "every": 3,
+    "late_every": 4,
+    "order": 0,
+}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -34,7 +38,7 @@ def test_the_line_of_python_is_the_recipe(pipe: Any, mode: str) -> None:
 
 def test_what_a_recipe_has_not_is_left_out() -> None:
     line = python_of("reuse", CHANGES | {"order": 1})
-    assert line.endswith("recipe=Recipe(steps=ReuseSteps(every=3, first=3)))\n")
+    assert line.endswith("recipe=Recipe(steps=ReuseSteps(every=3, first=4, late_every=4)))\n")
     assert python_of("downsample", CHANGES).endswith('apply_agentsd(pipe, mode="downsample")\n')
 
 

@@ -54,7 +54,7 @@ def make(page: Any) -> Any:
 
 def test_both_pictures_are_made_and_compared_under_a_slider(page: Any) -> None:
     strip = make(page)
-    assert strip.get_attribute("aria-label") == "FFFfFfFfFf  (10 calls: 6 full; 4 cheap)"
+    assert strip.get_attribute("aria-label") == "FFFFfFffFf  (10 calls: 6 full; 4 cheap; 3 corrected)"
     assert strip.locator("i").count() == 10
     assert re.search(r"stock \d+\.\d\d s, reuse \d+\.\d\d s: .* PSNR to stock", page.inner_text("body"))
     stock, own = page.locator("img[src*='/file=']").all()
@@ -79,8 +79,8 @@ def settings_that_run(page: Any, label: str, value: str) -> tuple[str, bytes]:
 
 
 def test_the_settings_that_are_chosen_are_those_that_run(page: Any) -> None:
-    assert settings_that_run(page, "every (", "3")[0] == "FFFffFffFf"
-    assert settings_that_run(page, "every (", "1")[0] == "F" * 10
+    assert settings_that_run(page, "every (", "3")[0] == "FFFFffFffF"
+    assert settings_that_run(page, "every (", "1")[0] == "FFFFFFFffF"
     page.get_by_label("exact").click()
     page.get_by_text('mode="exact"').wait_for()
     assert settings_that_run(page, "ratio (", "0.1")[1] != settings_that_run(page, "ratio (", "0.7")[1]
@@ -88,10 +88,12 @@ def test_the_settings_that_are_chosen_are_those_that_run(page: Any) -> None:
 
 def test_the_line_of_python_follows_the_recipe_and_is_copied(page: Any) -> None:
     page.get_by_label("every (").fill("3")
-    page.get_by_text("ReuseSteps(every=3, first=3)").wait_for()
+    page.get_by_text("ReuseSteps(every=3, first=4, late_every=3)").wait_for()
     page.get_by_role("button", name="Copy").click()
     copied = page.evaluate("navigator.clipboard.readText()")
-    assert copied.endswith("apply_agentsd(pipe, recipe=Recipe(steps=ReuseSteps(every=3, first=3)))")
+    assert copied.endswith(
+        "apply_agentsd(pipe, recipe=Recipe(steps=ReuseSteps(every=3, first=4, late_every=3)))"
+    )
     page.get_by_label("turbo").click()
     page.get_by_text('mode="turbo"').wait_for()
     assert page.get_by_label("ratio (").input_value() == "0.4"

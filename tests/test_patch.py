@@ -380,7 +380,7 @@ def test_nothing_passed_is_reuse_and_a_setting_alone_asks_for_agents(pipe):
 
 def test_a_model_of_which_no_call_can_be_left_out_is_told_the_way_out(pipe):
     before = dict(vars(pipe))
-    with pytest.raises(ValueError, match='ControlNetModel is no U-Net.*pass mode="fast"'):
+    with pytest.raises(ValueError, match=r'ControlNetModel is no U-Net.*pass mode="fast"'):
         apply_agentsd(make_controlnet())
     assert vars(pipe) == before
 

@@ -6,10 +6,10 @@ import diffusers
 import pytest
 import torch
 from callers import RUN, Caller, deep_unet
-from reuse_twin import Twin, entrance
-from tiny import BETAS, make_unet
+from reuse_twin import entrance
+from tiny import BETAS
 
-from agentsd import Agents, Recipe, ReuseGuidance, ReuseSteps, apply_agentsd, remove_agentsd
+from agentsd import Recipe, ReuseSteps, apply_agentsd
 from agentsd.reuse.correction import correction, levels_of
 from agentsd.reuse.states import sigma
 
@@ -124,7 +124,9 @@ def test_states_on_a_line_between_full_calls_need_no_correction_of_order_1(order
     calls = handle._calls
     for i, kind in enumerate("FFffFffFffFf"):
         now["sigma"], now["again"] = sigma(float(caller.timesteps[i])), False
-        entering = unet.register_forward_pre_hook(lambda m, args: now.update(again=calls._again or kind == "f"))
+        entering = unet.register_forward_pre_hook(
+            lambda m, args, kind=kind: now.update(again=calls._again or kind == "f")
+        )
         out, expected = caller(unet, i), None
         entering.remove()
         now["again"] = False

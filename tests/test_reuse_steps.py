@@ -204,6 +204,9 @@ def test_every_step_full_is_bit_equal_to_stock(make_pipeline, sample, scheduler)
     [
         (diffusers.DDIMScheduler, {"every": 2}, "FfFfFfFfFf"),
         (diffusers.DDIMScheduler, {"every": 3, "first": 3}, "FFFffFffFf"),
+        (diffusers.DDIMScheduler, {"late_every": 4}, "FfFfFfffFf"),
+        (diffusers.DDIMScheduler, {"every": 2, "late_every": 3, "first": 4}, "FFFFfFffFf"),
+        (diffusers.DDIMScheduler, {"every": 3, "late_every": 1}, "FffFffFFFF"),
         (diffusers.DDIMScheduler, {"at": (999, 640, 100)}, "FffFffffFf"),
         (diffusers.PNDMScheduler, {"every": 3}, "FfffFffFffF"),  # PLMS repeats its second timestep
         (diffusers.HeunDiscreteScheduler, {"every": 3}, "FffffFFffffFFffffFF"),

@@ -40,7 +40,7 @@ def plan_run(
     return {level: Kind(*kind) for level, *kind in zip(levels, full, whole, strict=True)}
 
 
-def tell(symbols: str, corrected: int) -> str:
+def tell(symbols: str, corrected: int = 0) -> str:
     """A line of a run's calls and their counts."""
     if not symbols:
         return "no call yet"

@@ -30,6 +30,7 @@ class ReuseSteps:
         order: 0 keeps the last state; 1 extrapolates the last two linearly in the noise level sigma of Stable
             Diffusion's training schedule.
         first: how many first steps are full.
+        late_every: in place of `every` in the second half of the steps after those; None is `every`.
         layers: how many last layers a cheap call computes.
         corrected: cheap calls are corrected, where a step of the run's scheduler is one call.
         at: in place of `every`, the noise levels of the full steps, as training timesteps (999 is the
@@ -45,29 +46,41 @@ class ReuseSteps:
     every: int = 2
     order: int = 1
     first: int = 1
+    late_every: int | None = None
     layers: int = 1
     corrected: bool = True
     at: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
-        check("every", self.every, self.every >= 1, "pass 2 (each second step is full) or more, or 1 for all")
+        for name in ("every", "late_every"):
+            value = getattr(self, name)
+            ok = value is None or value >= 1
+            check(name, value, ok, "pass 2 (each second step is full) or more, or 1 for all")
         check("order", self.order, self.order in (0, 1), "pass 0 (keep) or 1 (extrapolate)")
         check("first", self.first, self.first >= 1, "pass 1 or more: a run's first step is full")
         check("layers", self.layers, self.layers >= 1, "pass 1 (the last layer) or more")
         if self.at is not None:
             object.__setattr__(self, "at", check_levels("at", self.at))
-            ok = self.every == type(self).every
-            check("every", self.every, ok, "`at` names the full steps: leave every out")
+            for name in ("every", "late_every"):
+                value = getattr(self, name)
+                ok = value == getattr(type(self), name)
+                check(name, value, ok, f"`at` names the full steps: leave {name} out")
 
     def full(self, levels: Sequence[float]) -> list[bool]:
         """Whether each step of a run on these noise levels, in its order, is full."""
-        every = range(len(levels))
-        if self.at is None:
-            counted = {i for i in every if i < self.first or (i - self.first + 1) % self.every == 0}
-        else:
-            counted = {i for i in every if i < self.first} | nearest(self.at, levels, every)
-        return [i in counted for i in every]
+        count = len(levels)
+        full = set(range(min(self.first, count)))
+        if self.at is not None:
+            full |= nearest(self.at, levels, range(count))
+            return [i in full for i in range(count)]
+        last = self.first - 1
+        for i in range(self.first, count):
+            late = self.late_every if 2 * i >= count + self.first else None
+            if i - last >= (late or self.every):
+                full.add(i)
+                last = i
+        return [i in full for i in range(count)]
 
 
 def check_levels(name: str, levels: object) -> tuple[float, ...]:

@@ -15,7 +15,11 @@ ATTENTION = {
     "scale": "scale (exponent)",
     "early_frac": "early_frac (early steps)",
 }
-STEPS = {"every": "every (one step is full)", "order": "order (0 keeps states)"}
+STEPS = {
+    "every": "every (one step is full)",
+    "late_every": "late_every (in the later half)",
+    "order": "order (0 keeps states)",
+}
 LABELS = ATTENTION | STEPS
 """Settings that may be chosen, and what they are called."""
 
