@@ -34,11 +34,14 @@ def _range(row: Row, name: str, form: str, scale: float = 1.0) -> str:
     return f"{value} ({low}-{high})"
 
 
-def _worth(row: Row, rows: Rows) -> str:
-    if "worth_multiply_adds" not in row:
-        return ""
-    sign = {"more": "> ", "less": "< "}.get(row["worth_multiply_adds_beyond"] or "", "")
-    return sign + _range(row, "worth_multiply_adds", ".2f")
+def _worth(by: str) -> Callable[[Row, Rows], str]:
+    def worth(row: Row, rows: Rows) -> str:
+        if f"worth_{by}" not in row:
+            return ""
+        sign = {"more": "> ", "less": "< "}.get(row[f"worth_{by}_beyond"] or "", "")
+        return sign + _range(row, f"worth_{by}", ".2f")
+
+    return worth
 
 
 def _share(name: str) -> Callable[[Row, Rows], str]:
@@ -52,8 +55,10 @@ KINDS: dict[str, Callable[[Row, Rows], str]] = {
     "faster": lambda row, rows: f"{row['speedup']:.2f}x",
     "distance": lambda row, rows: f"{1e3 * row['converged']:.3g}",
     "distance-range": lambda row, rows: _range(row, "converged", ".0f", 1e3),
-    "worth": _worth,
+    "worth": _worth("multiply_adds"),
+    "worth-time": _worth("time"),
     "worth-value": lambda row, rows: f"{row['worth_multiply_adds']:.2f}",
+    "to-stock": lambda row, rows: f"{1e3 * row['perceptual']:.3g}",
     "kernel": lambda row, rows: f"{1e3 * row['kernel']:.3g}",
     "kernel-change": lambda row, rows: f"{1e3 * row['kernel_change']:+.3g}",
     "place": lambda row, rows: f"{row['place']:.1f}",
@@ -71,7 +76,7 @@ KINDS: dict[str, Callable[[Row, Rows], str]] = {
 
 TABLES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "readme": (
-        {"cost": "cost", "distance x1000": "distance-range", "worth": "worth"},
+        {"cost": "cost", "distance x1000": "distance-range", "worth": "worth", "by time": "worth-time"},
         {
             "stock, 25 steps": "stock",
             "stock, 17 steps": "stock@17",
@@ -84,18 +89,22 @@ TABLES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         },
     ),
     "reuse": (
-        {"cheaper": "cheaper", "worth": "worth"},
+        {"cheaper": "cheaper", "worth": "worth", "by time": "worth-time"},
         {
-            'a full call in 2 after 3 full ones, order 1 (`mode="reuse"`), 25 steps': "reuse",
+            'after 4 full calls one in 2, later one in 3, corrected (`mode="reuse"`), 25 steps': "reuse",
             "the same, 12 steps, against 12": "reuse@12",
             "the same, 50 steps, against 50": "reuse@50",
-            "a full call in 2 after the first": "every-2-first-1",
-            "a full call in 2 after the first, cheap ones of two layers": "every-2-layers-2",
-            "a full call in 3 after the first": "every-3",
-            "a full call in 2, order 0, which is DeepCache at interval 2": "every-2-kept",
+            "the same, not corrected": "uncorrected",
+            "after 4 full calls one in 2": "every-2",
+            "after 4 full calls one in 2, cheap ones of two layers": "every-2-layers-2",
+            "after 4 full calls one in 3": "every-3",
+            "after the first call one in 2": "every-2-first-1",
+            "after the first call one in 2, order 0, not corrected, which is DeepCache at interval 2": (
+                "every-2-kept"
+            ),
             "half calls in the second half of the run, every other": "guidance-2-late",
             "half calls, every other": "guidance-2",
-            "a full call in 2 and half of those half": "both",
+            "after 4 full calls one in 2, and half of the full ones half": "both",
         },
     ),
 }
