@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 from tiny import BETAS, make_unet
 
 from agentsd import Downsample, Phases, Recipe, ReuseGuidance, ReuseSteps, apply_agentsd, remove_agentsd
+from agentsd.recipe import REUSE
 
 SEQUENCES = int(os.environ.get("AGENTSD_SEQUENCES", "300"))
 RECIPES = {
     "stock": None,
-    "steps": Recipe(steps=ReuseSteps(2)),
+    "reuse": REUSE,
+    "steps": Recipe(steps=ReuseSteps(2, late_every=3)),
     "two layers": Recipe(steps=ReuseSteps(3, order=0, layers=2)),
     "guidance": Recipe(guidance=ReuseGuidance(2, start=0.25)),
     "both": Recipe(steps=ReuseSteps(2), guidance=ReuseGuidance()),

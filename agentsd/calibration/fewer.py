@@ -22,7 +22,7 @@ def chosen_levels(measured: Measured, order: int) -> dict[int, list[float]]:
     """
     plans = best_plans(
         len(measured.levels),
-        lambda step, symbol, _: int(symbol == "F"),
+        lambda step, symbol, fulls, _: int(symbol == "F"),
         lambda step, symbol, fulls, whole, _: 0.0 if symbol == "F" else measured.skipped(step, fulls),
         phases={0: 1},
         order=order,

@@ -249,14 +249,18 @@ class Measured:
         deep = {site.name for site in self._sites if self._left_out.holds(site.block)}
         return choices_of(effects, lambda name: name not in deep, CHOICES)
 
-    def cost(self, step: int, symbol: str, choice: Choice, corrected: bool = False) -> int:
-        """Of a step, in units, rounded up; a cheap call that is corrected is computed twice."""
+    def cost(self, step: int, symbol: str, fulls: tuple[int, ...], choice: Choice) -> int:
+        """Of a step, in units, rounded up."""
         full = symbol in "FH"
         of_both = self._prices["F" if full else "f"]
         saved = (choice.full if full else choice.cheap) * self._prices["F"]
         share = (1 - saved / of_both) * self._prices[symbol] / self._prices["F"]
-        times = 2 if corrected and not full else 1
-        return self._counts[step] * max(1, math.ceil(UNITS * times * share))
+        return self._counts[step] * max(1, math.ceil(UNITS * share))
+
+    def cost_corrected(self, step: int, symbol: str, fulls: tuple[int, ...], choice: Choice) -> int:
+        """As `cost`, where a full call computes the cheap ones before it once more."""
+        again = range(fulls[-1] + 1, step) if symbol == "F" and fulls else ()
+        return self.cost(step, symbol, fulls, choice) + sum(self.cost(i, "f", fulls, choice) for i in again)
 
     def error(self, step: int, symbol: str, fulls: tuple[int, ...], whole: int, choice: Choice) -> float:
         """Of a step: its share of the final latents' squared distance.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-Cost = Callable[[int, str, int], int]
-"""What a call costs in whole units, by its step, its symbol and its phase's choice."""
+Cost = Callable[[int, str, tuple[int, ...], int], int]
+"""What a call costs in whole units, by its step, its symbol, the last full steps and its phase's choice."""
 Error = Callable[[int, str, tuple[int, ...], int, int], float]
 """What a call loses, by its step, its symbol, the last full steps, the step of the last whole call and its
 phase's choice."""
@@ -75,7 +75,7 @@ def best_plans(
     """
     begun = Known((0,), 0, False)
     labels: dict[tuple[Known, int], dict[int, _Label]] = {
-        (begun, choice): {cost(0, "F", choice): (error(0, "F", (), -1, choice), "F", choice, None)}
+        (begun, choice): {cost(0, "F", (), choice): (error(0, "F", (), -1, choice), "F", choice, None)}
         for choice in range(phases[0])
     }
     for step in range(1, count):
@@ -84,7 +84,7 @@ def best_plans(
             choices = range(phases[step]) if step in phases else (before,)
             for symbol, after in _moves(step, known, order, halves, max_age, max_kept):
                 for choice in choices:
-                    price = cost(step, symbol, choice)
+                    price = cost(step, symbol, known.fulls, choice)
                     lost = error(step, symbol, known.fulls, known.whole, choice)
                     best = reached.setdefault((after, choice), {})
                     for spent, label in ways.items():

@@ -208,7 +208,7 @@ def _check_reach(measured: Measured, goal: float) -> None:
     choice = measured.greatest_saving
     plans = best_plans(
         len(measured.levels),
-        lambda step, symbol, _: measured.cost(step, symbol, choice),
+        lambda step, symbol, fulls, _: measured.cost(step, symbol, fulls, choice),
         lambda *call: 0.0,
         phases={0: 1},
         order=0,
@@ -241,13 +241,16 @@ def _frontier(measured: Measured, attends: bool, steps: ReuseSteps, halves: bool
     phases = {measured.early.index(phase): len(choices[phase]) for phase in choices}
 
     @cache
-    def cost(step: int, symbol: str, choice: int) -> int:
-        return measured.cost(step, symbol, choices[measured.early[step]][choice], steps.corrected)
-
-    of = measured.error_corrected if steps.corrected else measured.error
+    def cost(step: int, symbol: str, fulls: tuple[int, ...], choice: int) -> int:
+        return cost_of(step, symbol, fulls, choices[measured.early[step]][choice])
 
     def error(step: int, symbol: str, fulls: tuple[int, ...], whole: int, choice: int) -> float:
-        return of(step, symbol, fulls, whole, choices[measured.early[step]][choice])
+        return error_of(step, symbol, fulls, whole, choices[measured.early[step]][choice])
+
+    if steps.corrected:
+        cost_of, error_of = measured.cost_corrected, measured.error_corrected
+    else:
+        cost_of, error_of = measured.cost, measured.error
 
     return best_plans(
         len(measured.levels),
