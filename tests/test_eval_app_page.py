@@ -79,15 +79,15 @@ def settings_that_run(page: Any, label: str, value: str) -> tuple[str, bytes]:
 
 
 def test_the_settings_that_are_chosen_are_those_that_run(page: Any) -> None:
-    assert settings_that_run(page, "every (", "3")[0] == "FFFFffFffF"
-    assert settings_that_run(page, "every (", "1")[0] == "FFFFFFFffF"
+    assert settings_that_run(page, "every (one", "3")[0] == "FFFFffFffF"
+    assert settings_that_run(page, "every (one", "1")[0] == "FFFFFFFffF"
     page.get_by_label("exact").click()
     page.get_by_text('mode="exact"').wait_for()
     assert settings_that_run(page, "ratio (", "0.1")[1] != settings_that_run(page, "ratio (", "0.7")[1]
 
 
 def test_the_line_of_python_follows_the_recipe_and_is_copied(page: Any) -> None:
-    page.get_by_label("every (").fill("3")
+    page.get_by_label("every (one").fill("3")
     page.get_by_text("ReuseSteps(every=3, first=4, late_every=3)").wait_for()
     page.get_by_role("button", name="Copy").click()
     copied = page.evaluate("navigator.clipboard.readText()")
@@ -97,7 +97,7 @@ def test_the_line_of_python_follows_the_recipe_and_is_copied(page: Any) -> None:
     page.get_by_label("turbo").click()
     page.get_by_text('mode="turbo"').wait_for()
     assert page.get_by_label("ratio (").input_value() == "0.4"
-    assert not page.get_by_label("every (").is_visible()
+    assert not page.get_by_label("every (one").is_visible()
 
 
 def test_what_is_wrong_is_said_in_the_page_with_the_way_out(page: Any) -> None:
