@@ -217,3 +217,24 @@ def test_a_missing_package_is_told_before_any_work(
     result = CliRunner().invoke(app, given)
     assert result.exit_code == 2
     assert "pip install 'agentsd[fid]', or use --features efficientnet-lite0" in result.output
+
+
+def test_a_method_that_the_sampler_does_not_suit_is_told_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentsd_eval.studies.table.load_real", lambda *args: pytest.fail("began"))
+    words = [
+        "table",
+        "--method",
+        "deepcache-2",
+        "--scheduler",
+        "plms",
+        "--steps",
+        "25",
+        "--out",
+        str(tmp_path),
+    ]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert "use --scheduler ddim" in " ".join(result.output.split())
+    assert not list(tmp_path.iterdir())

@@ -12,7 +12,7 @@ from PIL import Image
 from agentsd.hosts import weights_digest
 
 from ..settings import RunSettings
-from .methods import Method, check_scheduler
+from .methods import Method
 from .prompts import Picture
 from .sampling import Seconds, sample, size_of, warm_up
 from .store import Store
@@ -75,8 +75,6 @@ def generate(
     pictures of each. Rows that join stock's pictures later get them timed again, a few batches of them.
     `tick` is called with the number of pictures that are done.
     """
-    for method in methods:
-        check_scheduler(method, pipe.scheduler, settings.steps)
     done = {method: store.intact(method) for method in methods}
     session = uuid.uuid4().hex[:12]
     warm: set[Method] = set()

@@ -22,7 +22,7 @@ from ..pages.output import check_writable, progress, write_bytes
 from ..pages.quality_table import NOTE, plan, tables_of
 from ..pages.rows import Row
 from ..pictures.generate import Share, fingerprint, generate
-from ..pictures.methods import Method, expand
+from ..pictures.methods import Method, check_scheduler, expand
 from ..pictures.models import find_device, load_pipeline
 from ..pictures.prompts import Picture, note_unknown_words, pictures_of
 from ..pictures.sampling import Seconds, sample, size_of
@@ -108,6 +108,8 @@ def measure(
     check_writable(settings.out / f"{name}.jsonl")
     pictures = pictures_of(settings)
     pipe = load_pipeline(settings)
+    for method in methods:
+        check_scheduler(method, pipe.scheduler, settings.steps)
     if state.is_main_process:
         note_unknown_words(pipe, pictures, settings, console)
     height, width = size_of(pipe, settings)
