@@ -1,8 +1,8 @@
 """Writes the figures of README and docs from the results they are of: `python docs/figures.py`.
 
 A figure stands between `<!--=ROW KIND-->` and `<!--=-->`, and a table between `<!--=table NAME-->` and that.
-`<!-- figures of RUN -->` at a page's head names the folder of eval/results whose table.jsonl they are read
-from. tests/test_readme.py fails where a page and the results differ.
+`<!-- figures of RUN -->` names the folder of eval/results whose table.jsonl those after it are read from.
+tests/test_readme.py fails where a page and the results differ.
 """
 
 from __future__ import annotations
@@ -107,6 +107,31 @@ TABLES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
             "after 4 full calls one in 2, and half of the full ones half": "both",
         },
     ),
+    "intervals": (
+        {"cheaper": "cheaper", "worth": "worth", "by time": "worth-time"},
+        {
+            "after 4 full calls one in 4": "every-4",
+            "after 4 full calls one in 3, 12 steps, against 12": "every-3@12",
+            "after 4 full calls one in 3, 50 steps, against 50": "every-3@50",
+            "after 4 full calls one in 4, 50 steps, against 50": "every-4@50",
+            "after the first call one in 3": "every-3-first-1",
+            "the same, and half of the full ones half": "every-3-half",
+            "the same, with fast mode's attention": "every-3-half-fast",
+            "half calls, two of three": "guidance-3",
+        },
+    ),
+    "plms": (
+        {"cheaper": "cheaper", "distance x1000": "distance-range", "worth": "worth", "by time": "worth-time"},
+        {
+            "stock, 25 steps": "stock",
+            "stock, 20 steps": "stock@20",
+            "stock, 14 steps": "stock@14",
+            '`mode="reuse"`': "reuse",
+            "after the first call one in 2": "every-2-first-1",
+            "the same, order 0, as DeepCache": "every-2-kept",
+            "after 4 full calls one in 3": "every-3",
+        },
+    ),
 }
 """Columns by their heads, and rows by what stands first in them."""
 
@@ -130,13 +155,11 @@ def table(rows: Rows, name: str) -> str:
 
 def written(text: str) -> str:
     """A page's text with its figures as the results have them."""
-    named = _RUN.search(text)
-    if named is None:
-        return text
-    rows = rows_of(named[1])
+    runs = [(named.start(), named[1]) for named in _RUN.finditer(text)]
 
     def fill(match: re.Match[str]) -> str:
         start, label, kind, _, end = match.groups()
+        rows = rows_of([run for place, run in runs if place < match.start()][-1])
         return start + (table(rows, kind) if label == "table" else KINDS[kind](rows[label], rows)) + end
 
     return _MARKED.sub(fill, text)
