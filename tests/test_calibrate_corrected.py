@@ -7,7 +7,7 @@ import torch
 from calibrating import SETTINGS, STEPS, distance, run, work
 
 from agentsd import ReuseSteps, apply_agentsd, calibrate
-from agentsd.calibration import search
+from agentsd.calibration import plans
 from agentsd.calibration.attention import Choice
 from agentsd.calibration.losses import Losses, mean_square
 from agentsd.calibration.measured import Measured
@@ -19,7 +19,7 @@ from agentsd.reuse.states import sigma
 @pytest.fixture
 def only_corrected(monkeypatch):
     """Calibration that has no other cheap calls."""
-    monkeypatch.setattr(search, "CHEAP", (ReuseSteps(),))
+    monkeypatch.setattr(plans, "CHEAP", (ReuseSteps(),))
 
 
 def test_a_corrected_call_loses_what_the_line_between_its_full_ones_misses(plain):

@@ -11,9 +11,10 @@ from calibrating import COUNTED, MERGE, SETTINGS, STEPS, distance, run
 from tiny import snapshot
 
 from agentsd import Recipe, apply_agentsd, calibrate
+from agentsd.calibration.plans import Found
 from agentsd.calibration.program import Plan
 from agentsd.calibration.runs import Figures
-from agentsd.calibration.search import Found, _of_distance, _of_speedup
+from agentsd.calibration.search import _of_distance, _of_speedup
 
 
 def test_another_goal_takes_the_same_figures(plain, figures):

@@ -7,11 +7,11 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from importlib.metadata import version
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from diffusers.utils import logging
 
@@ -19,40 +19,25 @@ from ..attention import Operator
 from ..checks import check
 from ..hosts import weights_digest
 from ..recipe import Recipe
-from ..reuse import ReuseGuidance, ReuseSteps
-from .attention import OPERATORS, Choice, layers_of
+from .attention import OPERATORS
 from .cost import Cost
 from .fewer import promises
 from .goal import check_arguments, check_goal, free_unet
 from .journal import Journal, Tell, plain
 from .measured import MAX_AGE, MAX_KEPT, Measured
-from .program import Plan, best_plans
+from .plans import GROUPS, Found, plans_of
+from .program import best_plans
 from .runs import Figures, Runs
 
 TRIES = 3
 """Times that plans are looked for again, where those measured were slower than predicted."""
 CANDIDATES = 2
-"""Plans with attention, and plans without, that are run on the first prompt, where one is to be chosen."""
+"""Plans of each group that are run on the first prompt, where one is to be chosen."""
 FINALISTS = 2
 """Of those, plans that are run on all prompts."""
-CHEAP = (ReuseSteps(order=0, corrected=False), ReuseSteps(order=1, corrected=False), ReuseSteps())
-"""Kinds of cheap calls."""
 FRONTIER = 32
 """Plans of a frontier that are looked through for a distance, at most."""
 _MARGIN = 1.1  # by which a goal is out of reach beyond doubt
-
-
-class Found(NamedTuple):
-    """A plan, its recipe, and the distance that is predicted of it."""
-
-    plan: Plan
-    recipe: Recipe
-    distance: float
-
-    @property
-    def attends(self) -> bool:
-        """Whether it changes attention."""
-        return self.recipe.layers is not None
 
 
 def calibrate(
@@ -151,7 +136,7 @@ def calibrate(
             if speedup is not None:
                 _check_reach(measured, speedup)
             measured.measure()
-        kinds = _plans(measured, early_frac)
+        kinds = plans_of(measured, early_frac)
         if speedup is not None:
             best = _of_speedup(kinds, measured.stock_cost, speedup, runs, own)
         else:
@@ -221,63 +206,6 @@ def _check_reach(measured: Measured, goal: float) -> None:
         raise ValueError(f"speedup={goal} cannot be met in these runs: the greatest is about {most:.2f}")
 
 
-def _plans(measured: Measured, early_frac: float) -> list[list[Found]]:
-    """The frontier of each kind of plan: with attention or not, by its cheap calls, half calls or not."""
-    kinds = []
-    for attends in (False, True) if any(len(c) > 1 for c in measured.choices.values()) else (False,):
-        for steps in CHEAP if measured.corrects else CHEAP[:2]:
-            for halves in (False, True) if measured.guided and not steps.corrected else (False,):
-                plans = _frontier(measured, attends, steps, halves)
-                kinds.append([_found(plan, steps, measured, early_frac) for plan in plans if _saves(plan)])
-    return kinds
-
-
-def _saves(plan: Plan) -> bool:
-    return set(plan.symbols) != {"F"} or any(plan.choices)
-
-
-def _frontier(measured: Measured, attends: bool, steps: ReuseSteps, halves: bool) -> list[Plan]:
-    choices = measured.choices if attends else {phase: [Choice()] for phase in measured.choices}
-    phases = {measured.early.index(phase): len(choices[phase]) for phase in choices}
-
-    @cache
-    def cost(step: int, symbol: str, fulls: tuple[int, ...], choice: int) -> int:
-        return cost_of(step, symbol, fulls, choices[measured.early[step]][choice])
-
-    def error(step: int, symbol: str, fulls: tuple[int, ...], whole: int, choice: int) -> float:
-        return error_of(step, symbol, fulls, whole, choices[measured.early[step]][choice])
-
-    if steps.corrected:
-        cost_of, error_of = measured.cost_corrected, measured.error_corrected
-    else:
-        cost_of, error_of = measured.cost, measured.error
-
-    return best_plans(
-        len(measured.levels),
-        cost,
-        error,
-        phases=phases,
-        order=steps.order,
-        halves=halves,
-        max_age=MAX_AGE,
-        max_kept=MAX_KEPT,
-    )
-
-
-def _found(plan: Plan, kind: ReuseSteps, measured: Measured, early_frac: float) -> Found:
-    named = [int(level) if level == int(level) else level for level in measured.levels]
-    full = tuple(level for level, symbol in zip(named, plan.symbols, strict=True) if symbol in "FH")
-    whole = tuple(level for level, symbol in zip(named, plan.symbols, strict=True) if symbol == "F")
-    steps = replace(kind, at=full) if set(plan.symbols) & set("fh") else None
-    guidance = ReuseGuidance(at=whole) if set(plan.symbols) & set("Hh") else None
-    phases = sorted(measured.choices, key=measured.early.index)
-    chosen = {
-        phase: measured.choices[phase][choice] for phase, choice in zip(phases, plan.choices, strict=True)
-    }
-    layers = layers_of(chosen, early_frac) or None
-    return Found(plan, Recipe(layers=layers, steps=steps, guidance=guidance), math.sqrt(plan.error))
-
-
 def _of_speedup(
     kinds: list[list[Found]], stock: int, goal: float, runs: Runs, numbers: Sequence[int]
 ) -> Found:
@@ -289,10 +217,8 @@ def _of_speedup(
         every = {one.recipe: one for one in fitting if one is not None}.values()
         tried = [
             one
-            for attends in (False, True)
-            for one in sorted((o for o in every if o.attends == attends), key=attrgetter("distance"))[
-                :CANDIDATES
-            ]
+            for group in GROUPS
+            for one in sorted((o for o in every if o.group == group), key=attrgetter("distance"))[:CANDIDATES]
         ]
         if not tried:
             break
@@ -314,12 +240,12 @@ def _of_speedup(
 def _of_distance(kinds: list[list[Found]], goal: float, runs: Runs, numbers: Sequence[int]) -> Found:
     """Of the plans that no other beats, the fastest one that is seen to end near enough to stock.
 
-    By bisection on the first prompt, among plans with attention and among those without; then dearer ones
-    are run on all prompts until one meets the goal.
+    By bisection on the first prompt, in each group; then dearer ones are run on all prompts until one meets
+    the goal.
     """
     seen: list[tuple[Found, Figures]] = []
-    for attends in (False, True):
-        plans = _thinned([one for kind in kinds for one in kind if one.attends == attends])
+    for group in GROUPS:
+        plans = _thinned([one for kind in kinds for one in kind if one.group == group])
         near = partial(_distance, plans, runs, numbers[:1])
         place, back = bisect_right(range(len(plans)), goal, key=near) - 1, 1
         while plans:
