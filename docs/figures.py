@@ -118,10 +118,12 @@ TABLES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
             "the same, and half of the full ones half": "every-3-half",
             "the same, with fast mode's attention": "every-3-half-fast",
             "half calls, two of three": "guidance-3",
+            "calibrated for 1.4x": "calibrated-1.4",
+            "calibrated for 1.75x": "calibrated-1.75",
         },
     ),
     "plms": (
-        {"cheaper": "cheaper", "distance x1000": "distance-range", "worth": "worth", "by time": "worth-time"},
+        {"cost": "cost", "distance x1000": "distance-range", "worth": "worth", "by time": "worth-time"},
         {
             "stock, 25 steps": "stock",
             "stock, 20 steps": "stock@20",

@@ -25,14 +25,14 @@ from .fewer import promises
 from .goal import check_arguments, check_goal, free_unet
 from .journal import Journal, Tell, plain
 from .measured import MAX_AGE, MAX_KEPT, Measured
-from .plans import GROUPS, Found, plans_of
+from .plans import Found, plans_of
 from .program import best_plans
 from .runs import Figures, Runs
 
 TRIES = 3
 """Times that plans are looked for again, where those measured were slower than predicted."""
 CANDIDATES = 2
-"""Plans of each group that are run on the first prompt, where one is to be chosen."""
+"""Plans with attention, and plans without, that are run on the first prompt, where one is to be chosen."""
 FINALISTS = 2
 """Of those, plans that are run on all prompts."""
 FRONTIER = 32
@@ -217,8 +217,10 @@ def _of_speedup(
         every = {one.recipe: one for one in fitting if one is not None}.values()
         tried = [
             one
-            for group in GROUPS
-            for one in sorted((o for o in every if o.group == group), key=attrgetter("distance"))[:CANDIDATES]
+            for attends in (False, True)
+            for one in sorted((o for o in every if o.attends == attends), key=attrgetter("distance"))[
+                :CANDIDATES
+            ]
         ]
         if not tried:
             break
@@ -240,12 +242,12 @@ def _of_speedup(
 def _of_distance(kinds: list[list[Found]], goal: float, runs: Runs, numbers: Sequence[int]) -> Found:
     """Of the plans that no other beats, the fastest one that is seen to end near enough to stock.
 
-    By bisection on the first prompt, in each group; then dearer ones are run on all prompts until one meets
-    the goal.
+    By bisection on the first prompt, among plans with attention and among those without; then dearer ones
+    are run on all prompts until one meets the goal.
     """
     seen: list[tuple[Found, Figures]] = []
-    for group in GROUPS:
-        plans = _thinned([one for kind in kinds for one in kind if one.group == group])
+    for attends in (False, True):
+        plans = _thinned([one for kind in kinds for one in kind if one.attends == attends])
         near = partial(_distance, plans, runs, numbers[:1])
         place, back = bisect_right(range(len(plans)), goal, key=near) - 1, 1
         while plans:
