@@ -62,22 +62,40 @@ class Told:
     """Losses that say what they were asked for."""
 
     def of(self, step, symbol, fulls, whole):
-        return {"F": 0.0, "b": 100.0, "f": 1.0, "s": 0.0}[symbol] * (step + 1) + sum(fulls)
+        return 0.0 if symbol == "F" else {"b": 100.0, "f": 1.0}[symbol] * (step + 1) + sum(fulls)
+
+
+def of_eight_steps():
+    measured = Measured.__new__(Measured)
+    measured.levels, measured._losses = list(range(8)), Told()
+    measured._weights, measured._counts = [2.0] * 8, dict.fromkeys(range(8), 1)
+    measured._count, measured._power = 1, 4.0
+    return measured
 
 
 def test_the_error_of_a_plan_is_that_of_its_corrected_calls():
     """Told with the full call that corrects them; what none follows loses as it does uncorrected."""
-    measured = Measured.__new__(Measured)
-    measured.levels, measured._losses = list(range(8)), Told()
-    measured._weights, measured._counts, measured._count, measured._power = [2.0] * 8, {}, 1, 4.0
-    measured._counts = dict.fromkeys(range(8), 1)
+    measured = of_eight_steps()
     plan, fulls, error = "FFffFFff", (), 0.0
     for step, symbol in enumerate(plan):
         error += measured.error_corrected(step, symbol, fulls[-2:], -1, Choice())
         fulls += (step,) if symbol == "F" else ()
-    corrected = (100 * 3 + 1 + 4) + (100 * 4 + 1 + 4)  # steps 2 and 3, between 1 and 4
-    ending = (7 + 4 + 5) + (8 + 4 + 5)  # steps 6 and 7, from 4 and 5
-    assert error == (corrected + ending) * 2.0 / 4.0
+    corrected = (
+        2.0 / 4.0 * ((100 * 3 + 1 + 4) ** 0.5 + (100 * 4 + 1 + 4) ** 0.5) ** 2
+    )  # 2, 3, between 1 and 4
+    ending = 2.0 / 4.0 * ((7 + 4 + 5) ** 0.5 + (8 + 4 + 5) ** 0.5) ** 2  # 6 and 7, from 4 and 5
+    assert error == pytest.approx(corrected + ending)
+
+
+def test_errors_of_cheap_calls_after_the_same_full_one_add_up_before_they_are_squared():
+    measured = of_eight_steps()
+    plan, fulls, error = "FFffFfff", (), 0.0
+    for step, symbol in enumerate(plan):
+        error += measured.error(step, symbol, fulls[-2:], step - 1, Choice())
+        fulls += (step,) if symbol == "F" else ()
+    first = (3 + 0 + 1) ** 0.5 + (4 + 0 + 1) ** 0.5  # 2 and 3, from 0 and 1
+    second = (6 + 1 + 4) ** 0.5 + (7 + 1 + 4) ** 0.5 + (8 + 1 + 4) ** 0.5  # 5 to 7, from 1 and 4
+    assert error == pytest.approx(2.0 / 4.0 * (first**2 + second**2))
 
 
 def test_what_is_promised_of_a_corrected_plan_is_what_its_run_does(plain, only_corrected):

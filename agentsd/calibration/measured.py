@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from statistics import mean, median
 from typing import Any
@@ -265,10 +265,19 @@ class Measured:
     def error(self, step: int, symbol: str, fulls: tuple[int, ...], whole: int, choice: Choice) -> float:
         """Of a step: its share of the final latents' squared distance.
 
-        What attention loses in a full call is in the state that cheap ones start from: so it counts in each.
+        Cheap calls after the same full one err alike, so that their errors add up before they are squared; a
+        step's share is what it adds to the square. What attention loses in a full call is in the state that
+        cheap ones start from: so it counts in each.
         """
-        lost = self._losses.of(step, symbol, fulls, whole)
-        return self._weights[step] * (lost + self._count * self._counts[step] * choice.loss) / self._power
+        attention = self._weights[step] * self._count * self._counts[step] * choice.loss / self._power
+        if symbol in "FH":
+            return attention + self._share(step, symbol, fulls, whole)
+        before = range(fulls[-1] + 1, step)
+        return (
+            attention
+            + self._together((*before, step), symbol, fulls, whole)
+            - self._together(before, symbol, fulls, whole)
+        )
 
     def error_corrected(
         self, step: int, symbol: str, fulls: tuple[int, ...], whole: int, choice: Choice
@@ -281,16 +290,20 @@ class Measured:
         last = step == len(self.levels) - 1
         if symbol == "F":
             cheap = range(fulls[-1] + 1, step) if fulls else ()
-            return own + sum(self._share(i, "b", (fulls[-1], step)) for i in cheap)
+            return own + self._together(cheap, "b", (*fulls[-1:], step))
         ahead = range(fulls[-1] + 1, step + 1) if last else ()  # no full call comes after these
-        return own + sum(self._share(i, "f", fulls) for i in ahead)
+        return own + self._together(ahead, "f", fulls)
 
     def skipped(self, step: int, fulls: tuple[int, ...]) -> float:
         """Of a step left out, as `error`."""
         return self._share(step, "s", fulls)
 
-    def _share(self, step: int, symbol: str, fulls: tuple[int, ...]) -> float:
-        return self._weights[step] * self._losses.of(step, symbol, fulls, -1) / self._power
+    def _share(self, step: int, symbol: str, fulls: tuple[int, ...], whole: int = -1) -> float:
+        return self._weights[step] * self._losses.of(step, symbol, fulls, whole) / self._power
+
+    def _together(self, steps: Iterable[int], symbol: str, fulls: tuple[int, ...], whole: int = -1) -> float:
+        """The square of a sum of errors, of each of which the square is known."""
+        return sum(math.sqrt(self._share(step, symbol, fulls, whole)) for step in steps) ** 2
 
     @property
     def stock_cost(self) -> int:

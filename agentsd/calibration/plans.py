@@ -13,8 +13,8 @@ from .attention import Choice, layers_of
 from .measured import MAX_AGE, MAX_KEPT, Measured
 from .program import Plan, best_plans
 
-CHEAP = (ReuseSteps(order=0, corrected=False), ReuseSteps(order=1, corrected=False), ReuseSteps())
-"""Kinds of cheap calls."""
+CHEAP = (ReuseSteps(corrected=False), ReuseSteps())
+"""Kinds of cheap calls; the last where a run's sampler can be corrected."""
 
 
 class Found(NamedTuple):
@@ -34,7 +34,7 @@ def plans_of(measured: Measured, early_frac: float) -> list[list[Found]]:
     """The frontier of each kind of plan: with attention or not, by its cheap calls, half calls or not."""
     kinds = []
     for attends in (False, True) if any(len(c) > 1 for c in measured.choices.values()) else (False,):
-        for steps in CHEAP if measured.corrects else CHEAP[:2]:
+        for steps in CHEAP if measured.corrects else CHEAP[:1]:
             for halves in (False, True) if measured.guided and not steps.corrected else (False,):
                 plans = _frontier(measured, attends, steps, halves)
                 kinds.append([_found(plan, steps, measured, early_frac) for plan in plans if _saves(plan)])

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from hashlib import sha256
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,8 @@ class Figures(NamedTuple):
 
     Attributes:
         speedup: cost of stock's U-Net calls over theirs.
-        distance: root mean square of the change of the final latents, over that of stock's latents.
+        distance: root mean square of the change of the final latents, over that of stock's latents; a
+            geometric mean over the runs, as one that goes another way would outweigh all others.
         converged: the same to the latents of many more steps, where those were run.
         calls: what the U-Net's calls of the last run were, a symbol each; empty without a recipe.
         levels: the run's noise levels, in training timesteps.
@@ -105,7 +106,7 @@ class Runs:
 
     def stock_converged(self) -> float | None:
         """The distance of the judged stock runs to converged ones."""
-        return _share([self._to_converged(n, self.stock(n)[0]) for n in self._judged])
+        return _mean([self._to_converged(n, self.stock(n)[0]) for n in self._judged])
 
     def _to_converged(self, number: int, latents: Tensor) -> tuple[float, float] | None:
         """Mean squares of the change to a converged run's latents, and of those."""
@@ -130,8 +131,8 @@ class Runs:
         stock = sum(self.stock(numbers[i])[1] or 0.0 for i in counted)
         return Figures(
             stock / sum(rows[i]["spent"] for i in counted),
-            math.sqrt(sum(row["moved"] for row in rows) / self.power(numbers)),
-            _share([row["to_converged"] for row in rows]),
+            _mean([(row["moved"], self.power([n])) for row, n in zip(rows, numbers, strict=True)]) or 0.0,
+            _mean([row["to_converged"] for row in rows]),
             rows[-1]["calls"],
             rows[-1]["levels"],
         )
@@ -191,9 +192,9 @@ class Runs:
         return mean_square(latents.float().cpu() - self.stock(0)[0])
 
 
-def _share(pairs: Sequence[Sequence[float] | None]) -> float | None:
-    """The root of the sum of the first numbers over that of the second; None where some are not known."""
-    known = [pair for pair in pairs if pair is not None]
+def _mean(pairs: Sequence[Sequence[float] | None]) -> float | None:
+    """The geometric mean of the roots of first numbers over second ones; None where some are not known."""
+    known = [math.sqrt(pair[0] / pair[1]) for pair in pairs if pair is not None]
     if len(known) < len(pairs):
         return None
-    return math.sqrt(sum(moved for moved, _ in known) / sum(power for _, power in known))
+    return geometric_mean(known) if all(known) else 0.0

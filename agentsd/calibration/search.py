@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,8 @@ from .runs import Figures, Runs
 
 TRIES = 3
 """Times that plans are looked for again, where those measured were slower than predicted."""
-CANDIDATES = 2
-"""Plans with attention, and plans without, that are run on the first prompt, where one is to be chosen."""
-FINALISTS = 2
-"""Of those, plans that are run on all prompts."""
+FINALISTS = 3
+"""Of the plans that are run on the first prompt, those that are run on all."""
 FRONTIER = 32
 """Plans of a frontier that are looked through for a distance, at most."""
 _MARGIN = 1.1  # by which a goal is out of reach beyond doubt
@@ -214,14 +211,7 @@ def _of_speedup(
     most = 0.0
     for _ in range(TRIES):
         fitting = [next((one for one in kind if one.plan.cost <= budget), None) for kind in kinds]
-        every = {one.recipe: one for one in fitting if one is not None}.values()
-        tried = [
-            one
-            for attends in (False, True)
-            for one in sorted((o for o in every if o.attends == attends), key=attrgetter("distance"))[
-                :CANDIDATES
-            ]
-        ]
+        tried = list({one.recipe: one for one in fitting if one is not None}.values())
         if not tried:
             break
         tried.sort(key=lambda one: _compare(runs, one, numbers[:1]).distance)

@@ -125,8 +125,8 @@ def note(found: Recipe) -> str:
     """Return what was measured and on what, and whether fewer steps do as well."""
     made_on, promises = (found.measured[name] for name in ("made_on", "promises"))
     lines = [
-        "A distance is the root mean square of the change of the final latents over theirs; the speed-up "
-        "is of the U-Net's calls in a run."
+        "A distance is the root mean square of the change of the final latents over theirs (over prompts a "
+        "geometric mean); the speed-up is of the U-Net's calls in a run."
     ]
     if promises["beaten_by_fewer_steps"]:
         most = max(row["steps"] for row in promises["fewer_steps"])
