@@ -25,8 +25,7 @@ def test_steps_of_two_calls_and_no_guidance(make_plain, pipe, monkeypatch):
     found = calibrate(plms, prompts, max_distance=10.0, **settings)
 
     def three():
-        runs = [run(plms, prompt, seed, guidance_scale=1.0)[0] for seed, prompt in enumerate(prompts)]
-        return runs
+        return [run(plms, prompt, seed, guidance_scale=1.0)[0] for seed, prompt in enumerate(prompts)]
 
     with apply_agentsd(plms, recipe=found) as handle:
         patched = three()

@@ -223,18 +223,8 @@ def test_a_method_that_the_sampler_does_not_suit_is_told_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentsd_eval.studies.table.load_real", lambda *args: pytest.fail("began"))
-    words = [
-        "table",
-        "--method",
-        "deepcache-2",
-        "--scheduler",
-        "plms",
-        "--steps",
-        "25",
-        "--out",
-        str(tmp_path),
-    ]
-    result = CliRunner().invoke(app, words)
+    asked = ["table", "--method", "deepcache-2", "--scheduler", "plms", "--steps", "25", "--out"]
+    result = CliRunner().invoke(app, [*asked, str(tmp_path)])
     assert result.exit_code == 2
     assert "use --scheduler ddim" in " ".join(result.output.split())
     assert not list(tmp_path.iterdir())
