@@ -150,7 +150,7 @@ def _gain_and_loss(rows: Sequence[Row], clock: str) -> str | None:
         stock = next(row for row in rows if row["method"] == "stock")
         distance, worth = quality_table.interval("converged"), quality_table.worth("worth_multiply_adds")
         told.append(f"distance x1000 to the converged picture {distance(row)}, stock's {distance(stock)};")
-        told.append(f"worth {worth(row)}.")
+        told.append(f"worth {worth(row)} by multiply-adds.")
     else:
         told.append(
             "no loss was measured." if row.get("psnr") is None else f"{row['psnr']:.1f} dB PSNR to it."
