@@ -40,7 +40,6 @@ def test_deepcache_in_either_order(pipe, sample, patch_first, mode):
 
 
 def test_tgate_goes_round_processors_and_that_is_said(pipe):
-    pytest.importorskip("tgate", reason="the tgate package is not installed")
     from tgate import TgateSDLoader
 
     pipe.scheduler = diffusers.DDIMScheduler(**BETAS)

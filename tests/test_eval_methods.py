@@ -12,10 +12,10 @@ from agentsd_eval.pictures.methods import (
     check_scheduler,
     expand,
     fewer,
-    finest_attention_downsample,
     parse_method,
 )
 from agentsd_eval.pictures.prompts import from_prompts
+from agentsd_eval.pictures.rivals import finest_attention_downsample
 from agentsd_eval.pictures.sampling import sample as pictures_of_method
 from agentsd_eval.settings import CompareSettings, RunSettings
 from diffusers import DDIMScheduler, HeunDiscreteScheduler, PNDMScheduler
@@ -34,6 +34,8 @@ EVERY = (
     "exact",
     "fast",
     "deepcache",
+    "tgate-2",
+    "forecast",
     "exact+deepcache",
     "tomesd+deepcache",
     "limit",

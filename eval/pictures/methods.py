@@ -10,19 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tomesd
-import torch
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 
 from agentsd import Recipe, apply_agentsd, remove_agentsd
-from agentsd.hosts import EVERY_LEVEL, find_sites
 from agentsd.recipe import MODES
 
 from ..errors import EvalError
-from ..names import OTHERS, deepcache_interval, is_method
+from ..names import OTHERS, is_method, numbered
 from ..settings import Backend, FewerSteps, Settings, recipe_of
+from .rivals import RIVALS, Reseed, nothing, unet_of
 
-Reseed = Callable[[int], None]
 DEFAULT = "reuse"
 """The recipe that `apply_agentsd` runs if nothing is said."""
 _DEFAULTS = {"k": 0.075, "scale": -0.15, "early_frac": 0.4, "seed": 0}
@@ -84,9 +81,8 @@ class Method:
 
     @property
     def interval(self) -> int | None:
-        """The steps between two whole calls of DeepCache, which saves calls; None without it."""
-        found = [deepcache_interval(part) for part in self.parts]
-        return next((interval for interval in found if interval is not None), None)
+        """The steps between two whole calls of DeepCache; None without it."""
+        return next((number for kind, number in self._numbered if kind == "deepcache"), None)
 
     @property
     def within_a_call(self) -> bool:
@@ -94,7 +90,11 @@ class Method:
         recipes = [MODES[part] for part in self.parts if part in MODES]
         recipes += [self.recipe] if self.recipe else []
         calls_left_out = any(recipe.steps or recipe.guidance for recipe in recipes)
-        return self.interval is None and self.steps is None and not calls_left_out
+        return not self._numbered and self.steps is None and not calls_left_out
+
+    @property
+    def _numbered(self) -> list[tuple[str, int]]:
+        return [found for part in self.parts if (found := numbered(part))]
 
     @contextmanager
     def applied(self, pipe: Any) -> Iterator[Reseed]:
@@ -137,8 +137,9 @@ def parse_method(
             f"unknown method {unknown[0]!r} in {text!r}; {meant}use {', '.join(names)}, "
             "a composition such as fast+deepcache, or fewer steps such as stock@20"
         )
-    attending = [part for part in parts if deepcache_interval(part) is None]
-    if len(set(parts)) < len(parts) or len(attending) > 1 or len(parts) - len(attending) > 1:
+    kinds = [(numbered(part) or (part,))[0] for part in parts]
+    beside = kinds.count("deepcache")
+    if beside > 1 or len(parts) - beside > 1 or (beside and {"tgate", "forecast"} & {*kinds}):
         raise EvalError(f"{text!r} can't be combined: name one method, and deepcache beside it at most")
     mode = next((MODES[part] for part in parts if part in MODES), None)
     if "tomesd" not in parts and not (mode and _has(mode, "ratio", ratio)):
@@ -191,25 +192,6 @@ def expand(
     return methods
 
 
-def unet_of(pipe: Any) -> Any:
-    """Return the U-Net of a pipeline, or the U-Net itself."""
-    return getattr(pipe, "unet", pipe)
-
-
-def finest_attention_downsample(unet: Any) -> int:
-    """Return how much the first level with attention is downsampled: 1 in SD 1.x, 2 in SDXL."""
-    for level, block in enumerate(unet.down_blocks):
-        if getattr(block, "attentions", None):
-            return 2**level
-    raise EvalError(
-        f"{type(unet).__name__} has no attention in its down blocks, so there is nothing to merge"
-    )
-
-
-def _nothing(seed: int) -> None:
-    """Fix no random choice: the method has none of its own."""
-
-
 @contextmanager
 def _attention_backend(pipe: Any, backend: Backend) -> Iterator[None]:
     """Set the standard attention layers of the U-Net; layers with other processors are left alone."""
@@ -225,24 +207,6 @@ def _attention_backend(pipe: Any, backend: Backend) -> Iterator[None]:
 
 
 @contextmanager
-def _tomesd(method: Method, pipe: Any) -> Iterator[Reseed]:
-    unet = unet_of(pipe)
-    # tomesd counts levels from the latent; its default of 1 would patch nothing in SDXL.
-    tomesd.apply_patch(pipe, ratio=method.ratio, max_downsample=finest_attention_downsample(unet))
-
-    def reseed(seed: int) -> None:
-        device = next(unet.parameters()).device
-        unet._tome_info["args"]["generator"] = torch.Generator(device).manual_seed(seed)
-
-    try:
-        yield reseed
-    finally:
-        tomesd.remove_patch(pipe)
-        for module in unet.modules():
-            module.__dict__.pop("_tome_info", None)
-
-
-@contextmanager
 def _recipe(method: Method, pipe: Any, mode: str | None = None) -> Iterator[Reseed]:
     """A recipe by its name, or a user's own."""
     ratio: dict[str, Any] = {} if method.ratio is None else {"ratio": method.ratio}
@@ -254,7 +218,7 @@ def _recipe(method: Method, pipe: Any, mode: str | None = None) -> Iterator[Rese
     except (TypeError, ValueError, OSError) as error:
         raise EvalError(f"{method.label}: {error}") from error
     try:
-        yield _nothing
+        yield nothing
     finally:
         remove_agentsd(pipe)
 
@@ -269,64 +233,14 @@ def _hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:8]
 
 
-@contextmanager
-def _deepcache(method: Method, pipe: Any) -> Iterator[Reseed]:
-    from DeepCache import DeepCacheSDHelper
-
-    helper = DeepCacheSDHelper(pipe=pipe)
-    helper.set_params(cache_interval=method.interval, cache_branch_id=0)
-    # Its disable() leaves a `forward` on every module it wrapped.
-    before = {module: module.__dict__.get("forward") for module in pipe.unet.modules()}
-    helper.enable()
-    try:
-        yield _nothing
-    finally:
-        helper.disable()
-        for module, forward in before.items():
-            if forward is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.forward = forward
-
-
-class _NoCore:
-    """A self-attention processor whose values pass straight through; every projection is still computed."""
-
-    def __call__(self, attn: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        attn.to_q(hidden_states)
-        attn.to_k(hidden_states)
-        return attn.to_out[0](attn.to_v(hidden_states))
-
-
-@contextmanager
-def _limit(method: Method, pipe: Any, levels: int) -> Iterator[Reseed]:
-    """No attention between the tokens of the finest levels: what no method on them can be faster than.
-
-    Its pictures mean nothing.
-    """
-    layers: list[Any] = [site.attn for site in find_sites(unet_of(pipe), levels, at_most=True)]
-    before = [layer.processor for layer in layers]
-    for layer in layers:
-        layer.set_processor(_NoCore())
-    try:
-        yield _nothing
-    finally:
-        for layer, processor in zip(layers, before, strict=True):
-            layer.set_processor(processor)
-
-
-_PARTS: dict[str, Callable[[Method, Any], AbstractContextManager[Reseed]]] = {
-    "tomesd": _tomesd,
-    "deepcache": _deepcache,
-    "limit": partial(_limit, levels=1),
-    "limit-all": partial(_limit, levels=EVERY_LEVEL),
-}
-
-
 def _patch_of(part: str) -> Callable[[Method, Any], AbstractContextManager[Reseed]]:
     if part in MODES:
         return partial(_recipe, mode=part)
-    return _deepcache if deepcache_interval(part) is not None else _PARTS.get(part, _recipe)
+    kind, number = numbered(part) or (part, None)
+    rival = RIVALS.get(kind)
+    if rival is None:
+        return _recipe
+    return lambda method, pipe: rival(pipe, method.ratio if number is None else number)
 
 
 def check_scheduler(method: Method, scheduler: Any, steps: int) -> None:
