@@ -3,8 +3,9 @@
 from .attention import Agents, Downsample, Merge, PooledAgents
 from .calibration import calibrate
 from .patch import AgentHandle, apply_agentsd, remove_agentsd
-from .recipe import ByDistance, Phases, Recipe
+from .recipe import Recipe
 from .reuse import ReuseGuidance, ReuseSteps
+from .schedule import ByDistance, Phases
 
 __version__ = "0.1.0"
 

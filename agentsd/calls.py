@@ -19,9 +19,10 @@ from .attention import Operator, PooledAgents
 from .attention.operator import Place, Plan
 from .attention.processor import AgentAttnProcessor, LayerState, Work, is_ours
 from .hosts import Site, checkpoints, is_plain, latent_and_timestep, named_arguments, regroup
-from .recipe import ByDistance, Phases, Recipe
+from .recipe import Recipe
 from .reuse.plan import WHOLE, tell
 from .reuse.run import Reuse
+from .schedule import ByDistance, Phases
 from .steps.distance import LatentDistance
 from .steps.run import RunReader, Step
 

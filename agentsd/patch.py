@@ -25,7 +25,8 @@ from .modules.adapter import (
     weights_of,
 )
 from .modules.operators import TrainedOperator
-from .recipe import FAST, MODES, REUSE, Recipe, stages_of
+from .recipe import FAST, MODES, REUSE, Recipe
+from .schedule import stages_of
 
 
 class _Unset:

@@ -25,7 +25,8 @@ from agentsd import (
     apply_agentsd,
 )
 from agentsd.modules import AgentModule, AttnZero, FocusedLinear
-from agentsd.recipe import EXACT, FAST, MODES, OPERATORS, REUSE, TURBO
+from agentsd.plain import OPERATORS
+from agentsd.recipe import EXACT, FAST, MODES, REUSE, TURBO
 
 DOWN = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
 MID = "mid_block.attentions.0.transformer_blocks.0.attn1"

@@ -13,8 +13,9 @@ import torch
 from ..attention import Agents, Downsample, Merge, Operator
 from ..hosts import Site
 from ..patch import apply_agentsd
-from ..recipe import Phases, Recipe, Schedule
+from ..recipe import Recipe
 from ..reuse.halves import sample_of
+from ..schedule import Phases, Schedule
 from .cost import Cost, cost_of
 from .losses import Losses, mean_square
 from .recording import Call, standing_in

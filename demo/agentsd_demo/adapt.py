@@ -16,7 +16,8 @@ from rich import print
 from agentsd.attention import Downsample
 from agentsd.modules import AgentModule, AttnZero, FocusedLinear
 from agentsd.patch import apply_agentsd
-from agentsd.recipe import Phases, Recipe, Schedule
+from agentsd.recipe import Recipe
+from agentsd.schedule import Phases, Schedule
 
 from .config import DiffusionConfig, Stage
 from .diffusion import DiffusionLoss, train_diffusion

@@ -94,16 +94,16 @@ def tgate(pipe: Any, gate_step: int) -> Iterator[Reseed]:
 
     Before the gate, self-attention's outputs are renewed in every fifth step, as the package has it.
     """
-    if type(pipe) is not StableDiffusionPipeline:
+    kind: type = type(pipe)
+    if kind is not StableDiffusionPipeline:
         raise EvalError(
-            f"T-GATE's package has no way for a {type(pipe).__name__} here: take a StableDiffusionPipeline"
+            f"T-GATE's package has no way for a {kind.__name__} here: take a StableDiffusionPipeline"
         )
     from tgate.SD import tgate as call
 
     def gated(self: Any, *args: Any, **kwargs: Any) -> Any:
         return call(self, *args, **kwargs, gate_step=gate_step)
 
-    kind = type(pipe)
     with _forwards_kept(pipe.unet):
         pipe.__class__ = type(kind.__name__, (kind,), {"__call__": gated, "__module__": kind.__module__})
         try:

@@ -11,8 +11,8 @@ from agentsd import Phases, Recipe, calibrate
 from agentsd.attention import Downsample, Operator
 from agentsd.calibration.attention import OPERATORS
 from agentsd.hosts import EVERY_LEVEL, find_sites
-from agentsd.recipe import stages_of
 from agentsd.reuse.plan import tell
+from agentsd.schedule import stages_of
 
 from ..errors import EvalError
 from ..pages.output import check_writable, explain_os_error, make_table, progress
