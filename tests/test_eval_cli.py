@@ -16,6 +16,7 @@ import torch
 from agentsd_eval.cli import app
 from agentsd_eval.quality.clip import ClipScore
 from agentsd_eval.quality.features import features_of, load_network
+from diffusers import StableDiffusionPipeline
 from diffusers.models.attention_processor import AttnProcessor
 from PIL import Image
 from tiny import make_image_encoder, make_image_processor, make_text_encoder
@@ -183,6 +184,22 @@ def test_latency(model_folder: str, tmp_path: Path) -> None:
     assert found["forward early", "stock", "unfused"]["multiply_adds"] == stock["multiply_adds"]
     assert stock["speedup"] == 1.0
     assert found["pipeline", "stock", "unfused"]["speedup_over_sdpa"] != 1.0
+
+
+def test_latency_without_a_count_runs_each_method_once(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "once.yaml").write_text("count: false\nfewer_steps: []\n")
+    runs, call = [], StableDiffusionPipeline.__call__
+    monkeypatch.setattr(StableDiffusionPipeline, "__call__", lambda *a, **k: runs.append(1) or call(*a, **k))
+    printed = invoke(
+        "latency", "--config", tmp_path / "once.yaml", "--model", model_folder, "--method", "reuse",
+        "--scope", "pipeline", "--steps", 8, "--size", 64, "--repeats", 1, "--out", tmp_path,
+    )  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "latency.jsonl").read_text().splitlines()]
+    assert [(row["method"], row["multiply_adds"]) for row in rows] == [("stock", None), ("reuse", None)]
+    assert len(runs) == 2
+    assert "reuse" in printed
 
 
 def test_a_method_that_memory_does_not_do_for_costs_no_others_figures(

@@ -73,8 +73,9 @@ def measure(
     """Yield a row of figures for each case and method.
 
     The methods take turns within a case (A B C A B C), after a warm-up round in which multiply-adds are
-    counted; a speed-up is the median over the rounds of stock's time over the method's. A method that
-    needs more memory than the GPU has gets a row without figures. `tick` is called after each round.
+    counted (none with `count` off); a speed-up is the median over the rounds of stock's time over the method's.
+    A method that needs more memory than the GPU has gets a row without figures. `tick` is called after each
+    round.
     """
     for method in methods:
         check_scheduler(method, pipe.scheduler, settings.steps)
@@ -174,7 +175,7 @@ def _untimed(method: Method, pipe: Any, case: Case, settings: LatencySettings) -
     """Return what a call takes beside time, uncompiled; nothing where the GPU's memory doesn't do."""
     try:
         return {
-            "multiply_adds": _operations(method, pipe, case, settings),
+            "multiply_adds": _operations(method, pipe, case, settings) if settings.count else None,
             "memory_per_image": _memory(method, pipe, case, settings),
             "saved_for_backward": _saved_for_backward(method, pipe, case),
         }

@@ -35,7 +35,7 @@ def columns_of(rows: Sequence[Row], clock: str) -> list[Column]:
 
 
 def _giga(row: Row) -> str:
-    return f"{row['multiply_adds'] / 1e9:.1f}" if "multiply_adds" in row else "-"
+    return "-" if row.get("multiply_adds") is None else f"{row['multiply_adds'] / 1e9:.1f}"
 
 
 def _speedup_text(key: str) -> Callable[[Row], str]:
