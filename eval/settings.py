@@ -372,7 +372,7 @@ class LatencySettings(CostSettings):
     compile: bool = False
     """Compile the U-Net under every method, stock too."""
     count: bool = True
-    """Count multiply-adds, in a round before the timed ones, which warms up; runs of minutes can do without."""
+    """Count multiply-adds, in a warm-up round before the timed ones; runs of minutes can do without."""
     out: Path = Path("outputs/latency")
     """Folder for latency.jsonl, .csv and .md."""
 

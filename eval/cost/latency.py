@@ -73,9 +73,8 @@ def measure(
     """Yield a row of figures for each case and method.
 
     The methods take turns within a case (A B C A B C), after a warm-up round in which multiply-adds are
-    counted (none with `count` off); a speed-up is the median over the rounds of stock's time over the method's.
-    A method that needs more memory than the GPU has gets a row without figures. `tick` is called after each
-    round.
+    counted, if they are; a speed-up is the median over the rounds of stock's time over the method's. A method
+    that needs more memory than the GPU has gets a row without figures. `tick` is called after each round.
     """
     for method in methods:
         check_scheduler(method, pipe.scheduler, settings.steps)
