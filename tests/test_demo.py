@@ -1,5 +1,6 @@
 """The embedded model, its pictures and the recipe that makes it."""
 
+import json
 import subprocess
 import sys
 from itertools import islice
@@ -21,7 +22,7 @@ from agentsd_demo.autoencoder import (
     to_pixels,
 )
 from agentsd_demo.config import AutoencoderConfig, DemoConfig, DiffusionConfig, LoopConfig, load_config
-from agentsd_demo.data import STYLES, caption_of, split_of, trained_concepts
+from agentsd_demo.data import PIPELINE, STYLES, caption_of, split_of, trained_concepts
 from agentsd_demo.diffusion import (
     DiffusionLoss,
     SceneBatches,
@@ -34,6 +35,7 @@ from agentsd_demo.diffusion import (
     tokenize,
 )
 from agentsd_demo.loop import CHECKPOINT, compile_loss, lr_factor, train_loop
+from agentsd_demo.memorised import nearest_similarities, training_scenes
 from agentsd_demo.scenes import random_scene, triples
 from pydantic import ValidationError
 from torch import nn
@@ -372,3 +374,22 @@ def test_training_scenes_are_a_pure_function_of_the_step(workers):
     assert set(sizes[:20]) == {64}
     assert set(sizes[20:]) == {64, 96}
     assert [pixels.shape[1] for _, pixels in batches] == sizes[18:24]
+
+
+def test_the_models_own_training_scenes_are_found_again():
+    scenes = training_scenes(PIPELINE, 96, 10)
+    recipe = json.loads((PIPELINE / "training.json").read_text())
+    config = DiffusionConfig.model_validate(recipe["recipe"]["diffusion"])
+    seed, last = recipe["recipe"]["seed"], recipe["last"]["step"] - 1
+    while canvas_size(config, last, seed) != 96:
+        last -= 1
+    truth = [random_scene(f"train/{seed}/{last}/{i}", 96, among=triples("seen")).image for i in range(8)]
+    assert [scene.tobytes() for scene in scenes[:8]] == [scene.tobytes() for scene in truth]
+    assert (len(scenes), {scene.size for scene in scenes}) == (10, {(96, 96)})
+    assert training_scenes(PIPELINE, 80, 10) == []  # never a canvas
+
+
+def test_a_picture_learnt_by_heart_has_similarity_one():
+    known = torch.eye(4)
+    found = nearest_similarities(torch.tensor([[0.0, 0, 1, 0], [0.6, 0.8, 0, 0], [-1, 0, 0, 0]]), known)
+    assert found == pytest.approx([1.0, 0.8, 0.0])

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .accuracy import contact_sheet, efficientnet_lite0, generate
 from .data import PIPELINE, Style, trained_concepts
+from .memorised import nearest_similarities, training_scenes
 from .pipeline_io import load_pipeline
 from .scenes import COLOURS, SceneSplit, Triple, compose, triples
 
@@ -28,6 +29,7 @@ Box = tuple[int, int, int, int]
 FAR = 28.0
 """What a pixel's furthest channel differs from the background by, of 255, to be the sprite's."""
 _MARGIN = 2
+_TRAINING = 2000
 _SPLITS: tuple[SceneSplit, ...] = ("seen", "heldout triple", "heldout pair")
 
 
@@ -169,7 +171,8 @@ def main(
     config = pipe.scheduler.config
     pipe.scheduler = DPMSolverMultistepScheduler.from_config(config, use_karras_sigmas=True)
     concepts = trained_concepts(folder)
-    reader = ConceptReader(concepts, efficientnet_lite0())
+    features = efficientnet_lite0()
+    reader = ConceptReader(concepts, features)
     asked = []
     for split in _SPLITS:
         every = triples(split, concepts)
@@ -181,6 +184,12 @@ def main(
         for kind, row in shares(asked, pictures, reader).items():
             rights = ", ".join(f"{part} {row[part]:.0%}" for part in ("concept", "style", "colour"))
             print(f"{name}, {kind}, {row['pictures']} pictures: {rights}")
+    if scenes := training_scenes(folder, size, _TRAINING):
+        known = features(scenes)
+        for name, pictures in (("composed", composed), ("generated", images)):
+            near = np.quantile(nearest_similarities(features(pictures), known), (0.5, 0.95))
+            text = f"median {near[0]:.3f}, 95% below {near[1]:.3f}"
+            print(f"{name}, cosine to the nearest of {len(scenes)} training scenes: {text}")
     first = asked[0]
     same = generate(pipe, [first.caption] * 16, seed=10_000, **options)  # type: ignore[arg-type]
     truth = [compose(first, f"spread/{i}", size).image for i in range(200)]
