@@ -132,10 +132,6 @@ TABLES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
             "after the first call one in 2": "every-2-first-1",
             "the same, order 0, as DeepCache": "every-2-kept",
             "after 4 full calls one in 3": "every-3",
-            "half calls, every other": "guidance-2",
-            "after 4 full calls one in 2, and half of the full ones half": "both",
-            '`mode="reuse"`, 12 steps, against 12': "reuse@12",
-            '`mode="reuse"`, 50 steps, against 50': "reuse@50",
         },
     ),
     "tried": (
@@ -147,21 +143,6 @@ TABLES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
             "T-GATE from step 10 of 25, as published": "tgate-10",
             "T-GATE from step 15": "tgate-15",
             "T-GATE from step 20": "tgate-20",
-        },
-    ),
-    "ablations": (
-        {"saved": "saved", "distance x1000": "distance-range", "worth": "worth"},
-        {
-            "exact mode: k 0.075, scale -0.15, the first 40% of the steps": "exact r=0.5",
-            "k 0": "k-0",
-            "k 0.025": "k-0.025",
-            "k 0.15": "k-0.15",
-            "scale -0.5": "scale--0.5",
-            "scale -0.25": "scale--0.25",
-            "scale -0.05": "scale--0.05",
-            "the first 20% of the steps": "early-0.2",
-            "the first 60%": "early-0.6",
-            "the first 80%": "early-0.8",
         },
     ),
 }

@@ -14,7 +14,7 @@ import torch
 
 from ..settings import Settings
 
-_PACKAGES = ("agentsd", "torch", "diffusers", "transformers", "tomesd", "DeepCache", "numpy")
+_PACKAGES = ("agentsd", "torch", "diffusers", "transformers", "tomesd", "DeepCache", "tgate", "numpy")
 
 
 def describe_run(settings: Settings, device: torch.device) -> dict[str, Any]:
