@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[type[s.CommandSettings], str]] = {
     "latency": (s.LatencySettings, "cost.latency"),
     "profile": (s.ProfileSettings, "cost.breakdown"),
     "fid": (s.FidSettings, "quality.fid"),
+    "frontier": (s.FrontierSettings, "studies.frontier"),
     "report": (s.ReportSettings, "pages.report"),
     "app": (s.AppSettings, "studies.app"),
 }

@@ -517,3 +517,16 @@ class ReportSettings(CommandSettings):
     """A run's folder."""
     pictures: int = Field(12, ge=1)
     """How many seeds' pictures are shown."""
+
+
+class FrontierSettings(CommandSettings):
+    """Draw several tables' methods in one picture: distance against cost, beside fewer steps."""
+
+    runs: Annotated[tuple[Path, ...], Option("run")] = Field((), min_length=1, validate_default=True)
+    """A folder with a table; repeat. Of rows of one method and sampler the first folder's stands."""
+    methods: Annotated[tuple[str, ...], Option("method")] = ()
+    """A row's label; repeat. Without one, all of them."""
+    title: str = ""
+    """What stands above the picture."""
+    out: Path = Path("runs/frontier")
+    """Folder for the picture and its table."""

@@ -104,5 +104,7 @@ def test_each_preset_is_valid_for_each_command_that_its_comments_name(name: str,
     missing = pytest.raises(EvalError, match=rf"{made.get(name)}.* isn't there; make it first")
     with missing if name in made else nullcontext():
         settings: Any = load_settings(kind, name, {"what": given[0]} if given else {})
+        if not hasattr(settings, "named"):  # its methods are rows of tables
+            return
         for method in (*getattr(settings, "methods", ()), "stock"):
             assert parse_method(method, 0.4, settings).name == method

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from ..settings import Settings
+from ..settings import CommandSettings
 
 _PACKAGES = ("agentsd", "torch", "diffusers", "transformers", "tomesd", "DeepCache", "tgate", "numpy")
 
 
-def describe_run(settings: Settings, device: torch.device) -> dict[str, Any]:
+def describe_run(settings: CommandSettings, device: torch.device) -> dict[str, Any]:
     """Return the maker, and beside it the command and its settings."""
     return {
         "command": shlex.join(["agentsd-eval", *sys.argv[1:]]),

@@ -1,0 +1,84 @@
+"""Several runs' methods in one picture: distance against cost, and each sampler's line of fewer steps."""
+
+import io
+import re
+from collections.abc import Sequence
+from itertools import groupby
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from .rows import Row
+
+COSTS = {"multiply_adds": "multiply-adds of a picture", "time": "time of a picture"}
+"""What is drawn across, a panel each; stock's run of all steps is 1."""
+_LINES = ("#222222", "#8a6d3b", "#5b3a8a", "#2a7f4f")
+_MARKERS = "osD^vP"
+
+
+def family_of(label: str) -> str:
+    """Return what a row's label has in common with others of its method: "deepcache" of "deepcache-3"."""
+    name = label.partition("@")[0].partition(" r=")[0]
+    return re.sub(r"-[\d.]+$", "", name)
+
+
+def draw_story(rows: Sequence[Row], title: str) -> bytes:
+    """Return a PNG with a panel for each cost.
+
+    A row has a `label`, its run's `sampler`, `cost_multiply_adds` and `cost_time` (of stock's run of all
+    steps), `converged` and its interval `converged_low` and `converged_high`. Rows of one method and sampler
+    are joined by a line. Methods keep their colour under every sampler, and samplers have a marker each.
+    """
+    figure = Figure(figsize=(12, 6), layout="constrained")
+    samplers = list(dict.fromkeys(row["sampler"] for row in rows))
+    families = list(dict.fromkeys(family_of(row["label"]) for row in rows if not is_plain(row)))
+    panels = figure.subplots(1, len(COSTS), sharey=True)
+    for axes, (cost, name) in zip(panels, COSTS.items(), strict=True):
+        for sampler, line, marker in zip(samplers, _LINES, _MARKERS, strict=False):
+            _draw_sampler(axes, [r for r in rows if r["sampler"] == sampler], cost, line, marker, families)
+        axes.set(xscale="log", yscale="log", xlabel=f"{name}, all steps of stock = 1")
+        axes.grid(alpha=0.3, which="both", lw=0.5)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(lambda value, _: f"{value:g}")
+            axis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "235" else "")
+        axes.tick_params(which="both", labelsize=8)
+    panels[0].set_ylabel("perceptual distance x1000 to the sampler's converged picture")
+    handles, labels = panels[0].get_legend_handles_labels()
+    shown = dict(zip(labels, handles, strict=True))
+    figure.legend(shown.values(), shown.keys(), loc="outside right center", fontsize=8, frameon=False)
+    figure.suptitle(title)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
+    return picture.getvalue()
+
+
+def is_plain(row: Row) -> bool:
+    """Whether a row is stock, of however many steps."""
+    return family_of(row["label"]) == "stock"
+
+
+def _draw_sampler(
+    axes: Axes, rows: Sequence[Row], cost: str, line: str, marker: str, families: Sequence[str]
+) -> None:
+    """Draw a sampler's line of fewer steps, and its methods."""
+    place = f"cost_{cost}"
+    drawn = sorted((row for row in rows if row[place]), key=lambda r: (family_of(r["label"]), r[place]))
+    for family, group in groupby(drawn, key=lambda row: family_of(row["label"])):
+        each = list(group)
+        across, up = [row[place] for row in each], [1e3 * row["converged"] for row in each]
+        if family == "stock":
+            label = f"fewer steps, {each[0]['sampler']}"
+            axes.plot(across, up, "-", marker=".", color=line, lw=2, label=label, zorder=3)
+            for row, x, y in zip(each, across, up, strict=True):
+                axes.annotate(
+                    str(row["steps"]), (x, y), textcoords="offset points", xytext=(-11, -9), fontsize=7
+                )
+            continue
+        ends = [
+            [1e3 * abs(row["converged"] - row[f"converged_{end}"]) for row in each] for end in ("low", "high")
+        ]
+        number = families.index(family)
+        axes.errorbar(
+            across, up, ends, fmt=f"-{marker}", color=f"C{number % 10}", mfc="none" if number > 9 else None,
+            ms=6, lw=1, label=f"{family}, {each[0]['sampler']}",
+        )  # fmt: skip

@@ -1,0 +1,117 @@
+"""Every method of several tables in one picture and one table, with the fewer steps of each sampler."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from ..errors import EvalError
+from ..pages import rows as results
+from ..pages import run_file
+from ..pages.maker import describe_run
+from ..pages.output import check_writable, write_bytes
+from ..pages.quality_table import interval, worth
+from ..pages.rows import Column, Row, figure
+from ..pages.story import draw_story, is_plain
+from ..settings import FrontierSettings
+
+_ALIKE = ("model", "weights", "dtype", "height", "width", "guidance_scale", "steps")
+COLUMNS = [
+    Column("method", lambda row: row["label"]),
+    Column("sampler", figure("sampler", "")),
+    Column("images", figure("images", "d")),
+    Column("cost", figure("cost_multiply_adds", ".2f")),
+    Column("time", figure("cost_time", ".2f")),
+    Column("distance x1000", interval("converged")),
+    Column("worth, by multiply-adds", worth("worth_multiply_adds")),
+    Column("worth, by time", worth("worth_time")),
+]
+NOTE = (
+    "Cost and time are a picture's, those of stock's run of all steps in the same table being 1. Distance "
+    "x1000 is that to the picture that the sampler converges to, with a 95% interval. Worth is what fewer "
+    "steps of the same sampler cost at that distance, over the method's own cost: below 1, take fewer "
+    "steps. Tables are of different days."
+)
+
+
+def command(settings: FrontierSettings, console: Console) -> None:
+    """Draw the picture, and write the table that it is of."""
+    rows = joined(settings.runs, settings.methods)
+    check_writable(settings.out / "frontier.png")
+    run = describe_run(settings, torch.device("cpu"))
+    results.write_rows(settings.out, "frontier", rows, [COLUMNS], run, NOTE)
+    write_bytes(settings.out / "frontier.png", draw_story(rows, settings.title))
+    console.print(results.to_terminal("frontier", rows, COLUMNS))
+    console.print(NOTE)
+    console.print(f"figures: {settings.out}", soft_wrap=True)
+
+
+def joined(folders: Sequence[Path], methods: Sequence[str]) -> list[Row]:
+    """Return the rows of several tables; where two have a method under the same sampler, the first one's.
+
+    Args:
+        folders: of runs with a table each.
+        methods: labels of rows; without any, all of them. Stock's rows always stand.
+
+    Raises:
+        EvalError: a folder holds no table, they are of different models or sizes, or a method is in none.
+    """
+    found: dict[tuple[str, str], Row] = {}
+    before: dict[str, Any] = {}
+    for folder in folders:
+        run, rows = _read(folder)
+        alike = {name: run["pictures"].get(name) for name in _ALIKE}
+        if before and (differs := [name for name in _ALIKE if alike[name] != before[name]]):
+            name = differs[0]
+            raise EvalError(
+                f"{folder} has {name} {alike[name]}, {folders[0]} {before[name]}: draw them apart"
+            )
+        before = alike
+        sampler = run["pictures"]["scheduler"]
+        for row in _placed(rows, sampler, run["pictures"]["steps"], folder):
+            if not methods or is_plain(row) or row["label"] in methods:
+                found.setdefault((sampler, row["label"]), row)
+    labels = {label for _, label in found}
+    if missing := [name for name in methods if name not in labels]:
+        raise EvalError(f"no run has a row {missing[0]!r}; they have {', '.join(sorted(labels))}")
+    return sorted(found.values(), key=lambda row: (row["sampler"], -row["cost_multiply_adds"]))
+
+
+def _read(folder: Path) -> tuple[Row, list[Row]]:
+    """Return a run's file, and the rows of its table that were compared with converged pictures."""
+    run = run_file.read(folder)
+    try:
+        text = (folder / "table.jsonl").read_text(encoding="utf-8")
+    except OSError:
+        raise EvalError(f"{folder} holds no table; run agentsd-eval table --out {folder}") from None
+    rows = [json.loads(line) for line in text.splitlines()]
+    rows = [row for row in rows if row.get("converged") and row.get("multiply_adds")]
+    if not any(row["method"] == "stock" for row in rows):
+        raise EvalError(f"{folder}: its table has no distance of stock; give it --converged-steps")
+    return run, rows
+
+
+def _placed(rows: Sequence[Row], sampler: str, steps: int, folder: Path) -> list[Row]:
+    """Return what is shown of a table's rows."""
+    stock = next(row["multiply_adds"] for row in rows if row["method"] == "stock")
+    shown = []
+    for row in rows:
+        label = row.get("label") or row["method"]
+        worth = {key: value for key, value in row.items() if key.startswith("worth_")}
+        shown.append(
+            {
+                "label": label,
+                "sampler": sampler,
+                "steps": int(label.partition("@")[2] or steps),
+                "images": row["images"],
+                "cost_multiply_adds": row["multiply_adds"] / stock,
+                "cost_time": 1 / row["speedup"] if row.get("speedup") else None,
+                **{key: row[key] for key in ("converged", "converged_low", "converged_high")},
+                **worth,
+                "run": folder.name,
+            }
+        )
+    return shown
