@@ -122,6 +122,21 @@ TABLES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
             "calibrated for 1.75x": "calibrated-1.75",
         },
     ),
+    "ablations": (
+        {"distance x1000": "distance-range", "worth": "worth"},
+        {
+            "exact, ratio 0.5: k 0.075, scale -0.15, the first 40% of the steps": "exact r=0.5",
+            "k 0": "k-0",
+            "k 0.025": "k-0.025",
+            "k 0.15": "k-0.15",
+            "scale -0.5, attention's own": "scale--0.5",
+            "scale -0.25": "scale--0.25",
+            "scale -0.05": "scale--0.05",
+            "the first 20%": "early-0.2",
+            "the first 60%": "early-0.6",
+            "the first 80%": "early-0.8",
+        },
+    ),
     "plms": (
         {"cost": "cost", "distance x1000": "distance-range", "worth": "worth", "by time": "worth-time"},
         {

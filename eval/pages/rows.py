@@ -74,6 +74,12 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
     write_bytes(path, to_csv(rows).encode())
 
 
+def write_singles(path: Path, rows: Sequence[Row]) -> None:
+    """Write the figures of single pictures as CSV, to six digits: a long table's file is large."""
+    short = [{k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()} for row in rows]
+    write_csv(path, short)
+
+
 def to_csv(rows: Sequence[Row]) -> str:
     """Return the rows with every key of theirs as a column."""
     keys = list(dict.fromkeys(key for row in rows for key in row))

@@ -41,7 +41,7 @@ def command(settings: ProofSettings, console: Console) -> None:
     links = links_of(found, chains | HARM_CHAINS)
     run = found.run
     results.write_rows(settings.out, "proof", links, [COLUMNS], run, NOTE)
-    results.write_csv(settings.out / "proof-pictures.csv", found.singles)
+    results.write_singles(settings.out / "proof-pictures.csv", found.singles)
     title = f"what the judge sees, {settings.images} pictures a row"
     write_bytes(settings.out / "proof.png", draw_links(links, title))
     console.print(results.to_terminal(title, links, COLUMNS))

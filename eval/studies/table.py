@@ -79,7 +79,7 @@ def run(settings: RunSettings, methods: list[Method], name: str, console: Consol
         return []
     tables = list(tables_of(found.rows, settings.features).values())
     results.write_rows(settings.out, name, found.rows, tables, found.run, NOTE)
-    results.write_csv(settings.out / f"{name}-pictures.csv", found.singles)
+    results.write_singles(settings.out / f"{name}-pictures.csv", found.singles)
     if has_frontier(found.rows):
         title = f"{settings.model}, {settings.steps} steps ({settings.scheduler}), {settings.images} pictures"
         write_bytes(settings.out / f"{name}.png", draw_frontier(found.rows, title))
