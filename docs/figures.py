@@ -8,6 +8,7 @@ tests/test_readme.py fails where a page and the results differ.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from functools import cache
@@ -48,6 +49,21 @@ def _share(name: str) -> Callable[[Row, Rows], str]:
     return lambda row, rows: f"{row[name]:.0%}"
 
 
+def _pictures(measure: str) -> Callable[[Row, Rows], str]:
+    """How many pictures show a link: intervals narrow with the square root of their number, here 32."""
+
+    def pictures(row: Row, rows: Rows) -> str:
+        value, low, high = (row[measure][name] for name in ("value", "low", "high"))
+        if measure != "kernel":
+            value, low, high = map(math.log, (value, low, high))
+        if value <= 0:
+            return "-"
+        needed = max(2, math.ceil(32 * ((high - low) / 2 / value) ** 2))
+        return f"{needed:,}" if needed <= 5000 else "> 5,000"
+
+    return pictures
+
+
 KINDS: dict[str, Callable[[Row, Rows], str]] = {
     "cost": lambda row, rows: f"{row['multiply_adds'] / rows['stock']['multiply_adds']:.2f}",
     "cheaper": lambda row, rows: f"{_base(row, rows)['multiply_adds'] / row['multiply_adds']:.2f}x",
@@ -61,6 +77,8 @@ KINDS: dict[str, Callable[[Row, Rows], str]] = {
     "to-stock": lambda row, rows: f"{1e3 * row['perceptual']:.3g}",
     "kernel": lambda row, rows: f"{1e3 * row['kernel']:.3g}",
     "kernel-change": lambda row, rows: f"{1e3 * row['kernel_change']:+.3g}",
+    "shown-perceptual": _pictures("to converged"),
+    "shown-kernel": _pictures("kernel"),
     "place": lambda row, rows: f"{row['place']:.1f}",
     "size": lambda row, rows: f"{row['size']:.1f}",
     "images": lambda row, rows: str(row["images"]),
@@ -122,6 +140,21 @@ TABLES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
             "calibrated for 1.75x": "calibrated-1.75",
         },
     ),
+    "proof": (
+        {"perceptual distance": "shown-perceptual", "kernel distance": "shown-kernel"},
+        {
+            "50 for 25 steps": "stock@50 < stock",
+            "25 for 12 steps": "stock < stock@12",
+            "12 for 8 steps": "stock@12 < stock@8",
+            "8 for 6 steps": "stock@8 < stock@6",
+            "tomesd 0.25 for 0.5": "tomesd-r0.25 < tomesd-r0.5",
+            "tomesd 0.5 for 0.75": "tomesd-r0.5 < tomesd-r0.75",
+            "DeepCache 2 for 3": "deepcache-2 < deepcache-3",
+            "DeepCache 3 for 5": "deepcache-3 < deepcache-5",
+            "blur 1 px for 2": "blur 1 < blur 2",
+            "noise 4 for 10": "noise 4 < noise 10",
+        },
+    ),
     "ablations": (
         {"distance x1000": "distance-range", "worth": "worth"},
         {
@@ -166,10 +199,21 @@ TABLES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
 
 @cache
 def rows_of(run: str) -> Rows:
-    """The rows of a table's results, by their labels; those of real pictures as real/real."""
-    path = ROOT / "eval/results" / run / "table.jsonl"
-    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    """The rows of a run's table by their labels, real pictures' as real/real; of a proof by its pairs."""
+    (path,) = (ROOT / "eval/results" / run).glob("*.jsonl")
+    rows = list(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
+    if path.stem == "proof":
+        return _links(rows)
     return {row.get("label", row["method"]): row for row in rows}
+
+
+def _links(rows: list[Row]) -> Rows:
+    """A row for each pair of losses, "LESS < MORE", with its links by measure."""
+    links: Rows = {}
+    for row in rows:
+        pair = f"{row['less']} < {row['more']}".replace("-sdpa", "")
+        links.setdefault(pair, {})[row["measure"]] = row
+    return links
 
 
 def table(rows: Rows, name: str) -> str:
