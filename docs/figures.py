@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -20,6 +21,8 @@ PAGES = [ROOT / "README.md", ROOT / "demo/agentsd_demo/MODEL_CARD.md", *sorted((
 _RUN = re.compile(r"<!-- figures of (\S+) -->")
 _MARKED = re.compile(r"(<!--=([^>]+?) ([\w-]+?)-->)(.*?)(<!--=-->)", re.S)
 
+Z95 = NormalDist().inv_cdf(0.975)
+"""Half the width of a 95% interval, in standard errors."""
 Row = dict[str, Any]
 Rows = dict[str, Row]
 
@@ -64,9 +67,30 @@ def _pictures(measure: str) -> Callable[[Row, Rows], str]:
     return pictures
 
 
+def _change(name: str, scale: float, form: str) -> Callable[[Row, Rows], str]:
+    """A change against stock and half of its 95% interval."""
+
+    def change(row: Row, rows: Rows) -> str:
+        value, half = scale * row[f"{name}_change"], scale * Z95 * row[f"{name}_change_error"]
+        return f"{value:+{form}} ± {half:{form}}"
+
+    return change
+
+
+def _kept(row: Row, rows: Rows) -> str:
+    """Whether the far ends of both distributions' distances are below those of 12 steps."""
+    twelve = rows["stock@12"]
+    far = {
+        name: row[f"{name}_change"] + Z95 * row[f"{name}_change_error"] - twelve[f"{name}_change"]
+        for name in ("kernel", "frechet")
+    }
+    return "yes" if max(far.values()) < 0 else "no"
+
+
 KINDS: dict[str, Callable[[Row, Rows], str]] = {
     "cost": lambda row, rows: f"{row['multiply_adds'] / rows['stock']['multiply_adds']:.2f}",
     "cheaper": lambda row, rows: f"{_base(row, rows)['multiply_adds'] / row['multiply_adds']:.2f}x",
+    "cheaper-than-stock": lambda row, rows: f"{rows['stock']['multiply_adds'] / row['multiply_adds']:.2f}x",
     "saved": lambda row, rows: f"{1 - row['multiply_adds'] / rows['stock']['multiply_adds']:.0%}",
     "faster": lambda row, rows: f"{row['speedup']:.2f}x",
     "distance": lambda row, rows: f"{1e3 * row['converged']:.3g}",
@@ -77,6 +101,9 @@ KINDS: dict[str, Callable[[Row, Rows], str]] = {
     "to-stock": lambda row, rows: f"{1e3 * row['perceptual']:.3g}",
     "kernel": lambda row, rows: f"{1e3 * row['kernel']:.3g}",
     "kernel-change": lambda row, rows: f"{1e3 * row['kernel_change']:+.3g}",
+    "kernel-95": _change("kernel", 1e3, ".1f"),
+    "frechet-95": _change("frechet", 1, ".2f"),
+    "kept": _kept,
     "shown-perceptual": _pictures("to converged"),
     "shown-kernel": _pictures("kernel"),
     "place": lambda row, rows: f"{row['place']:.1f}",
@@ -138,6 +165,28 @@ TABLES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
             "half calls, two of three": "guidance-3",
             "calibrated for 1.4x": "calibrated-1.4",
             "calibrated for 1.75x": "calibrated-1.75",
+        },
+    ),
+    "equivalent": (
+        {
+            "cheaper": "cheaper-than-stock",
+            "kernel x1000": "kernel-95",
+            "Fréchet": "frechet-95",
+            "kept": "kept",
+        },
+        {
+            "stock, 20 steps": "stock@20",
+            "stock, 17 steps": "stock@17",
+            "stock, 14 steps": "stock@14",
+            "stock, 12 steps": "stock@12",
+            '`mode="reuse"`': "reuse",
+            "after 4 full calls one in 3": "every-3",
+            "reuse of 12 steps": "reuse@12",
+            "DeepCache, interval 2": "deepcache-2",
+            "tomesd, ratio 0.4": "tomesd r=0.4",
+            "`exact`, ratio 0.4": "exact r=0.4",
+            "`fast`, ratio 0.4": "fast r=0.4",
+            "downsample": "downsample",
         },
     ),
     "proof": (
