@@ -12,7 +12,7 @@ from ..hosts import EVERY_LEVEL, find_model, find_sites
 from ..patch import apply_agentsd
 from ..recipe import Recipe
 from ..reuse import ReuseSteps
-from ..reuse.run import why_whole
+from ..reuse.suited import why_whole
 
 _OWN = ("timesteps", "sigmas", "generator", "output_type", "prompt")
 

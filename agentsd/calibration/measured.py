@@ -18,7 +18,7 @@ from ..recipe import Recipe
 from ..reuse.correction import levels_of
 from ..reuse.halves import conditional_half, is_guided
 from ..reuse.left_out import LeftOut
-from ..reuse.run import FEWEST
+from ..reuse.suited import FEWEST
 from .attention import Choice, Effect, choices_of, cost_of_layers, try_operator
 from .cost import Cost, cost_of
 from .journal import Journal

@@ -1,17 +1,15 @@
-"""A run whose calls leave layers or the unconditional pass out: what is kept from call to call."""
+"""A run whose calls leave layers or the unconditional pass out: what each of them computes."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ..hosts import keeps_nothing
 from ..steps.run import RunReader, Step
 from .correction import Cheap, Levels, correction, levels_of
 from .guidance import ReuseGuidance
@@ -20,53 +18,13 @@ from .left_out import LeftOut
 from .plan import WHOLE, Kind, plan_run
 from .states import States
 from .steps import ReuseSteps
+from .streams import Kept, Stream, identity
+from .suited import adds_noise, why_whole
 
-FEWEST = 8
-"""Steps of a run that anything is left out of."""
 _UNGUIDED = "agentsd: no guidance of two passes was found in a call, so none was halved"
-_CONSISTENCY = ("LCM", "TCD")
-_NOISY = ("Ancestral", "SDE", "DDPM")
 
 Again: TypeAlias = Callable[[dict[str, Any], Any], Any]
 """Computes a cheap call once more: its arguments, what its attention was planned from -> the output."""
-
-
-@dataclass
-class Stream:
-    """The calls of a run on one text and one shape of latents.
-
-    Attributes:
-        text: held, so that no other tensor gets its address.
-        guided: both passes of guidance are in its batch.
-        states: of the unconditional and the conditional pass, or of all pictures.
-        difference: conditional minus unconditional prediction of the last whole call.
-        cheap: the calls since the last full one that are to be corrected.
-        place: in the scheduler's list, of its last call.
-        halved: a half call was made.
-    """
-
-    text: Any
-    guided: bool
-    states: list[States]
-    difference: Tensor | None = None
-    cheap: list[Cheap] = field(default_factory=list)
-    place: int = -1
-    halved: bool = False
-
-
-class Kept(threading.local):
-    """What a thread's run keeps."""
-
-    def __init__(self) -> None:
-        self.open = False
-        self.plan: dict[float, Kind] = {}
-        self.streams: dict[Any, Stream] = {}
-        self.levels: list[Levels] | None = None  # of each step, where cheap calls are corrected
-        self.prediction_type = "epsilon"
-        self.unmatched = 0  # calls in succession that came on a text of their own
-
-    def __reduce__(self) -> tuple[Any, ...]:  # a copy begins anew
-        return Kept, ()
 
 
 @dataclass
@@ -275,7 +233,7 @@ class Reuse:
                 kept.levels = levels_of(reader.levels, scheduler)
                 config = getattr(scheduler, "config", None)
                 kept.prediction_type = getattr(config, "prediction_type", "epsilon")
-            if noisy := _adds_noise(getattr(pipe, "scheduler", None)):
+            if noisy := adds_noise(getattr(pipe, "scheduler", None)):
                 self.words.append(
                     f"agentsd: {noisy} adds noise in each step, which reuse changes pictures more under; "
                     "a deterministic sampler loses less"
@@ -302,7 +260,7 @@ class Reuse:
     def _stream(self, given: dict[str, Any], place: int, off: bool) -> Stream | None:
         """The calls that this one continues; None if it can't be known."""
         kept, sample, text = self._kept, given["sample"], given.get("encoder_hidden_states")
-        key = (tuple(sample.shape), sample.dtype, sample.device, _identity(text))
+        key = (tuple(sample.shape), sample.dtype, sample.device, identity(text))
         stream = kept.streams.get(key)
         if stream is None:
             kept.unmatched += all(other.place < place for other in kept.streams.values())
@@ -341,34 +299,5 @@ class Reuse:
         return Kind(kind.full or not all(states), whole)
 
 
-def why_whole(unet: Any, count: int, scheduler: Any) -> str:
-    """Why nothing can be left out of a run of so many steps, or nothing."""
-    if any(word in type(scheduler).__name__ for word in _CONSISTENCY):
-        return f"{type(scheduler).__name__} is for few steps, none of which can be spared"
-    if count < FEWEST:
-        return f"a run of {count} steps has none to spare (fewer than {FEWEST})"
-    for name, processor in unet.attn_processors.items():
-        if not keeps_nothing(processor):
-            kind = type(processor).__name__
-            return f"{name} has a {kind}, which may have to see each call"
-    return ""
-
-
 def _together(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _adds_noise(scheduler: Any) -> str:
-    """The name of a sampler that adds noise in each step, or nothing."""
-    name = type(scheduler).__name__
-    algorithm = str(getattr(getattr(scheduler, "config", None), "algorithm_type", ""))
-    noisy = any(word in name for word in _NOISY) or algorithm.startswith("sde")
-    return name if noisy else ""
-
-
-def _identity(text: Any) -> Any:
-    """What says that a tensor is the same one, unchanged, without a look at its numbers."""
-    if not isinstance(text, Tensor):
-        return id(text)
-    version = 0 if text.is_inference() else text._version
-    return text.data_ptr(), text.shape, text.stride(), version
