@@ -61,7 +61,7 @@ def _pictures(measure: str) -> Callable[[Row, Rows], str]:
             value, low, high = map(math.log, (value, low, high))
         if value <= 0:
             return "-"
-        needed = max(2, math.ceil(32 * ((high - low) / 2 / value) ** 2))
+        needed = max(2, math.ceil(32 * ((high - low) / 2 / value) ** 2 - 1e-9))
         return f"{needed:,}" if needed <= 5000 else "> 5,000"
 
     return pictures
