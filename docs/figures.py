@@ -102,6 +102,9 @@ KINDS: dict[str, Callable[[Row, Rows], str]] = {
     "kernel": lambda row, rows: f"{1e3 * row['kernel']:.3g}",
     "kernel-change": lambda row, rows: f"{1e3 * row['kernel_change']:+.3g}",
     "kernel-95": _change("kernel", 1e3, ".1f"),
+    "seeds-95": lambda row, rows: (
+        _change("kernel_seeds", 1e3, ".1f")(row, rows) if "kernel_seeds_change" in row else ""
+    ),
     "frechet-95": _change("frechet", 1, ".2f"),
     "kept": _kept,
     "shown-perceptual": _pictures("to converged"),
@@ -217,6 +220,43 @@ TABLES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
             "the first 20%": "early-0.2",
             "the first 60%": "early-0.6",
             "the first 80%": "early-0.8",
+        },
+    ),
+    "larger": (
+        {
+            "cost": "cost",
+            "distance x1000": "distance-range",
+            "worth": "worth",
+            "by time": "worth-time",
+            "kernel to other seeds": "seeds-95",
+        },
+        {
+            "stock, 25 steps": "stock",
+            "stock, 17 steps": "stock@17",
+            "stock, 14 steps": "stock@14",
+            "stock, 12 steps": "stock@12",
+            "stock, 8 steps": "stock@8",
+            '`mode="reuse"`': "reuse",
+            "DeepCache, interval 2": "deepcache-2",
+            "tomesd, ratio 0.4": "tomesd r=0.4",
+            "`exact`, ratio 0.4": "exact r=0.4",
+            "`fast`, ratio 0.4": "fast r=0.4",
+            "`turbo`, ratio 0.4": "turbo r=0.4",
+            "downsample": "downsample",
+        },
+    ),
+    "largest": (
+        {"cost": "cost", "distance x1000": "distance-range", "worth": "worth", "by time": "worth-time"},
+        {
+            "stock, 25 steps": "stock",
+            "stock, 10 steps": "stock@10",
+            "stock, 8 steps": "stock@8",
+            "stock, 6 steps": "stock@6",
+            "`fast`, ratio 0.4: 256 agents, later 1,024 keys": "fast r=0.4",
+            "the same, at most 100 agents, later 256 keys": "fast-few",
+            "downsample: 1,024 keys": "downsample",
+            "256 keys": "stride-4",
+            "64 keys": "stride-8",
         },
     ),
     "plms": (
