@@ -60,6 +60,19 @@ def test_every_other_figure_names_what_it_can_be_read_from(page: str) -> None:
     assert not bare
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_no_line_of_a_paragraph_begins_with_a_comment(page: str) -> None:
+    """Markdown takes such a line for HTML, which ends the paragraph."""
+    lines = ["", *(ROOT / page).read_text(encoding="utf-8").splitlines()]
+    split = [
+        line
+        for before, line in zip(lines, lines[1:], strict=False)
+        if re.match(r"(\s|- )*<!--", line)
+        and (not re.fullmatch(r"\s*(<!--.*?-->)+", line) or not re.match(r"$|[#|!]|<!--|\s*```", before))
+    ]
+    assert not split
+
+
 def test_it_is_read_in_a_minute() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 100

@@ -29,26 +29,27 @@ def draw_story(rows: Sequence[Row], title: str) -> bytes:
     steps), `converged` and its interval `converged_low` and `converged_high`. Rows of one method and sampler
     are joined by a line. Methods keep their colour under every sampler, and samplers have a marker each.
     """
-    figure = Figure(figsize=(12, 6), layout="constrained")
+    figure = Figure(figsize=(10, 6.4), layout="constrained")
     samplers = list(dict.fromkeys(row["sampler"] for row in rows))
     families = list(dict.fromkeys(family_of(row["label"]) for row in rows if not is_plain(row)))
     panels = figure.subplots(1, len(COSTS), sharey=True)
     for axes, (cost, name) in zip(panels, COSTS.items(), strict=True):
-        for sampler, line, marker in zip(samplers, _LINES, _MARKERS, strict=False):
-            _draw_sampler(axes, [r for r in rows if r["sampler"] == sampler], cost, line, marker, families)
+        for number, sampler in enumerate(samplers):
+            of_it = [row for row in rows if row["sampler"] == sampler]
+            _draw_sampler(axes, of_it, cost, number, families)
         axes.set(xscale="log", yscale="log", xlabel=f"{name}, all steps of stock = 1")
         axes.grid(alpha=0.3, which="both", lw=0.5)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(lambda value, _: f"{value:g}")
             axis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "235" else "")
-        axes.tick_params(which="both", labelsize=8)
+        axes.tick_params(which="both", labelsize=9)
     panels[0].set_ylabel("perceptual distance x1000 to the sampler's converged picture")
     handles, labels = panels[0].get_legend_handles_labels()
     shown = dict(zip(labels, handles, strict=True))
-    figure.legend(shown.values(), shown.keys(), loc="outside right center", fontsize=8, frameon=False)
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(title)
     picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=120)
+    figure.savefig(picture, format="png", dpi=130)
     return picture.getvalue()
 
 
@@ -57,11 +58,9 @@ def is_plain(row: Row) -> bool:
     return family_of(row["label"]) == "stock"
 
 
-def _draw_sampler(
-    axes: Axes, rows: Sequence[Row], cost: str, line: str, marker: str, families: Sequence[str]
-) -> None:
-    """Draw a sampler's line of fewer steps, and its methods."""
-    place = f"cost_{cost}"
+def _draw_sampler(axes: Axes, rows: Sequence[Row], cost: str, number: int, families: Sequence[str]) -> None:
+    """Draw a sampler's line of fewer steps, and its methods; the first sampler's go by their names alone."""
+    place, line, marker = f"cost_{cost}", _LINES[number % len(_LINES)], _MARKERS[number % len(_MARKERS)]
     drawn = sorted((row for row in rows if row[place]), key=lambda r: (family_of(r["label"]), r[place]))
     for family, group in groupby(drawn, key=lambda row: family_of(row["label"])):
         each = list(group)
@@ -70,15 +69,13 @@ def _draw_sampler(
             label = f"fewer steps, {each[0]['sampler']}"
             axes.plot(across, up, "-", marker=".", color=line, lw=2, label=label, zorder=3)
             for row, x, y in zip(each, across, up, strict=True):
-                axes.annotate(
-                    str(row["steps"]), (x, y), textcoords="offset points", xytext=(-11, -9), fontsize=7
-                )
+                steps = str(row["steps"])
+                axes.annotate(steps, (x, y), textcoords="offset points", xytext=(-13, -10), fontsize=8)
             continue
         ends = [
             [1e3 * abs(row["converged"] - row[f"converged_{end}"]) for row in each] for end in ("low", "high")
         ]
-        number = families.index(family)
-        axes.errorbar(
-            across, up, ends, fmt=f"-{marker}", color=f"C{number % 10}", mfc="none" if number > 9 else None,
-            ms=6, lw=1, label=f"{family}, {each[0]['sampler']}",
-        )  # fmt: skip
+        colour = f"C{families.index(family) % 10}"
+        face = colour if families.index(family) < 10 else "none"
+        label = f"{family}, {each[0]['sampler']}" if number else family
+        axes.errorbar(across, up, ends, fmt=f"-{marker}", color=colour, mfc=face, ms=6, lw=1, label=label)
