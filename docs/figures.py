@@ -1,7 +1,7 @@
 """Writes the figures of README and docs from the results they are of: `python docs/figures.py`.
 
-A figure stands between `<!--=ROW KIND-->` and `<!--=-->`, and a table between `<!--=table NAME-->` and that.
-`<!-- figures of RUN -->` names the folder of eval/results whose table.jsonl those after it are read from.
+A figure stands between `<!--=ROW KIND-->` and `<!--=-->`, and a table of tables.yaml between `<!--=table NAME-->` and
+that. `<!-- figures of RUN -->` names the folder of eval/results whose rows those after it are read from.
 tests/test_readme.py fails where a page and the results differ.
 """
 
@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
+
+import yaml
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "demo/agentsd_demo/MODEL_CARD.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -122,173 +124,9 @@ KINDS: dict[str, Callable[[Row, Rows], str]] = {
     },
 }
 
-TABLES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
-    "readme": (
-        {"cost": "cost", "distance x1000": "distance-range", "worth": "worth", "by time": "worth-time"},
-        {
-            "stock, 25 steps": "stock",
-            "stock, 17 steps": "stock@17",
-            "stock, 14 steps": "stock@14",
-            '**agentsd: `mode="reuse"`, the default**': "reuse",
-            "DeepCache, interval 2": "deepcache-2",
-            '`mode="fast"`, agent attention': "fast r=0.4",
-            "downsample (ToDo)": "downsample",
-            "tomesd, ratio 0.4": "tomesd r=0.4",
-        },
-    ),
-    "reuse": (
-        {"cheaper": "cheaper", "worth": "worth", "by time": "worth-time"},
-        {
-            'after 4 full calls one in 2, later one in 3, corrected (`mode="reuse"`), 25 steps': "reuse",
-            "the same, 12 steps, against 12": "reuse@12",
-            "the same, 50 steps, against 50": "reuse@50",
-            "the same, not corrected": "uncorrected",
-            "after 4 full calls one in 2": "every-2",
-            "after 4 full calls one in 2, cheap ones of two layers": "every-2-layers-2",
-            "after 4 full calls one in 3": "every-3",
-            "after the first call one in 2": "every-2-first-1",
-            "after the first call one in 2, order 0, not corrected, which is DeepCache at interval 2": (
-                "every-2-kept"
-            ),
-            "half calls in the second half of the run, every other": "guidance-2-late",
-            "half calls, every other": "guidance-2",
-            "after 4 full calls one in 2, and half of the full ones half": "both",
-        },
-    ),
-    "intervals": (
-        {"cheaper": "cheaper", "worth": "worth", "by time": "worth-time"},
-        {
-            "after 4 full calls one in 4": "every-4",
-            "after 4 full calls one in 3, 12 steps, against 12": "every-3@12",
-            "after 4 full calls one in 3, 50 steps, against 50": "every-3@50",
-            "after 4 full calls one in 4, 50 steps, against 50": "every-4@50",
-            "after the first call one in 3": "every-3-first-1",
-            "the same, and half of the full ones half": "every-3-half",
-            "the same, with fast mode's attention": "every-3-half-fast",
-            "half calls, two of three": "guidance-3",
-            "calibrated for 1.4x": "calibrated-1.4",
-            "calibrated for 1.75x": "calibrated-1.75",
-        },
-    ),
-    "equivalent": (
-        {
-            "cheaper": "cheaper-than-stock",
-            "kernel x1000": "kernel-95",
-            "Fréchet": "frechet-95",
-            "kept": "kept",
-        },
-        {
-            "stock, 20 steps": "stock@20",
-            "stock, 17 steps": "stock@17",
-            "stock, 14 steps": "stock@14",
-            "stock, 12 steps": "stock@12",
-            '`mode="reuse"`': "reuse",
-            "after 4 full calls one in 3": "every-3",
-            "reuse of 12 steps": "reuse@12",
-            "DeepCache, interval 2": "deepcache-2",
-            "tomesd, ratio 0.4": "tomesd r=0.4",
-            "`exact`, ratio 0.4": "exact r=0.4",
-            "`fast`, ratio 0.4": "fast r=0.4",
-            "downsample": "downsample",
-        },
-    ),
-    "proof": (
-        {"perceptual distance": "shown-perceptual", "kernel distance": "shown-kernel"},
-        {
-            "50 for 25 steps": "stock@50 < stock",
-            "25 for 12 steps": "stock < stock@12",
-            "12 for 8 steps": "stock@12 < stock@8",
-            "8 for 6 steps": "stock@8 < stock@6",
-            "tomesd 0.25 for 0.5": "tomesd-r0.25 < tomesd-r0.5",
-            "tomesd 0.5 for 0.75": "tomesd-r0.5 < tomesd-r0.75",
-            "DeepCache 2 for 3": "deepcache-2 < deepcache-3",
-            "DeepCache 3 for 5": "deepcache-3 < deepcache-5",
-            "blur 1 px for 2": "blur 1 < blur 2",
-            "noise 4 for 10": "noise 4 < noise 10",
-        },
-    ),
-    "ablations": (
-        {"distance x1000": "distance-range", "worth": "worth"},
-        {
-            "exact, ratio 0.5: k 0.075, scale -0.15, the first 40% of the steps": "exact r=0.5",
-            "k 0": "k-0",
-            "k 0.025": "k-0.025",
-            "k 0.15": "k-0.15",
-            "scale -0.5, attention's own": "scale--0.5",
-            "scale -0.25": "scale--0.25",
-            "scale -0.05": "scale--0.05",
-            "the first 20%": "early-0.2",
-            "the first 60%": "early-0.6",
-            "the first 80%": "early-0.8",
-        },
-    ),
-    "larger": (
-        {
-            "cost": "cost",
-            "distance x1000": "distance-range",
-            "worth": "worth",
-            "by time": "worth-time",
-            "kernel to other seeds": "seeds-95",
-        },
-        {
-            "stock, 25 steps": "stock",
-            "stock, 17 steps": "stock@17",
-            "stock, 14 steps": "stock@14",
-            "stock, 12 steps": "stock@12",
-            "stock, 8 steps": "stock@8",
-            '`mode="reuse"`': "reuse",
-            "DeepCache, interval 2": "deepcache-2",
-            "tomesd, ratio 0.4": "tomesd r=0.4",
-            "`exact`, ratio 0.4": "exact r=0.4",
-            "`fast`, ratio 0.4": "fast r=0.4",
-            "`turbo`, ratio 0.4": "turbo r=0.4",
-            "downsample": "downsample",
-        },
-    ),
-    "largest": (
-        {"cost": "cost", "distance x1000": "distance-range", "worth": "worth", "by time": "worth-time"},
-        {
-            "stock, 25 steps": "stock",
-            "stock, 10 steps": "stock@10",
-            "stock, 8 steps": "stock@8",
-            "stock, 6 steps": "stock@6",
-            "`fast`, ratio 0.4: 256 agents, later 1,024 keys": "fast r=0.4",
-            "the same, at most 100 agents, later 256 keys": "fast-few",
-            "downsample: 1,024 keys": "downsample",
-            "256 keys": "stride-4",
-            "64 keys": "stride-8",
-        },
-    ),
-    "plms": (
-        {"cost": "cost", "distance x1000": "distance-range", "worth": "worth", "by time": "worth-time"},
-        {
-            "stock, 25 steps": "stock",
-            "stock, 20 steps": "stock@20",
-            "stock, 14 steps": "stock@14",
-            "stock, 12 steps": "stock@12",
-            '`mode="reuse"`': "reuse",
-            "the same, 12 steps": "reuse@12",
-            "the same, 50 steps": "reuse@50",
-            "after the first call one in 2": "every-2-first-1",
-            "the same, order 0, as DeepCache": "every-2-kept",
-            "after 4 full calls one in 3": "every-3",
-            "half calls, every other": "guidance-2",
-            "after 4 full calls one in 2, and half of the full ones half": "both",
-        },
-    ),
-    "tried": (
-        {"cheaper": "cheaper", "distance x1000": "distance-range", "worth": "worth", "by time": "worth-time"},
-        {
-            '`mode="reuse"`': "reuse",
-            "forecasts: after 4 calls one in 2 is made": "forecast-2",
-            "forecasts: after 4 calls one in 3 is made": "forecast-3",
-            "T-GATE from step 10 of 25, as published": "tgate-10",
-            "T-GATE from step 15": "tgate-15",
-            "T-GATE from step 20": "tgate-20",
-        },
-    ),
-}
-"""Columns by their heads, and rows by what stands first in them."""
+TABLES: dict[str, dict[str, dict[str, str]]] = yaml.safe_load(
+    (ROOT / "docs/tables.yaml").read_text(encoding="utf-8")
+)
 
 
 @cache
@@ -312,7 +150,7 @@ def _links(rows: list[Row]) -> Rows:
 
 def table(rows: Rows, name: str) -> str:
     """A Markdown table."""
-    columns, wanted = TABLES[name]
+    columns, wanted = TABLES[name]["columns"], TABLES[name]["rows"]
     lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for head, label in wanted.items():
         lines.append(f"| {head} | {' | '.join(KINDS[k](rows[label], rows) for k in columns.values())} |")
