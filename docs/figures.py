@@ -1,7 +1,8 @@
 """Writes the figures of README and docs from the results they are of: `python docs/figures.py`.
 
-A figure stands between `<!--=ROW KIND-->` and `<!--=-->`, and a table of tables.yaml between `<!--=table NAME-->` and
-that. `<!-- figures of RUN -->` names the folder of eval/results whose rows those after it are read from.
+A figure stands between `<!--=ROW KIND-->` and `<!--=-->`, and a table between `<!--=table NAME-->` and that.
+tables.yaml has the tables. `<!-- figures of RUN -->` names the folder of eval/results whose rows those after
+it are read from.
 tests/test_readme.py fails where a page and the results differ.
 """
 
