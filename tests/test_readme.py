@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ def test_no_line_of_a_paragraph_begins_with_a_comment(page: str) -> None:
     lines = ["", *(ROOT / page).read_text(encoding="utf-8").splitlines()]
     split = [
         line
-        for before, line in zip(lines, lines[1:], strict=False)
+        for before, line in pairwise(lines)
         if re.match(r"(\s|- )*<!--", line)
         and (not re.fullmatch(r"\s*(<!--.*?-->)+", line) or not re.match(r"$|[#|!]|<!--|\s*```", before))
     ]
