@@ -1,10 +1,10 @@
 """The frontier: distance to the converged picture against cost, with the line of fewer steps."""
 
-import io
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
+from .output import plot_bytes
 from .rows import Row
 
 _MARKERS = "osD^vPX*<>hp"
@@ -17,9 +17,7 @@ def has_frontier(rows: Sequence[Row]) -> bool:
 
 def draw_frontier(rows: Sequence[Row], title: str) -> bytes:
     """Return a PNG: below the line is nearer than fewer steps of the same sampler at the same cost."""
-    picture = io.BytesIO()
-    frontier(rows, title).savefig(picture, format="png", dpi=130)
-    return picture.getvalue()
+    return plot_bytes(frontier(rows, title))
 
 
 def frontier(rows: Sequence[Row], title: str = "", key: str = "converged") -> Figure:

@@ -1,10 +1,10 @@
 """What a judge sees of known losses, drawn: each link of a chain with its interval."""
 
-import io
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
+from .output import plot_bytes
 from .rows import Row
 
 COLOURS = {"seen": "#2a7f4f", "not told apart": "#888888", "out of order": "#b3261e"}
@@ -42,6 +42,4 @@ def draw_links(links: Sequence[Row], title: str) -> bytes:
         every[0].plot([], [], "o", color=colour, ms=4, label=verdict)
     figure.legend(loc="outside lower center", ncols=len(COLOURS), fontsize=8, frameon=False)
     figure.suptitle(title)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=130)
-    return picture.getvalue()
+    return plot_bytes(figure)

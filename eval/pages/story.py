@@ -1,6 +1,5 @@
 """Several runs' methods in one picture: distance against cost, and each sampler's line of fewer steps."""
 
-import io
 import re
 from collections.abc import Sequence
 from itertools import groupby
@@ -8,6 +7,7 @@ from itertools import groupby
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from .output import plot_bytes
 from .rows import Row
 
 COSTS = {"multiply_adds": "multiply-adds of a picture", "time": "time of a picture"}
@@ -48,9 +48,7 @@ def draw_story(rows: Sequence[Row], title: str) -> bytes:
     shown = dict(zip(labels, handles, strict=True))
     figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(title)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=130)
-    return picture.getvalue()
+    return plot_bytes(figure)
 
 
 def is_plain(row: Row) -> bool:

@@ -1,6 +1,5 @@
 """The search over when the number of agents grows (section 5.3 of the attention mediators paper)."""
 
-import io
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -9,7 +8,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from ..errors import EvalError
-from ..pages.output import write_bytes
+from ..pages.output import plot_bytes, write_bytes
 from ..pages.rows import Row, distance_name
 from ..pictures.methods import Method, fewer, parse_method
 from ..settings import MediatorSettings
@@ -20,9 +19,7 @@ def command(settings: MediatorSettings, console: Console) -> None:
     """Print the tables, and write them and the plot."""
     rows = show(settings, methods_of(settings), "mediators", console)
     if any(row.get("frechet") is not None for row in rows):
-        picture = io.BytesIO()
-        draw(rows, settings.features).savefig(picture, format="png", dpi=150)
-        write_bytes(settings.out / "mediators.png", picture.getvalue())
+        write_bytes(settings.out / "mediators.png", plot_bytes(draw(rows, settings.features)))
         console.print(f"plot: {settings.out / 'mediators.png'}", soft_wrap=True)
 
 
