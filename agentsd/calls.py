@@ -12,13 +12,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from diffusers.utils.torch_utils import unwrap_module
 from torch import Tensor
 from torch.nn import Module
 
 from .attention import Operator, PooledAgents
 from .attention.operator import Place, Plan
 from .attention.processor import AgentAttnProcessor, LayerState, Work, is_ours
-from .hosts import Site, checkpoints, is_plain, latent_and_timestep, named_arguments, regroup
+from .hosts.models import Site, checkpoints, is_plain, latent_and_timestep, named_arguments, regroup
+from .hosts.schedulers import find_scheduler, schedulers_of
 from .recipe import Recipe
 from .reuse.plan import WHOLE, tell
 from .reuse.run import Reuse
@@ -81,11 +83,13 @@ class Planned(NamedTuple):
 
 
 class Run(threading.local):
-    """A thread's run: where it is, and how far its latents moved."""
+    """A thread's run: where it is, how far its latents moved, and what its calls were."""
 
     def __init__(self, timing: Phases | ByDistance | None) -> None:
         self.timing = timing
         self.reader = RunReader(timing.early_frac if isinstance(timing, Phases) else 0.0)
+        self.scheduler: Any = None
+        self.symbols = ""
         self.distance = None
         if isinstance(timing, ByDistance):
             self.distance = LatentDistance(timing.thresholds, timing.per == "sample")
@@ -121,10 +125,12 @@ class Calls:
         sites: list[Site],
         layers: list[LayerState],
         groups: list[Group],
+        compiled: Any = None,
     ) -> None:
         self._sites, self._layers, self._groups = sites, layers, groups
         self._pipe = None if pipe is None else weakref.ref(pipe)
-        self._scheduler: Any = None
+        self._compiled = None if compiled is None else weakref.ref(compiled)
+        self._schedulers = [] if pipe is None else list(map(weakref.ref, schedulers_of(pipe)))
         self.reuse = None
         if recipe.steps is not None or recipe.guidance is not None:
             self.reuse = Reuse(unet, recipe.steps, recipe.guidance)
@@ -133,7 +139,7 @@ class Calls:
         self._run = Run(recipe.timing)
         self._caller: dict[str, int] = {}
         self._kind = WHOLE
-        self._symbols = ""  # of the last run's calls
+        self._told = ""  # of the last call's run, whichever thread it was of
         self._again = False  # a cheap call is computed once more
         self._limits: ExitStack | None = None  # what is set for the call under way
         self._recomputes = False
@@ -142,12 +148,15 @@ class Calls:
         self._said: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        gone = dict.fromkeys(("_pipe", "_limits", "_awaited", "_scheduler"))
-        return self.__dict__ | gone | {"_caller": {}, "_kept": [], "_again": False}
+        gone = dict.fromkeys(("_pipe", "_compiled", "_limits", "_awaited"))
+        return self.__dict__ | gone | {"_caller": {}, "_kept": [], "_again": False, "_schedulers": []}
 
     def summary(self) -> str:
-        """What each call of the last run was."""
-        return tell(self._symbols, self.reuse.corrected if self.reuse is not None else 0)
+        """What each call of the thread's last run was; of the last run of any, where it had none."""
+        return self._summary() if self._run.symbols else self._told or tell("")
+
+    def _summary(self) -> str:
+        return tell(self._run.symbols, self.reuse.corrected if self.reuse is not None else 0)
 
     @torch.compiler.disable
     def begin(self, unet: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -156,17 +165,20 @@ class Calls:
             return None
         self._enter(unet)
         latent, timestep = latent_and_timestep(unet, args, kwargs)
-        pipe = self._pipe() if self._pipe is not None else None
-        self._scheduler = getattr(pipe, "scheduler", self._scheduler)
-        step = self._run.reader.read(timestep, self._scheduler)
+        pipe, run = self._pipe() if self._pipe is not None else None, self._run
+        known = self._known_schedulers(pipe)
+        step = run.reader.read(timestep, known[0] if known else None)
         self._tell(step)
-        stages, kind, given = self._run.stages(step, latent), WHOLE, None
+        stages, kind, given = run.stages(step, latent), WHOLE, None
         if self.reuse is not None:
+            if step.opens:
+                run.scheduler = find_scheduler(run.reader.source, known)
+                self._remember(run.scheduler)
             given = named_arguments(unet, args, kwargs)
-            kind, given = self.reuse.begin(unet, step, self._run.reader, given, pipe)
+            kind, given = self.reuse.begin(unet, step, run.reader, given, pipe, run.scheduler)
             while self.reuse.words:
                 self._say_once(self.reuse.words.pop(0))
-        self._kind, self._symbols = kind, "" if step.opens else self._symbols
+        self._kind, run.symbols = kind, "" if step.opens else run.symbols
         if not kind.whole:
             stages = stages[len(stages) // 2 :]
         planned = Planned(latent, step.timestep, stages)
@@ -174,6 +186,15 @@ class Calls:
         if self.reuse is None or given is None:
             return None
         return regroup(self.reuse.start(given, planned), len(args))
+
+    def _known_schedulers(self, pipe: Any) -> list[Any]:
+        """The pipeline's own, and those that were met before and live."""
+        met = [scheduler for reference in self._schedulers if (scheduler := reference()) is not None]
+        return met if pipe is None else [*schedulers_of(pipe), *met]
+
+    def _remember(self, scheduler: Any) -> None:
+        if scheduler is not None and all(reference() is not scheduler for reference in self._schedulers):
+            self._schedulers.append(weakref.ref(scheduler))
 
     def _plan(self, planned: Planned, full: bool) -> None:
         """Make the plans of a call, and hold its layers."""
@@ -244,14 +265,13 @@ class Calls:
             return None  # or it was refused
         self._let_go(output)
         if output is not None:
-            self._symbols += self._kind.symbol
+            self._run.symbols += self._kind.symbol
         try:
-            return (
-                None
-                if self.reuse is None
-                else self.reuse.end(output, partial(self._compute, unet, len(args)))
-            )
+            if self.reuse is None:
+                return None
+            return self.reuse.end(output, partial(self._compute, unet, len(args)))
         finally:
+            self._told = self._summary()
             self._caller.clear()
 
     def _is_again(self) -> bool:
@@ -265,11 +285,19 @@ class Calls:
         output, self._again = None, True
         try:
             self._plan(planned._replace(stages=planned.stages[-pictures:]), full=False)
-            output = unet(*args, **kwargs)
+            output = self._called(unet)(*args, **kwargs)
         finally:
             self._again = False
             self._let_go(output)
         return output
+
+    def _called(self, unet: Module) -> Any:
+        """What the caller calls: the U-Net, or what `torch.compile` made of it."""
+        pipe = self._pipe() if self._pipe is not None else None
+        own = getattr(pipe, "unet", None)
+        if own is None and self._compiled is not None:
+            own = self._compiled()
+        return own if isinstance(own, Module) and unwrap_module(own) is unet else unet
 
     def _let_go(self, output: Any) -> None:
         """Forget what the layers hold of a call that gave this; None if it raised."""

@@ -13,7 +13,7 @@ from torch.nn import Module
 from .attention.operator import CORE
 from .attention.processor import LayerState, is_ours
 from .calls import Calls, Group
-from .hosts import EVERY_LEVEL, Site, find_model, find_sites, is_plain, is_tomesd_block
+from .hosts.models import EVERY_LEVEL, Site, find_model, find_sites, is_plain, is_tomesd_block
 from .modules.adapter import FILE_NAME as WEIGHTS
 from .modules.adapter import (
     LoadedWeights,
@@ -25,7 +25,7 @@ from .modules.adapter import (
     weights_of,
 )
 from .modules.operators import TrainedOperator
-from .recipe import FAST, MODES, REUSE, Recipe
+from .recipe import FAST, FILE_NAME, MODES, REUSE, Recipe
 from .schedule import stages_of
 
 
@@ -64,7 +64,7 @@ def apply_agentsd(
         mode: a recipe by name: "reuse", which leaves attention alone and computes in half of the steps the
             last layers only; or "fast", "exact" (the paper to the letter), "turbo" or "downsample", which
             change attention alone. The settings above override that recipe's.
-        recipe: in place of all the others, a `Recipe`, or a file or folder that holds one (`agentsd.yaml`;
+        recipe: in place of all the others, a `Recipe`, or a folder or file that holds one (`agentsd.yaml`;
             trained weights beside it, `agentsd.safetensors`, are loaded).
         seed: of the cells drawn at random; 0 if not passed.
 
@@ -88,8 +88,7 @@ def apply_agentsd(
             kind = type(recipe).__name__
             raise TypeError(f"recipe={recipe!r} is a {kind}: pass a Recipe, or its file or folder")
         if not isinstance(recipe, Recipe):
-            trained = Path(recipe) if (Path(recipe) / WEIGHTS).exists() else None
-            recipe = Recipe.load(recipe)
+            recipe, trained = _load(Path(recipe))
     else:
         if mode is not UNSET and mode not in MODES:
             raise ValueError(f"mode={mode!r}: choose {' or '.join(map(repr, MODES))}")
@@ -140,6 +139,7 @@ class AgentHandle:
         sites = _sites_of(unet, recipe)
         for site in sites:
             _check_free(site)
+            _check_feed_forward(site, recipe)
         self.recipe = recipe
         self.layer_names = [site.name for site in sites]
         self._sites = sites
@@ -152,7 +152,8 @@ class AgentHandle:
             self._trained = read_weights(trained)
             check_fit(self._named_layers(), self._trained, trained / WEIGHTS)
         owner = None if pipe is unet or isinstance(pipe, Module) else pipe
-        self._calls = Calls(recipe, unet, owner, self._sites, self._layers, self._groups)
+        compiled = pipe if isinstance(pipe, Module) and pipe is not unet else None
+        self._calls = Calls(recipe, unet, owner, self._sites, self._layers, self._groups, compiled)
         self._unet: weakref.ref[Module] | None = None
         self._outer: AgentHandle | None = None
         self._entered = False
@@ -199,6 +200,15 @@ class AgentHandle:
         Path(folder).mkdir(parents=True, exist_ok=True)
         self.recipe.save(folder)
         save_weights(self._named_layers(), folder)
+
+    def reset(self) -> None:
+        """Forget what was kept of the thread's last calls, so that the next one begins a run.
+
+        Pipelines need none of it. A loop by hand that breaks off and goes on with another image on the same
+        list of timesteps calls this, or `scheduler.set_timesteps`, which tells runs apart.
+        """
+        if self._calls.reuse is not None:
+            self._calls.reuse.reset()
 
     def summary(self) -> str:
         """What each call of the last run was: a letter a call, and counts.
@@ -295,6 +305,19 @@ class AgentHandle:
             del unet._agentsd
 
 
+def _load(path: Path) -> tuple[Recipe, Path | None]:
+    """A saved recipe, and the folder of the weights that were saved with it, if any were."""
+    recipe, folder = Recipe.load(path), path if path.is_dir() else path.parent
+    needed = any(operator.needs_core for operator in recipe.operators)
+    saved = (folder / WEIGHTS).exists() and (path.is_dir() or path.name == FILE_NAME or needed)
+    if needed and not saved:
+        raise ValueError(
+            f"recipe={str(path)!r} has an operator that is trained, and {folder} holds no {WEIGHTS}: "
+            "AgentHandle.save writes both; pass Recipe.load(path) to train it anew"
+        )
+    return recipe, folder if saved else None
+
+
 def _sites_of(unet: Any, recipe: Recipe) -> list[Site]:
     """The layers that a recipe speaks of; raises ValueError for one that the model lacks."""
     if recipe.layers is None:
@@ -309,6 +332,13 @@ def _sites_of(unet: Any, recipe: Recipe) -> list[Site]:
 
 def _unwrapped(processor: Any) -> Any:
     return processor.wrapped if is_ours(processor) else processor
+
+
+def _check_feed_forward(site: Site, recipe: Recipe) -> None:
+    merged = any(getattr(operator, "feed_forward", False) for operator in recipe.operators)
+    if merged and not hasattr(site.block, "norm3"):
+        kind = type(site.block).__name__
+        raise ValueError(f"feed_forward=True: the {kind} of {site.name} has no norm3 before it, leave it out")
 
 
 def _check_free(site: Site) -> None:

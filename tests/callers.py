@@ -22,9 +22,9 @@ class Caller:
     """Calls a U-Net as a pipeline does, with elements of a scheduler's list."""
 
     def __init__(self, steps=10, batch=2, size=(16, 16), seed=0):
-        scheduler = diffusers.DDIMScheduler(**BETAS)
-        scheduler.set_timesteps(steps)
-        self.timesteps = scheduler.timesteps
+        self.scheduler = diffusers.DDIMScheduler(**BETAS)
+        self.scheduler.set_timesteps(steps)
+        self.timesteps = self.scheduler.timesteps
         rng = torch.Generator().manual_seed(seed)
         self.latents = torch.randn(steps, batch, 4, *size, generator=rng)
         self.text = torch.randn(batch, 7, 16, generator=rng)

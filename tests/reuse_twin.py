@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from agentsd.reuse.states import sigma
+from agentsd.hosts.schedulers import training_sigma as sigma
 
 
 def entrance(unet: Any, layers: int = 1) -> Any:

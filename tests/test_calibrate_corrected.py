@@ -12,8 +12,8 @@ from agentsd.calibration.attention import Choice
 from agentsd.calibration.losses import Losses, mean_square
 from agentsd.calibration.measured import Measured
 from agentsd.calibration.recording import Call, cheap_call, record
+from agentsd.hosts.schedulers import training_sigma as sigma
 from agentsd.reuse.left_out import LeftOut
-from agentsd.reuse.states import sigma
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from agentsd.calibration.cost import multiply_adds
 from agentsd.calibration.losses import Losses
 from agentsd.calibration.measured import between
 from agentsd.calibration.recording import Call, cheap_call, record
-from agentsd.hosts import EVERY_LEVEL, find_sites
+from agentsd.hosts.models import EVERY_LEVEL, find_sites
+from agentsd.hosts.schedulers import training_sigma as sigma
 from agentsd.reuse.left_out import LeftOut
-from agentsd.reuse.states import sigma
 
 
 def recorded(pipe):

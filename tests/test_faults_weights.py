@@ -3,13 +3,17 @@
 Trained weights that are loaded from a folder.
 """
 
+import os
+
 import pytest
 import torch
+from accelerate import cpu_offload
+from accelerate.hooks import remove_hook_from_module
 from pipelines import load_lora
 from safetensors.torch import load_file, save_file
-from tiny import call, make_unet
+from tiny import call, make_unet, snapshot
 
-from agentsd import Recipe, apply_agentsd, remove_agentsd
+from agentsd import Agents, Recipe, apply_agentsd, remove_agentsd
 from agentsd.modules import AgentModule
 
 TRAINED = Recipe(AgentModule())
@@ -119,3 +123,64 @@ def test_a_block_inside_another_puts_trained_weights_back(tmp_path):
             assert not torch.equal(call(unet), trained)
         assert torch.equal(call(unet), trained)
     assert torch.equal(call(unet), stock)
+
+
+# D17: weights that sequential offloading keeps elsewhere
+
+
+def test_trained_weights_are_refused_where_the_model_is_offloaded(sample, make_pipeline, tmp_path):
+    with apply_agentsd(make_pipeline(), recipe=Recipe(Agents())) as trained:
+        trained.save(tmp_path)  # projections alone
+    pipe = make_pipeline()
+    cpu_offload(pipe.unet)
+    before = snapshot(pipe.unet)
+    with pytest.raises(ValueError, match=r"on the device 'meta'.*call pipe.remove_all_hooks\(\) first"):
+        apply_agentsd(pipe, recipe=tmp_path)
+    assert snapshot(pipe.unet) == before
+    handle = apply_agentsd(pipe, recipe=Recipe(Agents()))
+    for ask in (handle.parameters, lambda: handle.save(tmp_path / "more")):
+        with pytest.raises(ValueError, match=r"call pipe.remove_all_hooks\(\) first"):
+            ask()
+
+
+def test_loaded_weights_are_taken_out_once_offloading_ends(pipe, sample, tmp_path):
+    stock = sample(pipe)
+    folder = trained_folder(tmp_path)
+    apply_agentsd(pipe, recipe=folder)
+    cpu_offload(pipe.unet)
+    trained = sample(pipe)
+    with pytest.raises(ValueError, match=r"call pipe.remove_all_hooks\(\) first"):
+        remove_agentsd(pipe)
+    assert torch.equal(sample(pipe), trained)
+    remove_hook_from_module(pipe.unet, recurse=True)
+    remove_agentsd(pipe)
+    assert torch.equal(sample(pipe), stock)
+
+
+# D18: weights beside a recipe's file
+
+
+def test_weights_beside_a_recipes_file_are_loaded(pipe, make_pipeline, sample, tmp_path):
+    folder, twin = trained_folder(tmp_path), make_pipeline()
+    apply_agentsd(pipe, recipe=folder)
+    apply_agentsd(twin, recipe=str(folder / "agentsd.yaml"))
+    assert torch.equal(sample(pipe), sample(twin))
+    (folder / "agentsd.safetensors").unlink()
+    for path in (folder, folder / "agentsd.yaml"):
+        with pytest.raises(
+            ValueError, match=r"trained, and .* holds no agentsd.safetensors: AgentHandle.save"
+        ):
+            apply_agentsd(twin, recipe=path)
+    assert torch.equal(sample(pipe), sample(twin))
+
+
+# D23: loaded weights are no longer the file's
+
+
+def test_a_file_of_weights_may_change_while_they_are_in_use(pipe, sample, tmp_path):
+    stock, folder = sample(pipe), trained_folder(tmp_path)
+    with apply_agentsd(pipe, recipe=folder):
+        picture = sample(pipe)
+        os.truncate(folder / "agentsd.safetensors", 0)
+        assert torch.equal(sample(pipe), picture)
+    assert torch.equal(sample(pipe), stock)

@@ -16,7 +16,7 @@ from tiny import call, snapshot, watch_phases
 
 from agentsd import Merge, Recipe, ReuseGuidance, ReuseSteps, apply_agentsd, calibrate, remove_agentsd
 from agentsd.calibration.cost import multiply_adds
-from agentsd.hosts import weights_digest
+from agentsd.hosts.models import weights_digest
 from agentsd.modules import AgentModule, FocusedLinear
 from agentsd.recipe import DOWNSAMPLE, EXACT, FAST, REUSE, TURBO
 

@@ -11,8 +11,9 @@ from reuse_twin import entrance
 from tiny import BETAS
 
 from agentsd import Recipe, ReuseSteps, apply_agentsd
-from agentsd.reuse.correction import correction, levels_of
-from agentsd.reuse.states import sigma
+from agentsd.hosts.schedulers import Sampler
+from agentsd.hosts.schedulers import training_sigma as sigma
+from agentsd.reuse.correction import correction
 
 SAMPLERS = {
     "DDIM": lambda **more: diffusers.DDIMScheduler(**BETAS, clip_sample=False, set_alpha_to_one=True, **more),
@@ -55,7 +56,7 @@ def test_on_a_gaussian_the_latent_is_where_it_would_have_been(name, prediction_t
         scheduler = SAMPLERS[name](prediction_type=prediction_type)
         scheduler.set_timesteps(13)
         model, now = Gaussian(scheduler, mean), latents * scheduler.init_noise_sigma
-        levels, lost, seen = levels_of(scheduler.timesteps.tolist(), scheduler), [], []
+        levels, lost, seen = Sampler(scheduler, scheduler.timesteps.tolist()).steps(), [], []
         for i, t in enumerate(scheduler.timesteps):
             out = model(now, t)
             if i in cheap:
@@ -63,7 +64,7 @@ def test_on_a_gaussian_the_latent_is_where_it_would_have_been(name, prediction_t
                 out = out + error
                 lost.append((levels[i], error))
             elif lost:
-                out = out + correction(lost, levels[i], prediction_type)
+                out = out + correction(lost, levels[i])
                 lost = []
             now = scheduler.step(out, t, now, return_dict=False)[0]
             seen.append(now)
@@ -76,7 +77,7 @@ def test_on_a_gaussian_the_latent_is_where_it_would_have_been(name, prediction_t
 def test_no_step_before_is_no_correction():
     scheduler = SAMPLERS["DDIM"]()
     scheduler.set_timesteps(10)
-    assert correction([], levels_of(scheduler.timesteps.tolist(), scheduler)[0], "epsilon") is None
+    assert correction([], Sampler(scheduler, scheduler.timesteps.tolist()).steps()[0]) is None
 
 
 @pytest.mark.parametrize(
@@ -103,11 +104,11 @@ def test_samplers(make_pipeline, sample, scheduler, corrected):
     assert torch.equal(sample(pipe, **RUN), picture) != corrected
 
 
-def test_without_a_scheduler_the_noise_levels_are_stable_diffusions():
+def test_without_a_scheduler_noise_levels_are_stable_diffusions_and_nothing_is_corrected():
     timesteps = [901.0, 601.0, 301.0, 1.0]
-    levels = levels_of(timesteps, None)
-    assert [level.here for level in levels] == [sigma(t) for t in timesteps]
-    assert [level.after for level in levels] == [*map(sigma, timesteps[1:]), 0.0]
+    sampler = Sampler(None, timesteps)
+    assert [sampler.coordinate(i) for i in range(4)] == [sigma(t) for t in timesteps]
+    assert sampler.steps() == [None] * 4
 
 
 @pytest.mark.parametrize("order", [0, 1])

@@ -195,7 +195,7 @@ def test_text_that_is_new_in_each_call_keeps_the_run_whole(ddim):
             caller.text = caller.text.clone()
             assert torch.equal(caller(ddim.unet, i), caller(stock, i))
 
-    with pytest.warns(UserWarning, match="gets its text as a new tensor in each call"):
+    with pytest.warns(UserWarning, match="another text, or its text as a new tensor"):
         run()
     assert handle.summary().startswith("FFFFFFFFFF ")
 

@@ -64,6 +64,13 @@ def base():
     )
 
 
+class Host:
+    """All of a pipeline that a patch reads."""
+
+    def __init__(self, unet):
+        self.unet, self.scheduler = unet, None
+
+
 class Stop(Exception):
     """In the middle of a call."""
 
@@ -71,9 +78,10 @@ class Stop(Exception):
 class Denoising:
     """A pipeline's loop on a U-Net, with something that happens after some of its calls."""
 
-    def __init__(self, unet, spec):
+    def __init__(self, host, spec):
         _, sampler, steps, skipped, size, pictures, self.guided, prompt, self.happens, self.after = spec
-        self.unet, self.scheduler = unet, SAMPLERS[sampler](**BETAS)
+        self.host, self.unet = host, host.unet
+        self.scheduler = host.scheduler = SAMPLERS[sampler](**BETAS)
         self.scheduler.set_timesteps(steps + skipped)
         begin = skipped * getattr(self.scheduler, "order", 1)
         if hasattr(self.scheduler, "set_begin_index"):
@@ -109,7 +117,7 @@ class Denoising:
         if self.happens == "prompt":
             self.text = self.text.flip(0)
         if self.happens == "reapply" and hasattr(self.unet, "_agentsd"):
-            apply_agentsd(self.unet, recipe=self.unet._agentsd.recipe)
+            apply_agentsd(self.host, recipe=self.unet._agentsd.recipe)
 
     def fail(self, module, args):
         raise KeyboardInterrupt if self.happens == "interrupt" else Stop
@@ -127,16 +135,16 @@ class Denoising:
         self.latent = self.scheduler.step(out, t, self.latent, **more).prev_sample
 
 
-def run(unet, spec):
-    return Denoising(unet, spec).run()
+def run(host, spec):
+    return Denoising(host, spec).run()
 
 
 @functools.cache
 def expected(spec):
-    unet = copy.deepcopy(base())
+    host = Host(copy.deepcopy(base()))
     if RECIPES[spec[0]] is not None:
-        apply_agentsd(unet, recipe=RECIPES[spec[0]])
-    return run(unet, spec)
+        apply_agentsd(host, recipe=RECIPES[spec[0]])
+    return run(host, spec)
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")  # a word of torch's on its own flags
@@ -145,26 +153,26 @@ def expected(spec):
 )
 @given(st.lists(RUNS, min_size=2, max_size=3), st.booleans())
 def test_a_run_gives_what_it_gives_on_a_fresh_model(specs, in_threads):
-    unet, before = copy.deepcopy(base()), None
+    host, before = Host(copy.deepcopy(base())), None
     with warnings.catch_warnings(), torch.backends.mkldnn.flags(enabled=False):  # slower on so small a model
         warnings.simplefilter("ignore")
         for spec in specs:
             if spec[0] != before:
                 before = spec[0]
                 if RECIPES[before] is None:
-                    remove_agentsd(unet)
+                    remove_agentsd(host)
                 else:
-                    apply_agentsd(unet, recipe=RECIPES[before])
+                    apply_agentsd(host, recipe=RECIPES[before])
             made = []
             if in_threads:
-                thread = threading.Thread(target=lambda spec=spec, made=made: made.extend(run(unet, spec)))
+                thread = threading.Thread(target=lambda spec=spec, made=made: made.extend(run(host, spec)))
                 thread.start()
                 thread.join()
             else:
-                made = run(unet, spec)
+                made = run(host, spec)
             assert len(made) == len(expected(spec))
             assert all(torch.equal(a, b) for a, b in zip(made, expected(spec), strict=True))
             if before != "stock":
-                event("".join(sorted(set(unet._agentsd.summary().split()[0]))))
-    remove_agentsd(unet)
-    assert not any("forward" in vars(module) for module in unet.modules())
+                event("".join(sorted(set(host.unet._agentsd.summary().split()[0]))))
+    remove_agentsd(host)
+    assert not any("forward" in vars(module) for module in host.unet.modules())

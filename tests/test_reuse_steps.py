@@ -9,8 +9,9 @@ from callers import RUN, Caller, deep_unet
 from tiny import BETAS, make_sdxl_unet, make_unet, snapshot
 
 from agentsd import Agents, Downsample, Phases, Recipe, ReuseSteps, apply_agentsd
+from agentsd.hosts.schedulers import training_sigma as sigma
 from agentsd.recipe import REUSE
-from agentsd.reuse.states import States, sigma
+from agentsd.reuse.states import States
 
 
 def deep_sdxl_unet():
@@ -129,13 +130,13 @@ def test_noise_levels_are_those_of_karras_sigmas():
 def test_order_1_is_exact_on_states_linear_in_the_noise_level():
     states, slope, base = States(1, 2), torch.randn(2, 3), torch.randn(2, 3)
     for timestep in (981.0, 901.0, 701.0):
-        states.keep(timestep, base + noise_level(timestep) * slope)
+        states.keep(sigma(timestep), base + noise_level(timestep) * slope)
         expected = base + noise_level(661) * slope
         if timestep < 981.0:
-            torch.testing.assert_close(states.at(661.0), expected, rtol=1e-4, atol=1e-4)
-    states.keep(701.0, base)  # a repeated timestep takes the place of the call before
-    torch.testing.assert_close(states.at(701.0), base)
-    torch.testing.assert_close(states.at(901.0), base + noise_level(901) * slope, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(states.at(sigma(661.0)), expected, rtol=1e-4, atol=1e-4)
+    states.keep(sigma(701.0), base)  # a repeated timestep takes the place of the call before
+    torch.testing.assert_close(states.at(sigma(701.0)), base)
+    torch.testing.assert_close(states.at(sigma(901.0)), base + noise_level(901) * slope, rtol=1e-4, atol=1e-4)
 
 
 def test_order_1_in_a_run():

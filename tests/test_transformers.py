@@ -76,3 +76,20 @@ def test_a_transformer_of_another_kind_is_refused():
     )  # fmt: skip
     with pytest.raises(ValueError, match="SD3Transformer2DModel has no self-attention"):
         apply_agentsd(model, mode="fast")
+
+
+def test_merged_feed_forward_layers_are_refused_where_there_is_no_norm_before_them():
+    model = pixart()
+    before = list(model.state_dict())
+    with pytest.raises(ValueError, match=r"feed_forward=True: the BasicTransformerBlock of .* has no norm3"):
+        apply_agentsd(model, mode="turbo")
+    assert list(model.state_dict()) == before
+    assert not hasattr(model, "_agentsd")
+
+
+def test_a_prior_has_no_image_to_merge_tokens_of():
+    model = diffusers.PriorTransformer(
+        num_attention_heads=2, attention_head_dim=8, num_layers=1, embedding_dim=16
+    )
+    with pytest.raises(ValueError, match="PriorTransformer has no self-attention that agentsd could patch"):
+        apply_agentsd(model, mode="fast")

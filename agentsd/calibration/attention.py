@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..attention import Agents, Downsample, Merge, Operator
-from ..hosts import Site
+from ..hosts.models import Site
 from ..patch import apply_agentsd
 from ..recipe import Recipe
 from ..reuse.halves import sample_of

@@ -13,7 +13,7 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from ..hosts import is_quantized
+from ..hosts.models import is_quantized
 
 Cost = Literal["time", "multiply_adds"]
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from ..attention import Operator
 from ..checks import check, check_share
-from ..hosts import EVERY_LEVEL, find_model, find_sites
+from ..hosts.models import EVERY_LEVEL, find_model, find_sites
+from ..hosts.schedulers import Sampler
 from ..patch import apply_agentsd
 from ..recipe import Recipe
 from ..reuse import ReuseSteps
@@ -58,14 +59,16 @@ def check_arguments(
 def free_unet(pipe: Any, operators: Sequence[Operator], num_inference_steps: int) -> Any:
     """The pipeline's U-Net.
 
-    Raises TypeError if there is none; ValueError if it is patched or compiled, a layer can't be patched, or
-    no call of such a run can be spared.
+    Raises TypeError if there is none; ValueError if it is patched, compiled or offloaded layer by layer, a
+    layer can't be patched, or no call of such a run can be spared.
     """
     if not all(hasattr(pipe, name) for name in ("unet", "scheduler", "set_progress_bar_config")):
         raise TypeError(f"{type(pipe).__name__} is no pipeline with a `unet`, to be run on the prompts")
     unet = find_model(pipe)
     if unet is not pipe.unet or unet._compiled_call_impl is not None:
         raise ValueError("the U-Net is compiled: calibrate first, and compile it afterwards")
+    if any(parameter.device.type == "meta" for parameter in unet.parameters()):
+        raise ValueError("the U-Net's weights are kept elsewhere by sequential offloading: calibrate first")
     if hasattr(unet, "_agentsd"):
         raise ValueError("the pipeline is patched: call remove_agentsd(pipe) first")
     layers = None
@@ -74,6 +77,6 @@ def free_unet(pipe: Any, operators: Sequence[Operator], num_inference_steps: int
     apply_agentsd(
         unet, recipe=Recipe(layers=layers, steps=ReuseSteps())
     ).remove()  # raises what it would later
-    if reason := why_whole(unet, num_inference_steps, pipe.scheduler):
+    if reason := why_whole(unet, num_inference_steps, Sampler(pipe.scheduler, ())):
         raise ValueError(f"nothing can be left out of these runs: {reason}")
     return unet

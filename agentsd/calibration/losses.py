@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..hosts.schedulers import training_sigma
 from ..reuse.halves import difference_of
 from ..reuse.left_out import LeftOut
 from ..reuse.states import States
@@ -111,8 +112,8 @@ def _continued(known: Sequence[tuple[float, Tensor]], level: float) -> Tensor:
     """What these tensors, by their noise levels, come to at another: the last, or the line of two."""
     states = States(1, len(known))
     for at, state in known:
-        states.keep(at, state)
-    return states.between(level)
+        states.keep(training_sigma(at), state)
+    return states.between(training_sigma(level))
 
 
 def mean_square(values: Tensor) -> float:

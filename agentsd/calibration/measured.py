@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ..attention import Operator
-from ..hosts import EVERY_LEVEL, Site, find_sites
+from ..hosts.models import EVERY_LEVEL, Site, find_sites
+from ..hosts.schedulers import Sampler
 from ..patch import apply_agentsd
 from ..recipe import Recipe
-from ..reuse.correction import levels_of
 from ..reuse.halves import conditional_half, is_guided
 from ..reuse.left_out import LeftOut
 from ..reuse.suited import FEWEST
@@ -120,7 +120,7 @@ class Measured:
             "steps": [call.step for call in calls],
             "levels": [call.level for call in calls],
             "early": [call.early for call in calls],
-            "corrects": levels_of([call.level for call in calls], self._pipe.scheduler) is not None,
+            "corrects": any(Sampler(self._pipe.scheduler, [call.level for call in calls]).steps()),
             "guided": self._scale > 1 and is_guided(given["sample"], given.get("encoder_hidden_states")),
         }
 

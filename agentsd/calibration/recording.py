@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..hosts import named_arguments
+from ..hosts.models import named_arguments
 from ..reuse.halves import sample_of
 from ..reuse.left_out import LeftOut
 from ..steps.run import RunReader

@@ -16,7 +16,7 @@ from diffusers.utils import logging
 
 from ..attention import Operator
 from ..checks import check
-from ..hosts import weights_digest
+from ..hosts.models import weights_digest
 from ..recipe import Recipe
 from .attention import OPERATORS
 from .cost import Cost

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from ..attention.operator import CORE
-from ..hosts import Site, is_quantized, size_of
+from ..hosts.models import Site, is_quantized, size_of
 from .operators import TrainedOperator
 
 FILE_NAME = "agentsd.safetensors"
@@ -57,13 +57,18 @@ def weights_of(layers: Layers) -> dict[str, Parameter]:
 
 
 def check_plain(layers: Layers, way_out: str) -> None:
-    """Raise ValueError where a projection is quantised, so that its weights are not numbers to be trained."""
+    """Raise ValueError where a projection's weights are not numbers at hand: quantised, or offloaded."""
     for name, attn, _ in layers:
         for part in PROJECTIONS:
             for key, weight in _linear(attn, part).named_parameters():
                 if is_quantized(weight):
                     kind = type(weight).__name__
                     raise ValueError(f"{name}.{part}.{key} is quantised ({kind}): {way_out}")
+                if weight.device.type == "meta":
+                    raise ValueError(
+                        f"{name}.{part}.{key} is on the device 'meta', as sequential offloading keeps it "
+                        "elsewhere: call pipe.remove_all_hooks() first, and offload again afterwards"
+                    )
 
 
 def save_weights(layers: Layers, folder: str | Path) -> Path:
@@ -81,7 +86,7 @@ def read_weights(folder: str | Path) -> dict[str, Tensor]:
     """
     path = Path(folder) / FILE_NAME
     try:
-        loaded = load_file(path)
+        loaded = load(path.read_bytes())  # not mapped: the file may change while its weights are in use
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read ({error}): save it again with AgentHandle.save") from None
     for name, weight in loaded.items():

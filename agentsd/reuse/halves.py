@@ -26,6 +26,57 @@ def conditional_half(value: Any, batch: int) -> Any:
     return value
 
 
+# A U-Net's arguments that have the batch first, and of `cross_attention_kwargs` those that have not.
+_BATCHED = frozenset(
+    {
+        "sample",
+        "timestep",
+        "timestep_cond",
+        "class_labels",
+        "encoder_hidden_states",
+        "attention_mask",
+        "encoder_attention_mask",
+        "added_cond_kwargs",
+        "controlnet_cond",
+        "down_block_additional_residuals",
+        "down_intrablock_additional_residuals",
+        "mid_block_additional_residual",
+    }
+)
+_BATCHED_INSIDE = frozenset({"gligen"})
+_SHARED_INSIDE = frozenset({"ip_adapter_masks"})
+_INSIDE = "cross_attention_kwargs"
+
+
+def conditional_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A guided call's arguments by name, as they are in its conditional half."""
+    batch = given["sample"].shape[0]
+    halved = {n: conditional_half(v, batch) if n in _BATCHED else v for n, v in given.items()}
+    if inside := given.get(_INSIDE):
+        some = {n: conditional_half(v, batch) if n in _BATCHED_INSIDE else v for n, v in inside.items()}
+        halved[_INSIDE] = some
+    return halved
+
+
+def unknown_argument(given: Mapping[str, Any]) -> str:
+    """The name of an argument with tensors of which it isn't known whether they have the batch first."""
+    for name, value in given.items():
+        if name not in _BATCHED and name != _INSIDE and _has_tensors(value):
+            return name
+    for name, value in (given.get(_INSIDE) or {}).items():
+        if name not in _BATCHED_INSIDE | _SHARED_INSIDE and _has_tensors(value):
+            return f"{_INSIDE}[{name!r}]"
+    return ""
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_tensors, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_tensors, value))
+    return isinstance(value, Tensor)
+
+
 def is_guided(sample: Tensor, text: Any) -> bool:
     """Whether two passes of guidance are in a batch: the same latents twice, on other texts.
 

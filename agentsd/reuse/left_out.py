@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..checks import check
-from ..hosts import takes
+from ..hosts.models import takes
 
 _PARTS = ("resnets", "attentions", "motion_modules")
 _DOWN = ("DownBlock2D", "CrossAttnDownBlock2D", "DownBlockMotion", "CrossAttnDownBlockMotion")

@@ -10,17 +10,38 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from ..hosts.schedulers import Sampler, SigmaStep
 from ..steps.run import RunReader, Step
-from .correction import Cheap, Levels, correction, levels_of
+from .correction import Cheap, correction
 from .guidance import ReuseGuidance
-from .halves import both_halves, conditional_half, difference_of, is_guided, sample_of, with_sample
+from .halves import (
+    both_halves,
+    conditional_arguments,
+    difference_of,
+    is_guided,
+    sample_of,
+    unknown_argument,
+    with_sample,
+)
 from .left_out import LeftOut
 from .plan import WHOLE, Kind, plan_run
 from .states import States
 from .steps import ReuseSteps
 from .streams import Kept, Stream, identity
-from .suited import adds_noise, why_whole
+from .suited import why_whole
 
+_JUMPS = (
+    "agentsd: the U-Net is called on timesteps that skip some of the scheduler's list; what is left of the "
+    "run is planned anew there, and cheap calls are not corrected"
+)
+_OFF_LIST = (
+    "agentsd: a timestep is not one of the scheduler's list, so its call is computed in whole; pass elements "
+    "of scheduler.timesteps to the U-Net"
+)
+_UNKNOWN = (
+    "agentsd: the timesteps are not those of a scheduler that is known, so cheap calls are not corrected; "
+    "pass elements of scheduler.timesteps to the U-Net"
+)
 _UNGUIDED = "agentsd: no guidance of two passes was found in a call, so none was halved"
 
 Again: TypeAlias = Callable[[dict[str, Any], Any], Any]
@@ -33,18 +54,18 @@ class Call:
 
     Attributes:
         kind: what it computes.
-        level: its timestep.
+        sigma: its noise level, as states are kept by.
         stream: where its states are kept; None if they are not.
         last: it is in the last step of its run.
-        levels: its noise level and that of the next step, where cheap calls are corrected.
+        step: what its sampler's step makes of it, where cheap calls are corrected.
         given, planned: of a cheap call that is to be corrected, as in `Cheap`.
     """
 
     kind: Kind
-    level: float
+    sigma: float | None = None
     stream: Stream | None = None
     last: bool = False
-    levels: Levels | None = None
+    step: SigmaStep | None = None
     given: dict[str, Any] | None = None
     planned: Any = None
 
@@ -59,7 +80,6 @@ class Reuse:
     Attributes:
         left_out: the layers that its cheap calls leave out, where it has any.
         words: what the user is to be told, a line each, since this was last emptied.
-        corrected: how many of the run's cheap calls were.
 
     Raises:
         ValueError: the model's blocks are not Stable Diffusion's.
@@ -74,7 +94,6 @@ class Reuse:
         self._steps, self._guidance = steps, guidance
         self.left_out = None if steps is None else LeftOut(unet, steps.layers)
         self.words: list[str] = []
-        self.corrected = 0
         self._kept = Kept()
         self._call: Call | None = None
 
@@ -85,14 +104,20 @@ class Reuse:
         """Let go of all that the thread's run keeps; diffusers calls it when a pipeline is done."""
         self._kept.streams.clear()
         self._kept.open = False
+        self._kept.sampler = Sampler(None, ())
 
     def detach(self) -> None:
         """Leave the model whole, and nothing kept."""
         self._end()
         self.reset()
 
+    @property
+    def corrected(self) -> int:
+        """How many cheap calls of the thread's run were."""
+        return self._kept.corrected
+
     def begin(
-        self, unet: Module, step: Step, reader: RunReader, given: dict[str, Any], pipe: Any
+        self, unet: Module, step: Step, reader: RunReader, given: dict[str, Any], pipe: Any, scheduler: Any
     ) -> tuple[Kind, dict[str, Any]]:
         """Decide what a call computes.
 
@@ -101,31 +126,35 @@ class Reuse:
             step: where in its run the call is, as `reader` has just read.
             given: its arguments by name.
             pipe: the pipeline, where it is known.
+            scheduler: of the run, where it is known.
 
         Returns:
             What it computes, and its arguments, halved where it is half.
         """
         self._end()  # a call that died
         kept = self._kept
-        if step.opens or not kept.open:
-            self._open(unet, reader, pipe)
+        if step.opens or step.jumps or not kept.open:
+            self._open(unet, reader, scheduler)
+            if step.jumps:
+                self.words.append(_JUMPS)
         place = reader.place
-        level = reader.levels[place]
-        self._call = Call(WHOLE, level)
+        self._call = Call(WHOLE)
+        if step.off_list and kept.plan:
+            self.words.append(_OFF_LIST)
         if not kept.plan or step.off_list or not self._may_keep():
             return WHOLE, given
-        stream = self._stream(given, place, self._is_off(reader, pipe))
+        off = self._is_off(pipe, scheduler)
+        stream = self._stream(given, place, reader.stride, off)
         if stream is None:
             return WHOLE, given
-        kind = self._possible(kept.plan[level], stream, given["sample"])
+        kind = self._possible(kept.plan[reader.levels[place]], stream, given)
         stream.place = place
-        kept.streams = {key: other for key, other in kept.streams.items() if other.place >= place - 1}
-        last = place == len(reader.levels) - 1
-        self._call = Call(kind, level, stream, last, kept.levels[place] if kept.levels else None)
+        last = place + reader.stride >= len(reader.levels)
+        sampler_step = kept.steps[place] if kept.steps else None
+        self._call = Call(kind, kept.sampler.coordinate(place), stream, last, sampler_step)
         if not kind.whole:
             stream.halved = True
-            batch = given["sample"].shape[0]
-            given = {name: conditional_half(value, batch) for name, value in given.items()}
+            given = conditional_arguments(given)
         return kind, given
 
     def start(self, given: dict[str, Any], planned: Any) -> dict[str, Any]:
@@ -139,9 +168,9 @@ class Reuse:
         if call is None or call.kind.full or self.left_out is None or call.stream is None:
             return given
         states = call.stream.states if call.kind.whole else call.stream.states[-1:]
-        self.left_out.begin(_together([state.at(call.level) for state in states]))
+        self.left_out.begin(_together([state.at(call.sigma) for state in states]))
         given = self.left_out.without_residuals(given)
-        if call.levels is not None:
+        if call.step is not None:
             given["sample"] = given["sample"].clone()  # samplers may write into theirs
             call.given, call.planned = given, planned
         return given
@@ -157,10 +186,10 @@ class Reuse:
         if kind.full and seen is not None:
             states = stream.states if kind.whole else stream.states[-1:]
             for state, part in zip(states, seen.chunk(len(states)), strict=True):
-                state.keep(call.level, part.clone())
-        if call.given is not None and call.levels is not None:
+                state.keep(call.sigma, part.clone())
+        if call.given is not None and call.step is not None:
             prediction = sample_of(output).clone()
-            cheap = Cheap(kind.whole, call.level, call.levels, call.given, prediction, call.planned)
+            cheap = Cheap(kind.whole, call.sigma, call.step, call.given, prediction, call.planned)
             stream.cheap.append(cheap)
         if stream.guided and kind.whole:
             stream.difference = difference_of(sample_of(output))
@@ -176,6 +205,8 @@ class Reuse:
     def _correct(self, output: Any, call: Call, stream: Stream, again: Again) -> Any:
         """A full call's output, made to make up for the cheap calls before it."""
         every, stream.cheap = stream.cheap, []
+        if call.step is None:
+            return output
         if not call.kind.whole or not all(cheap.whole for cheap in every):
             every = [cheap.conditional() if cheap.whole else cheap for cheap in every]
         try:
@@ -183,12 +214,11 @@ class Reuse:
         except BaseException:
             self.reset()
             raise
-        assert call.levels is not None
-        lost = [(cheap.levels, cheap.prediction - prediction) for cheap, prediction in made]
-        change = correction(lost, call.levels, self._kept.prediction_type)
+        lost = [(cheap.step, cheap.prediction - prediction) for cheap, prediction in made]
+        change = correction(lost, call.step)
         if change is None:
             return output
-        self.corrected += len(every)
+        self._kept.corrected += len(every)
         sample = sample_of(output)
         if len(change) < len(sample):  # the unconditional pass is taken to be as wrong
             change = torch.cat([change, change])
@@ -198,7 +228,7 @@ class Reuse:
         """What a cheap call would have given on the states that are known now."""
         assert self.left_out is not None
         states = stream.states if cheap.whole else stream.states[-1:]
-        self.left_out.begin(_together([state.between(cheap.level) for state in states]))
+        self.left_out.begin(_together([state.between(cheap.sigma) for state in states]))
         try:
             return sample_of(again(cheap.given, cheap.planned))
         finally:
@@ -208,15 +238,15 @@ class Reuse:
         call, self._call = self._call, None
         return call, None if self.left_out is None else self.left_out.end()
 
-    def _open(self, unet: Any, reader: RunReader, pipe: Any) -> None:
-        """Plan a run from its first call on."""
+    def _open(self, unet: Any, reader: RunReader, scheduler: Any) -> None:
+        """Plan a run from its first call on, or what is left of one."""
         kept = self._kept
         kept.open, kept.unmatched = True, 0
         kept.streams.clear()
-        kept.plan, kept.levels = {}, None
-        self.corrected = 0
-        ahead = reader.levels[reader.place :]
-        whole = why_whole(unet, len(set(ahead)), getattr(pipe, "scheduler", None))
+        kept.plan, kept.steps, kept.corrected = {}, [], 0
+        ahead = reader.levels[reader.place :: reader.stride]
+        kept.sampler = sampler = Sampler(scheduler, reader.levels)
+        whole = why_whole(unet, len(set(ahead)), sampler)
         if reader.guesses:
             whole = (
                 "the run's steps are not known (pass elements of scheduler.timesteps to the U-Net, or apply "
@@ -226,18 +256,20 @@ class Reuse:
             self.words.append(f"agentsd: {whole}; nothing is left out of this run")
             return
         plan = plan_run(self._steps, self._guidance, ahead)
-        if any(kind != WHOLE for kind in plan.values()):
-            kept.plan = plan
-            if self._steps is not None and self._steps.corrected:
-                scheduler = getattr(pipe, "scheduler", None)
-                kept.levels = levels_of(reader.levels, scheduler)
-                config = getattr(scheduler, "config", None)
-                kept.prediction_type = getattr(config, "prediction_type", "epsilon")
-            if noisy := adds_noise(getattr(pipe, "scheduler", None)):
-                self.words.append(
-                    f"agentsd: {noisy} adds noise in each step, which reuse changes pictures more under; "
-                    "a deterministic sampler loses less"
-                )
+        if all(kind == WHOLE for kind in plan.values()):
+            return
+        kept.plan = plan
+        if self._steps is not None and self._steps.corrected:
+            if scheduler is None:
+                self.words.append(_UNKNOWN)
+            elif reader.stride == 1:  # else its steps are not from one call to the next
+                steps = sampler.steps()
+                kept.steps = steps if any(steps) else []
+        if sampler.adds_noise():
+            self.words.append(
+                f"agentsd: {sampler.name} adds noise in each step, which reuse changes pictures more under; "
+                "a deterministic sampler loses less"
+            )
 
     def _may_keep(self) -> bool:
         if not torch.is_grad_enabled():
@@ -249,23 +281,24 @@ class Reuse:
         )
         return False
 
-    def _is_off(self, reader: RunReader, pipe: Any) -> bool:
+    def _is_off(self, pipe: Any, scheduler: Any) -> bool:
         """Whether the pipeline says that its calls are not two passes of guidance."""
-        scheduler = getattr(pipe, "scheduler", None)
-        if scheduler is None or not reader.reads(scheduler):  # the calls are another's
+        if scheduler is None or getattr(pipe, "scheduler", None) is not scheduler:  # the calls are another's
             return False
         perturbed = getattr(pipe, "do_perturbed_attention_guidance", False)
         return bool(perturbed) or getattr(pipe, "do_classifier_free_guidance", None) is False
 
-    def _stream(self, given: dict[str, Any], place: int, off: bool) -> Stream | None:
+    def _stream(self, given: dict[str, Any], place: int, stride: int, off: bool) -> Stream | None:
         """The calls that this one continues; None if it can't be known."""
         kept, sample, text = self._kept, given["sample"], given.get("encoder_hidden_states")
+        # What was not called in the step before is too old to go on from.
+        kept.streams = {key: other for key, other in kept.streams.items() if other.place >= place - stride}
         key = (tuple(sample.shape), sample.dtype, sample.device, identity(text))
         stream = kept.streams.get(key)
         if stream is None:
             kept.unmatched += all(other.place < place for other in kept.streams.values())
             if kept.unmatched == 3:
-                self._give_up("the U-Net gets its text as a new tensor in each call")
+                self._give_up("the U-Net gets another text, or its text as a new tensor, in each call")
                 return None
             guided = self._guidance is not None and not off and is_guided(sample, text)
             if self._guidance is not None and not guided and not kept.streams:
@@ -280,7 +313,7 @@ class Reuse:
 
     def _states(self, count: int) -> list[States]:
         order = 0 if self._steps is None else self._steps.order
-        kept = 1 + max(order, self._kept.levels is not None)
+        kept = 1 + max(order, bool(self._kept.steps))
         return [States(order, kept) for _ in range(count)]
 
     def _give_up(self, reason: str) -> None:
@@ -288,9 +321,15 @@ class Reuse:
         self._kept.streams.clear()
         self.words.append(f"agentsd: {reason}; nothing more is left out of this run")
 
-    def _possible(self, kind: Kind, stream: Stream, sample: Tensor) -> Kind:
+    def _possible(self, kind: Kind, stream: Stream, given: dict[str, Any]) -> Kind:
         """What is planned, or more where not enough is known yet."""
+        sample = given["sample"]
         whole = kind.whole or not stream.guided or stream.difference is None
+        if not whole and (name := unknown_argument(given)):
+            self.words.append(
+                f"agentsd: a call has {name}, of which it is not known how it is halved; it stays whole"
+            )
+            whole = True
         if not whole and not stream.halved and not torch.equal(*sample.chunk(2)):
             stream.guided, whole = False, True  # equal pictures at the start, and no guidance
             stream.states, stream.difference, stream.cheap = self._states(1), None, []

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .correction import Cheap, Levels
+from ..hosts.schedulers import Sampler, SigmaStep
+from .correction import Cheap
 from .plan import Kind
 from .states import States
 
@@ -43,8 +44,9 @@ class Kept(threading.local):
         self.open = False
         self.plan: dict[float, Kind] = {}
         self.streams: dict[Any, Stream] = {}
-        self.levels: list[Levels] | None = None  # of each step, where cheap calls are corrected
-        self.prediction_type = "epsilon"
+        self.sampler = Sampler(None, ())
+        self.steps: list[SigmaStep | None] = []  # where cheap calls are corrected
+        self.corrected = 0  # cheap calls of the run
         self.unmatched = 0  # calls in succession that came on a text of their own
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy begins anew

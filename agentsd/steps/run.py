@@ -38,6 +38,7 @@ class Step:
         early: whether the step is one of the first `early_frac`.
         opens: the call is a run's first.
         repeats: it has the timestep of the call before, in the same run (PLMS, Heun).
+        jumps: it skips timesteps of the list, otherwise than the call before.
         opens_without_early: and the run has no early step.
         off_list: its timestep is not on the list that it was placed by.
     """
@@ -48,6 +49,7 @@ class Step:
     repeats: bool
     opens_without_early: bool
     off_list: bool = False
+    jumps: bool = False
 
 
 class RunReader:
@@ -65,6 +67,7 @@ class RunReader:
         self._list: Sequence[float] = ()
         self._threshold = math.inf
         self._place = -1
+        self._stride = 1
         self._previous = math.nan
         self.guesses = False
         """Whether no scheduler's list was known of the last call."""
@@ -79,12 +82,15 @@ class RunReader:
         """The last call's place in that list."""
         return self._place
 
-    def reads(self, scheduler: Any) -> bool:
-        """Whether that list is this scheduler's."""
-        timesteps, source = getattr(scheduler, "timesteps", None), self._source
-        if not isinstance(timesteps, Tensor) or source is None:
-            return False
-        return timesteps.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+    @property
+    def stride(self) -> int:
+        """Places from one call to the next: 1, or more where a caller skips timesteps."""
+        return self._stride
+
+    @property
+    def source(self) -> Tensor | None:
+        """The tensor that the list was read from."""
+        return self._source
 
     def read(self, timestep: Any, scheduler: Any = None) -> Step:
         """Read one call.
@@ -107,12 +113,16 @@ class RunReader:
         off_list = abs(self._list[self._place] - t) > _NEAR * max(1.0, abs(t))
         opens = renewed or self._place < before
         repeats = not opens and t == self._previous
+        moved = self._place - before
+        jumps = not opens and moved not in (0, self._stride)
+        if opens or jumps:
+            self._stride = moved if jumps else 1
         self._previous = t
         early = t > self._threshold + _NEAR
         ahead = self._list[self._place :]
         self.guesses = known is None
         late_run = opens and self.early_frac > 0 and not any(x > self._threshold + _NEAR for x in ahead)
-        return Step(t, early, opens, repeats, late_run and not self.guesses, off_list)
+        return Step(t, early, opens, repeats, late_run and not self.guesses, off_list, jumps)
 
     def _look_up(self, known: Any, element: Tensor | None) -> bool:
         """Read a list again if it may have changed; returns whether another run has begun by that."""

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agentsd.attention import agents, merge, pooled, processor, ranking
-from agentsd.hosts import EVERY_LEVEL, find_sites
+from agentsd.hosts.models import EVERY_LEVEL, find_sites
 
 from ..errors import EvalError
 from ..pages.maker import describe_run

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from agentsd.hosts import weights_digest
+from agentsd.hosts.models import weights_digest
 
 from ..settings import RunSettings
 from .methods import Method

@@ -12,7 +12,7 @@ import tomesd as tomesd_package
 import torch
 from diffusers import StableDiffusionPipeline
 
-from agentsd.hosts import EVERY_LEVEL, find_sites
+from agentsd.hosts.models import EVERY_LEVEL, find_sites
 
 from ..errors import EvalError
 from .forecast import forecast

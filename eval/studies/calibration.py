@@ -10,7 +10,7 @@ from rich.table import Table
 from agentsd import Phases, Recipe, calibrate
 from agentsd.attention import Downsample, Operator
 from agentsd.calibration.attention import OPERATORS
-from agentsd.hosts import EVERY_LEVEL, find_sites
+from agentsd.hosts.models import EVERY_LEVEL, find_sites
 from agentsd.reuse.plan import tell
 from agentsd.schedule import stages_of
 

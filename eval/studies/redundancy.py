@@ -18,7 +18,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import Module
 
-from agentsd.hosts import EVERY_LEVEL, Site, find_model, find_sites, latent_and_timestep
+from agentsd.hosts.models import EVERY_LEVEL, Site, find_model, find_sites, latent_and_timestep
 
 from ..errors import EvalError
 from ..pages.maker import describe_run

@@ -107,7 +107,7 @@ def _span(name: str, model: Any) -> int:
     if _TEMPORAL.search(name):
         return 0
     if name.startswith("transformer_blocks."):
-        return int(model.config.patch_size)
+        return int(getattr(model.config, "patch_size", 0))  # a prior's tokens are of no image
     place = re.match(r"(down_blocks|up_blocks|mid_block)\.(\d*)", name)
     if place is None:
         return 0
@@ -169,6 +169,21 @@ def keeps_nothing(processor: Any) -> bool:
     """Whether a processor computes its layer from its arguments alone, so that a call may be left out."""
     name = processor.__class__.__name__  # ours says what it stands in for
     return name in PLAIN_PROCESSORS or _STATELESS.search(name) is not None
+
+
+def foreign_cache(model: Module) -> str:
+    """What another package has put in place of a layer's forward or keeps of it (DeepCache, diffusers' own
+    caches), in words; empty where there is nothing. Offloading and casting keep no outputs."""
+    for name, module in model.named_modules():
+        hooks = getattr(getattr(module, "_diffusers_hook", None), "hooks", {})
+        for kind, hook in hooks.items():
+            if hook._is_stateful:
+                return f"{name or type(model).__name__} has diffusers' hook {kind!r}"
+        forward = vars(module).get("forward")
+        wrapped = forward is None or hooks or hasattr(module, "_hf_hook")
+        if name and not wrapped and getattr(forward, "__self__", None) is not module:
+            return f"{name} has a forward of another package"
+    return ""
 
 
 def is_plain(processor: Any) -> bool:

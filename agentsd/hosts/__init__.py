@@ -1,0 +1,1 @@
+"""What the patch must know of what it did not make: the model, and the scheduler of the run that calls."""

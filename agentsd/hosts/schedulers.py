@@ -1,0 +1,216 @@
+"""What a scheduler says of the run that it makes: its timesteps, their noise levels, what its step does.
+
+A thin wrapper, so that nothing else asks a scheduler of which class it is. It is found for the run that
+calls: pipelines pass elements of their scheduler's list, and an element's storage is that list.
+
+A step's latent x = alpha y holds data at the noise level sigma of y. The model's output F gives the denoised
+latent D: what of D moves with F is `c_out` ("Elucidating the Design Space of Diffusion-Based Generative
+Models", Karras et al. 2022, Table 1, for EDM; DPM-Solver++, Lu et al. 2022, section 3, for the others).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from diffusers import SchedulerMixin
+from torch import Tensor
+
+_BETAS = np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
+_SIGMAS = np.sqrt(1 / np.cumprod(1 - _BETAS) - 1)
+
+
+def training_sigma(timestep: float) -> float:
+    """The noise level of a training timestep in Stable Diffusion's schedule: 14.6 at 999, 0.03 at 0."""
+    return float(np.interp(timestep, np.arange(len(_SIGMAS)), _SIGMAS))
+
+
+class SigmaStep(NamedTuple):
+    """A sampler's step from one noise level to a lower one.
+
+    A first-order step is y' = kept y + (1 - kept) D (DDIM; DPM-Solver++, Eq. 9).
+
+    Attributes:
+        sigma, sigma_next: noise levels of y.
+        c_out: dD/dF, how the denoised latent moves with the model's output.
+        variance: of the data, for what D does when y moves.
+    """
+
+    sigma: float
+    sigma_next: float
+    c_out: float
+    variance: float = 1.0
+
+    @property
+    def kept(self) -> float:
+        """Share of the latent in what the step makes."""
+        return self.sigma_next / self.sigma
+
+    @property
+    def carried(self) -> float:
+        """What becomes of an error of the latent in the step; dD/dy is that of Gaussian data."""
+        return self.kept + (1 - self.kept) * self.variance / (self.variance + self.sigma**2)
+
+
+class Sampler:
+    """A run's scheduler, or what can be known of the run without it.
+
+    Args:
+        scheduler: a diffusers scheduler, or None where it is not known.
+        timesteps: of the run, in its order.
+    """
+
+    def __init__(self, scheduler: Any, timesteps: Sequence[float]) -> None:
+        self.scheduler, self.timesteps = scheduler, timesteps
+        self._config: Any = getattr(scheduler, "config", None) or {}
+        own = getattr(scheduler, "sigmas", None)
+        fits = isinstance(own, Tensor) and len(own) == len(timesteps) + 1
+        self._own: list[float] | None = own.double().tolist() if fits else None  # type: ignore[union-attr]
+
+    @property
+    def name(self) -> str:
+        """Of the scheduler's class."""
+        return type(self.scheduler).__name__
+
+    @property
+    def is_edm(self) -> bool:
+        """Whether its model is preconditioned as EDM's are."""
+        return self._has("precondition_outputs") and self._config.get("sigma_data") is not None
+
+    @property
+    def is_flow(self) -> bool:
+        """Whether its latents are (1 - s) data + s noise."""
+        prediction_type = self._config.get("prediction_type")
+        by_name = self._has("scale_noise") and prediction_type is None
+        return by_name or prediction_type == "flow_prediction" or bool(self._config.get("use_flow_sigmas"))
+
+    @property
+    def on_training_timesteps(self) -> bool:
+        """Whether its timesteps are those of a training schedule, and not functions of sigma."""
+        continuous = self._config.get("timestep_type") == "continuous"
+        if self.is_edm or self.is_flow or continuous:
+            return False
+        return min(self.timesteps) >= 0 and 1 < max(self.timesteps) <= len(_SIGMAS)
+
+    @property
+    def for_few_steps(self) -> bool:
+        """Whether it is made for distilled models, whose steps are few (LCM, TCD, consistency models)."""
+        boundary = "get_scalings_for_boundary_condition"
+        discrete = f"{boundary}_discrete"
+        return "original_inference_steps" in self._config or self._has(boundary) or self._has(discrete)
+
+    @property
+    def calls_stand_alone(self) -> bool:
+        """Whether each step is one call, and no step starts where another did (Heun, PLMS, singlestep)."""
+        shared = getattr(self.scheduler, "order", 1) > 1 or self._has("get_order_list")
+        return not shared and len(set(self.timesteps)) == len(self.timesteps)
+
+    def adds_noise(self) -> bool:
+        """Whether its steps draw noise: a new scheduler of its kind makes two calls' steps twice.
+
+        What is passed to `step` alone, as DDIM's `eta`, can't be seen.
+        """
+        if not self._config:
+            return False
+        still = torch.zeros(1, 1, 2, 2)
+        made = []
+        with torch.random.fork_rng(devices=[]):  # the user's random state stays as it was
+            for _ in range(2):
+                try:
+                    fresh = type(self.scheduler).from_config(self._config)
+                    fresh.set_timesteps(8)
+                    latents = still
+                    for t in fresh.timesteps[4:6]:
+                        fresh.scale_model_input(latents, t)
+                        latents = fresh.step(still, t, latents, return_dict=False)[0]
+                    made.append(latents)
+                except (AttributeError, TypeError, ValueError, RuntimeError):
+                    return False  # a scheduler that asks for more: there is no word on its noise
+        return not torch.equal(*made)
+
+    def coordinate(self, place: int) -> float | None:
+        """The noise level over which hidden states are extrapolated to a step; None where it isn't known."""
+        if self.on_training_timesteps:
+            return training_sigma(self.timesteps[place])
+        return None if self._own is None or self.scheduler is None else self._own[place]
+
+    def steps(self) -> list[SigmaStep | None]:
+        """Each step's noise levels; None where its error can't be made up for.
+
+        That is so where a step is not one call to a lower level, it isn't known what the model predicts, or
+        flows are matched: there nothing was gained by it.
+        """
+        if self.scheduler is None or self.is_flow or not self.calls_stand_alone:
+            return [None] * len(self.timesteps)
+        sigmas = self._own
+        if sigmas is None:
+            if not self.on_training_timesteps:
+                return [None] * len(self.timesteps)
+            sigmas = [*map(training_sigma, self.timesteps), 0.0]
+        steps = [self._step(*levels) for levels in pairwise(sigmas)]
+        if (
+            sigmas[-1] > 0
+        ):  # a last step that is long: multistep samplers extrapolate in it, by unknown weights
+            steps[-1] = None
+        return steps
+
+    def _step(self, sigma: float, sigma_next: float) -> SigmaStep | None:
+        if not 0 <= sigma_next < sigma:
+            return None
+        c_out = self._c_out(sigma)
+        variance = self._config["sigma_data"] ** 2 if self.is_edm else 1.0
+        return None if c_out is None else SigmaStep(sigma, sigma_next, c_out, variance)
+
+    def _c_out(self, sigma: float) -> float | None:
+        prediction_type = self._config.get("prediction_type")
+        if self.is_edm:
+            data = self._config["sigma_data"]
+            size = sigma * data / (sigma**2 + data**2) ** 0.5
+            return {"epsilon": size, "v_prediction": -size}.get(prediction_type)
+        velocity = -sigma / (1 + sigma**2) ** 0.5
+        known = {"epsilon": -sigma, "sample": 1.0, "original_sample": 1.0, "v_prediction": velocity}
+        return known.get(prediction_type)
+
+    def _has(self, name: str) -> bool:
+        return hasattr(self.scheduler, name)
+
+
+def find_scheduler(timesteps: Any, known: Iterable[Any]) -> Any:
+    """The scheduler whose list of timesteps this is; None where there is none.
+
+    Args:
+        timesteps: the list, a tensor.
+        known: schedulers that are looked at first; then all that are alive.
+    """
+    if not isinstance(timesteps, Tensor):
+        return None
+    for scheduler in known:
+        if holds(scheduler, timesteps):
+            return scheduler
+    kinds = set(_kinds_of(SchedulerMixin))
+    alive = [thing for thing in gc.get_objects() if type(thing) in kinds]  # some 20 ms
+    return next((scheduler for scheduler in alive if holds(scheduler, timesteps)), None)
+
+
+def _kinds_of(kind: type) -> list[type]:
+    """A class and all that are made of it."""
+    return [kind, *(below for child in kind.__subclasses__() for below in _kinds_of(child))]
+
+
+def holds(scheduler: Any, timesteps: Tensor) -> bool:
+    """Whether a tensor is, or is a part of, a scheduler's list of timesteps."""
+    own = getattr(scheduler, "timesteps", None)
+    if not isinstance(own, Tensor) or own.device.type == "meta":
+        return False
+    return own.untyped_storage().data_ptr() == timesteps.untyped_storage().data_ptr()
+
+
+def schedulers_of(pipe: Any) -> list[Any]:
+    """The schedulers among a pipeline's parts, its `scheduler` first."""
+    first = getattr(pipe, "scheduler", None)
+    parts = [part for part in vars(pipe).values() if isinstance(part, SchedulerMixin) and part is not first]
+    return parts if first is None else [first, *parts]

@@ -1,0 +1,183 @@
+"""Samplers, and a model that denoises under each: the exact one of Gaussian data, plus a tiny U-Net."""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import diffusers
+import torch
+from tiny import BETAS, WIDTH, make_unet
+
+from agentsd import apply_agentsd
+
+_EDM, _FLOW = ("epsilon", "v_prediction"), ("flow_prediction",)
+_EPS_V, _ALL = ("epsilon", "v_prediction"), ("epsilon", "v_prediction", "sample")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """A scheduler as a user sets it up.
+
+    Attributes:
+        make: makes it, with a prediction type.
+        says: what the docs' table says of cached steps under it.
+        predictions: what its model may predict.
+        scaled: its latents are x = data + sigma noise, and the model sees them divided.
+    """
+
+    make: Callable
+    says: str = "corrected"
+    predictions: tuple[str, ...] = _ALL
+    scaled: bool = False
+
+
+def _of(name, says="corrected", predictions=_ALL, scaled=False, **config):
+    kind = getattr(diffusers, name)
+    common = {} if name.startswith("EDM") else BETAS
+    return Sampling(lambda **more: kind(**common | config | more), says, predictions, scaled)
+
+
+_SHARED = "not corrected: a step is several calls"
+_NOISE = "corrected; says that noise is added"
+SAMPLERS = {
+    "DDIM": _of("DDIMScheduler", clip_sample=False),
+    "DDIM, zero terminal SNR, trailing": _of(
+        "DDIMScheduler",
+        predictions=("v_prediction", "sample"),
+        clip_sample=False,
+        rescale_betas_zero_snr=True,
+        timestep_spacing="trailing",
+    ),
+    "DDIM, linspace": _of("DDIMScheduler", clip_sample=False, timestep_spacing="linspace"),
+    "DDPM": _of("DDPMScheduler", _NOISE, clip_sample=False),
+    "PLMS": _of("PNDMScheduler", _SHARED, _EPS_V, skip_prk_steps=True),
+    "PNDM": _of("PNDMScheduler", _SHARED, _EPS_V),
+    "Euler": _of("EulerDiscreteScheduler", scaled=True),
+    "Euler, Karras": _of("EulerDiscreteScheduler", scaled=True, use_karras_sigmas=True),
+    "Euler, exponential, to sigma_min": _of(
+        "EulerDiscreteScheduler", scaled=True, use_exponential_sigmas=True, final_sigmas_type="sigma_min"
+    ),
+    "Euler, continuous timesteps": _of(
+        "EulerDiscreteScheduler", scaled=True, timestep_type="continuous", use_karras_sigmas=True
+    ),
+    "Euler a": _of("EulerAncestralDiscreteScheduler", _NOISE, _EPS_V, scaled=True),
+    "Heun": _of("HeunDiscreteScheduler", _SHARED, scaled=True),
+    "KDPM2": _of("KDPM2DiscreteScheduler", _SHARED, _EPS_V, scaled=True),
+    "KDPM2 a": _of(
+        "KDPM2AncestralDiscreteScheduler", f"{_SHARED}; says that noise is added", _EPS_V, scaled=True
+    ),
+    "DPM++ 2M": _of("DPMSolverMultistepScheduler"),
+    "DPM++ 2M, Karras": _of("DPMSolverMultistepScheduler", use_karras_sigmas=True),
+    "DPM++ 2M, leading": _of("DPMSolverMultistepScheduler", timestep_spacing="leading"),
+    "DPM++ 2M, trailing": _of("DPMSolverMultistepScheduler", timestep_spacing="trailing"),
+    "DPM++ 2M, to sigma_min": _of("DPMSolverMultistepScheduler", final_sigmas_type="sigma_min"),
+    "DPM++ 2M, Lu's lambdas": _of("DPMSolverMultistepScheduler", use_lu_lambdas=True),
+    "DPM++ 3M": _of("DPMSolverMultistepScheduler", solver_order=3),
+    "DPM++ 2M SDE": _of("DPMSolverMultistepScheduler", _NOISE, algorithm_type="sde-dpmsolver++"),
+    "DPM++ 2M, flow": _of(
+        "DPMSolverMultistepScheduler", "not corrected", _FLOW, use_flow_sigmas=True, flow_shift=3.0
+    ),
+    "DPM++ 2S": _of("DPMSolverSinglestepScheduler", _SHARED),
+    "DEIS": _of("DEISMultistepScheduler"),
+    "UniPC": _of("UniPCMultistepScheduler"),
+    "UniPC, Karras": _of("UniPCMultistepScheduler", use_karras_sigmas=True),
+    "SA-Solver": _of("SASolverScheduler", _NOISE),
+    "EDM Euler": _of("EDMEulerScheduler", predictions=_EDM),
+    "EDM DPM++ 2M": _of("EDMDPMSolverMultistepScheduler", predictions=_EDM),
+    "DDIM inversion": _of(
+        "DDIMInverseScheduler", "not corrected: noise levels rise", ("epsilon",), clip_sample=False
+    ),
+    "LCM": _of("LCMScheduler", "off, with a warning", ("epsilon",)),
+    "TCD": _of("TCDScheduler", "off, with a warning", ("epsilon",)),
+    "consistency models": Sampling(
+        lambda **more: diffusers.CMStochasticIterativeScheduler(), "off, with a warning", ("sample",)
+    ),
+}
+
+
+class Denoiser:
+    """A U-Net whose output has the exact prediction for Gaussian data added, whatever it is to predict.
+
+    Attributes:
+        unet: the model.
+    """
+
+    def __init__(self, sampling, prediction, steps=20, unknown=0.2):
+        self.sampling, self.prediction = sampling, prediction
+        more = {} if sampling.predictions == ("sample",) else {"prediction_type": prediction}
+        self.scheduler = sampling.make(**more)
+        self.scheduler.set_timesteps(steps)
+        self.unet = make_unet(
+            block_out_channels=(8, 16),
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+            mid_block_type=None,
+        )
+        # A random embedding of timesteps is rough where a trained one is smooth.
+        self.unet.time_embedding.register_forward_hook(lambda module, args, out: 0 * out)
+        self.unet.register_forward_pre_hook(self._exact)
+        self.unet.conv_out.register_forward_hook(lambda m, args, out: unknown * out + self.exact)
+
+    def _levels(self, timestep):
+        """alpha, sigma and the data's deviation: x = alpha data + sigma noise."""
+        scheduler = self.scheduler
+        place = scheduler.timesteps.tolist().index(timestep)
+        own = getattr(scheduler, "sigmas", None)
+        if scheduler.config.get("use_flow_sigmas"):
+            return 1 - float(own[place]), float(own[place]), 1.0
+        if "sigma_data" in scheduler.config:
+            return 1.0, float(own[place]), scheduler.config.sigma_data
+        if own is None:
+            kept = float(scheduler.alphas_cumprod[int(timestep)])
+            return kept**0.5, (1 - kept) ** 0.5, 1.0
+        sigma = float(own[place])
+        if self.sampling.scaled:
+            return 1.0, sigma, 1.0
+        return (1 + sigma**2) ** -0.5, sigma * (1 + sigma**2) ** -0.5, 1.0
+
+    def _exact(self, module, args):
+        seen, timestep = args[0], float(args[1])
+        alpha, sigma, spread = self._levels(timestep)
+        edm = "sigma_data" in self.scheduler.config
+        x = seen * math.hypot(sigma, spread) if edm or self.sampling.scaled else seen
+        clean = self.mean + alpha * spread**2 / (alpha**2 * spread**2 + sigma**2) * (x - alpha * self.mean)
+        noise = (x - alpha * clean) / sigma
+        if edm:
+            skip = spread**2 / (sigma**2 + spread**2)
+            out = sigma * spread / math.hypot(sigma, spread) * (1 if self.prediction == "epsilon" else -1)
+            self.exact = (clean - skip * x) / out
+            return
+        size = math.hypot(alpha, sigma)  # velocities are of latents of unit variance
+        velocity = (alpha * noise - sigma * clean) / size
+        known = {"epsilon": noise, "sample": clean, "v_prediction": velocity}
+        self.exact = known.get(self.prediction, noise - clean)
+
+    def run(self, seed=0):
+        """The last latents."""
+        scheduler, rng = self.scheduler, torch.Generator().manual_seed(seed)
+        scheduler.set_timesteps(scheduler.num_inference_steps)
+        x = torch.randn(1, 4, 8, 8, generator=rng) * scheduler.init_noise_sigma
+        self.mean = torch.randn(1, 4, 8, 8, generator=rng)
+        text = torch.randn(1, 7, WIDTH, generator=rng)
+        noisy = "generator" in inspect.signature(scheduler.step).parameters
+        more = {"generator": rng} if noisy else {}
+        with torch.no_grad(), torch.random.fork_rng():
+            torch.manual_seed(seed)
+            for t in scheduler.timesteps:
+                out = self.unet(scheduler.scale_model_input(x, t), t, text).sample
+                x = scheduler.step(out, t, x, **more).prev_sample
+        return x
+
+
+def errors(sampling, prediction, recipes, seeds=(0,)):
+    """How far runs under recipes end from one without, relative; and what their calls were."""
+    found, summaries = torch.zeros(len(seeds), len(recipes)), []
+    for i, seed in enumerate(seeds):
+        model = Denoiser(sampling, prediction)
+        expected, summaries = model.run(seed), []
+        for j, recipe in enumerate(recipes):
+            handle = apply_agentsd(model.unet, recipe=recipe)
+            found[i, j] = (model.run(seed) - expected).norm() / expected.norm()
+            summaries.append(handle.summary())
+    return found.square().mean(0).sqrt().tolist(), summaries

@@ -1,0 +1,367 @@
+"""Faults that were found and mended, each a test that the old code fails.
+
+Step and guidance caching: whose run a call is of, which step of it, and what may be halved.
+"""
+
+import threading
+import warnings
+
+import diffusers
+import pytest
+import torch
+from callers import RUN, Caller, Guided, inputs
+from pipelines import ip_adapter_weights
+from tiny import BETAS, WIDTH, make_unet
+
+from agentsd import Downsample, Recipe, ReuseGuidance, ReuseSteps, apply_agentsd, remove_agentsd
+from agentsd.recipe import REUSE
+
+STEPS = Recipe(steps=ReuseSteps(2))
+BOTH = Recipe(steps=ReuseSteps(2), guidance=ReuseGuidance())
+
+
+def loop(unet, scheduler, timesteps, text=None, hook=lambda i, text: text):
+    """A loop by hand: the U-Net's outputs."""
+    latents, own = inputs()
+    text = own if text is None else text
+    outs = []
+    with torch.no_grad():
+        for i, t in enumerate(timesteps):
+            outs.append(unet(scheduler.scale_model_input(latents, t), t, hook(i, text)).sample)
+            latents = scheduler.step(outs[-1], t, latents).prev_sample
+    return outs
+
+
+def ddim(steps=None):
+    scheduler = diffusers.DDIMScheduler(**BETAS, clip_sample=False)
+    if steps is not None:
+        scheduler.set_timesteps(steps)
+    return scheduler
+
+
+def same(outs, others):
+    return all(torch.equal(a, b) for a, b in zip(outs, others, strict=True))
+
+
+# D13: the scheduler is the run's, whichever pipeline was patched
+
+
+@pytest.mark.parametrize("known", ["of a pipeline that is gone", "of no pipeline"])
+def test_lcm_is_known_by_its_own_list(make_pipeline, sample, known):
+    pipe = make_pipeline(scheduler=diffusers.LCMScheduler(**BETAS))
+    expected = pipe("a cat", generator=torch.manual_seed(0), output_type="latent", **RUN).images
+    apply_agentsd(pipe.unet if known == "of no pipeline" else pipe, recipe=STEPS)
+    other = diffusers.StableDiffusionPipeline.from_pipe(pipe)
+    del pipe
+    with pytest.warns(UserWarning, match="LCMScheduler is for few steps"):
+        made = other("a cat", generator=torch.manual_seed(0), output_type="latent", **RUN).images
+    assert torch.equal(made, expected)
+
+
+def test_a_shared_unet_is_corrected_by_each_pipelines_own_scheduler(make_pipeline, sample):
+    pipe = make_pipeline(scheduler=ddim())
+    other = diffusers.StableDiffusionPipeline.from_pipe(pipe)
+    other.scheduler = diffusers.PNDMScheduler(**BETAS, skip_prk_steps=True)
+    third = diffusers.StableDiffusionPipeline.from_pipe(pipe)
+    third.scheduler = diffusers.DDIMScheduler(**BETAS, clip_sample=False, prediction_type="v_prediction")
+    made = {}
+    for patched in (pipe, other, third, pipe.unet):
+        handle = apply_agentsd(patched, recipe=STEPS)
+        for name, run in {"eps": pipe, "PLMS": other, "v": third}.items():
+            picture = sample(run, **RUN)
+            assert torch.equal(made.setdefault(name, picture), picture)
+            assert ("corrected" in handle.summary()) == (name != "PLMS")
+    remove_agentsd(pipe)
+
+
+# D14: calls that jump over the list
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_a_strided_loop_is_planned_by_its_own_stride(every):
+    unet, twin = make_unet(), make_unet()
+    handle = apply_agentsd(unet, recipe=STEPS)
+    scheduler = ddim(40)
+    with pytest.warns(UserWarning, match="skip some of the scheduler's list"):
+        loop(unet, scheduler, scheduler.timesteps[::every])
+    calls = handle.summary().split()[0]
+    assert calls.startswith("FFfFfF")
+    assert "corrected" not in handle.summary()
+    caller = Caller(steps=20)
+    for i in (0, 3, 4, 9, 11, 18):  # whatever the jump, what follows it is computed
+        assert torch.equal(caller(unet, i), caller(twin, i))
+
+
+def test_a_loop_of_ints_on_a_scheduler_that_was_never_set(make_pipeline):
+    pipe = make_pipeline(scheduler=ddim())
+    own = ddim(20)
+    stock = loop(make_unet(), own, [int(t) for t in own.timesteps])
+    handle = apply_agentsd(pipe, recipe=STEPS)
+    with pytest.warns(UserWarning, match="skip some of the scheduler's list"):
+        made = loop(pipe.unet, own, [int(t) for t in own.timesteps])
+    assert handle.summary().startswith("FFfFfFfF")  # 50 places of the 1,000 at a time, from the second on
+    assert same(made[:2], stock[:2])
+    irregular = [t for t in (999, 900, 820, 650, 610, 333, 300, 120, 11)]
+    handle = apply_agentsd(pipe, recipe=STEPS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = loop(pipe.unet, own, irregular)
+    assert same(made, loop(make_unet(), own, irregular))
+    assert handle.summary().startswith("F" * 9)
+
+
+ORDERS = {
+    "reversed": lambda t: t.flip(0),
+    "mixed": lambda t: t[[0, 9, 1, 8, 2, 7, 3, 6]],
+    "from the middle, then the start": lambda t: [*t[5:].tolist(), *t[:5].tolist()],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_list_that_is_walked_in_another_order(order):
+    unet, scheduler = make_unet(), ddim(10)
+    apply_agentsd(unet, recipe=REUSE)
+    asked = ORDERS[order](scheduler.timesteps)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = loop(unet, scheduler, asked)
+    stock = loop(make_unet(), scheduler, asked)
+    # A list of its own is a run of its own, in whatever order: its first four steps are computed.
+    # Numbers that are on no known list stay whole.
+    assert same(made[:4], stock[:4])
+    assert order != "from the middle, then the start" or same(made, stock)
+
+
+def test_runs_that_take_turns_are_computed():
+    unet, (one, other) = make_unet(), (ddim(10), ddim(12))
+    apply_agentsd(unet, recipe=REUSE)
+    twin, (latents, text), (more, words) = make_unet(), inputs(0), inputs(1)
+    for a, b in zip(one.timesteps, other.timesteps, strict=False):
+        with torch.no_grad():
+            assert torch.equal(unet(latents, a, text).sample, twin(latents, a, text).sample)
+            assert torch.equal(unet(more, b, words).sample, twin(more, b, words).sample)
+
+
+def test_a_timestep_off_the_list_is_told_and_computed():
+    unet, scheduler, (latents, text) = make_unet(), ddim(10), inputs()
+    handle = apply_agentsd(unet, recipe=STEPS)
+    with torch.no_grad():
+        for t in scheduler.timesteps[:3]:
+            unet(latents, t, text)
+        pipe = type("Pipe", (), {"unet": unet, "scheduler": scheduler})()
+        handle = apply_agentsd(pipe, recipe=STEPS)
+        for t in (900, 800):
+            unet(latents, t, text)
+        with pytest.warns(UserWarning, match="is not one of the scheduler's list, so its call is computed"):
+            unet(latents, 777, text)
+        unet(latents, 700, text)
+    assert handle.summary().startswith("FfFF")
+
+
+# D15: two prompts by turns
+
+
+def test_prompts_by_turns_are_computed():
+    unet, twin, scheduler = make_unet(), make_unet(), ddim(12)
+    texts = [inputs(seed)[1] for seed in (0, 1)]
+    handle = apply_agentsd(unet, recipe=REUSE)
+    turns = {"hook": lambda i, text: texts[i % 2]}
+    with pytest.warns(UserWarning, match="the U-Net gets another text"):
+        made = loop(unet, scheduler, scheduler.timesteps, **turns)
+    assert handle.summary().startswith("F" * 12)
+    scheduler.set_timesteps(12)
+    assert same(made, loop(twin, scheduler, scheduler.timesteps, **turns))
+
+
+# D19: one list for two images
+
+
+@pytest.mark.parametrize("way_out", ["set_timesteps", "reset"])
+def test_two_images_on_one_list_are_told_apart_if_the_caller_says_so(way_out):
+    unet, scheduler, (latents, text) = make_unet(), ddim(12), inputs()
+    handle = apply_agentsd(unet, recipe=STEPS)
+    with torch.no_grad():
+        for t in scheduler.timesteps[:6]:
+            unet(latents, t, text)
+        if way_out == "reset":
+            handle.reset()
+        else:
+            scheduler.set_timesteps(12)
+        t, other = scheduler.timesteps[6], inputs(3)[0]
+        assert torch.equal(unet(other, t, text).sample, make_unet()(other, t, text).sample)
+
+
+# D20: what may be halved
+
+
+@pytest.mark.parametrize("masks", [1, 2, 4])
+def test_masks_of_image_prompts_are_not_halved(masks):
+    """They belong to image prompts, not to the batch, however many there are."""
+    unet, twin, caller = make_unet(), make_unet(), Guided()
+    for model in (unet, twin):
+        model._load_ip_adapter_weights([ip_adapter_weights(model)])
+    more = {
+        "added_cond_kwargs": {"image_embeds": [torch.randn(2, masks, WIDTH, generator=torch.manual_seed(1))]},
+        "cross_attention_kwargs": {"ip_adapter_masks": [torch.rand(1, masks, 16, 16)]},
+    }
+    handle = apply_agentsd(unet, recipe=Recipe(guidance=ReuseGuidance()))
+    for i in range(4):
+        out, expected = caller(unet, i, **more), caller(twin, i, **more)
+        torch.testing.assert_close(out.chunk(2)[1], expected.chunk(2)[1], rtol=0, atol=1e-5)
+    assert handle.summary().startswith("FHFH")
+
+
+def test_a_call_with_an_unknown_argument_stays_whole():
+    unet, caller = make_unet(), Guided()
+    handle = apply_agentsd(unet, recipe=Recipe(guidance=ReuseGuidance()))
+    seen = []
+    for module in unet.modules():
+        if hasattr(module, "processor"):
+            module.set_processor(type("AttnProcessor2_0", (), {"__call__": _plain(seen)})())
+    more = {"cross_attention_kwargs": {"weights": torch.ones(2, 1)}}
+    caller(unet, 0, **more)
+    with pytest.warns(UserWarning, match=r"cross_attention_kwargs\['weights'\].*stays whole"):
+        caller(unet, 1, **more)
+    caller(unet, 2, **more)
+    assert handle.summary().startswith("FFF")
+    assert set(seen) == {2}
+
+
+def _plain(seen):
+    from diffusers.models.attention_processor import AttnProcessor2_0
+
+    def attend(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, weights=None):
+        seen.append(len(weights))
+        return AttnProcessor2_0()(attn, hidden_states, encoder_hidden_states, attention_mask)
+
+    return attend
+
+
+# D22: another cache on the same layers
+
+
+@pytest.mark.parametrize("first", ["agentsd", "the other"])
+@pytest.mark.parametrize("other", ["DeepCache", "PyramidAttentionBroadcast"])
+def test_another_cache_keeps_the_run_whole(make_pipeline, sample, other, first):
+    pipe, twin = (make_pipeline(scheduler=ddim()) for _ in range(2))
+    # the pipelines' loops pass elements of one scheduler's list each
+    for host in (twin, pipe):
+        if host is pipe and first == "agentsd":
+            handle = apply_agentsd(pipe, recipe=BOTH)
+        off = _switch_on(other, host)
+        if host is pipe and first != "agentsd":
+            handle = apply_agentsd(pipe, recipe=BOTH)
+        if host is twin:
+            expected = host("a cat", generator=torch.manual_seed(0), output_type="latent", **RUN).images
+    with pytest.warns(UserWarning, match="which leaves layers out itself: switch one of the two off"):
+        made = pipe("a cat", generator=torch.manual_seed(0), output_type="latent", **RUN).images
+    assert torch.equal(made, expected)
+    off()
+    sample(pipe, **RUN)
+    assert "f" in handle.summary()
+
+
+def _switch_on(other, pipe):
+    if other == "DeepCache":
+        from DeepCache import DeepCacheSDHelper
+
+        helper = DeepCacheSDHelper(pipe=pipe)
+        helper.set_params(cache_interval=3, cache_branch_id=0)
+        helper.enable()
+        return helper.disable
+    from diffusers.hooks import PyramidAttentionBroadcastConfig, apply_pyramid_attention_broadcast
+    from diffusers.hooks.hooks import HookRegistry
+
+    config = PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2,
+        spatial_attention_timestep_skip_range=(-1, 1001),
+        spatial_attention_block_identifiers=("blocks",),
+        current_timestep_callback=lambda: 500,
+    )
+    apply_pyramid_attention_broadcast(pipe.unet, config)
+    registry = HookRegistry.check_if_exists_or_initialize(pipe.unet)
+    return lambda: registry.remove_hook("pyramid_attention_broadcast", recurse=True)
+
+
+# D24: under torch.compile the corrections run compiled too
+
+
+@pytest.mark.parametrize(
+    "way", ["pipe.unet, then apply", "apply, then pipe.unet", "in place", "blocks", "bare"]
+)
+def test_a_compiled_unets_corrections_run_compiled(make_pipeline, sample, way):
+    torch.compiler.reset()
+    ran, eager = [], []
+
+    def backend(graph, inputs):
+        return lambda *args: (ran.append(1), graph(*args))[1]
+
+    pipe = make_pipeline(scheduler=ddim())
+    unet, compiled = pipe.unet, None
+    if way == "apply, then pipe.unet":
+        handle = apply_agentsd(pipe, recipe=STEPS)
+    if way in ("pipe.unet, then apply", "apply, then pipe.unet", "bare"):
+        compiled = torch.compile(unet, backend=backend, fullgraph=True)
+        pipe.unet = compiled if way != "bare" else unet
+    elif way == "in place":
+        unet.compile(backend=backend, fullgraph=True)
+    else:
+        unet.compile_repeated_blocks(backend=backend, fullgraph=True)
+    if way != "apply, then pipe.unet":
+        handle = apply_agentsd(compiled if way == "bare" else pipe, recipe=STEPS)
+    if way == "blocks":  # which lie inside of what cached steps leave out
+        unet.conv_in.register_forward_hook(lambda *_: eager.append(1))
+    if way == "bare":
+        scheduler = ddim(10)
+        loop(compiled, scheduler, scheduler.timesteps)
+    else:
+        sample(pipe, **RUN)
+    torch.compiler.reset()
+    assert "4 corrected" in handle.summary()
+    if way == "blocks":
+        assert len(eager) == 14
+    else:
+        assert len(ran) == 14  # ten calls, and four once more
+
+
+# D26: what is told is told of the thread's own run
+
+
+def test_a_summary_is_of_one_run():
+    unet, scheduler = make_unet(), ddim(10)
+    handle = apply_agentsd(unet, recipe=STEPS)
+    (latents, text), told = inputs(), []
+    order, turns = [threading.Event() for _ in range(2)], 10
+
+    def run(own):
+        mine = ddim(10)
+        with torch.no_grad():
+            for t in mine.timesteps:
+                order[own].wait()
+                order[own].clear()
+                unet(latents, t, text)
+                order[1 - own].set()
+        told.append(handle.summary())
+
+    order[0].set()
+    threads = [threading.Thread(target=run, args=(own,)) for own in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(summary.startswith("FfFfFfFfFf  (10 calls") for summary in told)
+    assert handle.summary() in told  # this thread made no call: the last run of any
+    assert turns == len(scheduler.timesteps)
+
+
+def test_settings_that_overflow_are_refused_at_the_door(pipe):
+    with pytest.raises(ValueError, match="k=1e\\+308: pass 0 to 1000"):
+        apply_agentsd(pipe, k=1e308)
+    assert not hasattr(pipe.unet, "_agentsd")
+
+
+def test_equal_recipes_hash_equal():
+    one = Recipe(layers={"a": Downsample(), "b": Downsample(4)})
+    other = Recipe(layers={"b": Downsample(4), "a": Downsample()})
+    assert one == other
+    assert hash(one) == hash(other)
