@@ -98,7 +98,7 @@ class Recipe:
         object.__setattr__(self, "layers", MappingProxyType(dict(layers)))
 
     def __hash__(self) -> int:
-        layers = None if self.layers is None else tuple(self.layers.items())
+        layers = None if self.layers is None else frozenset(self.layers.items())
         return hash((self.attention, self.levels, layers, self.steps, self.guidance, self.seed))
 
     def __reduce__(self) -> tuple[Any, ...]:  # a mapping proxy is not pickled
@@ -206,11 +206,13 @@ class Recipe:
             FileNotFoundError: there is no such file.
             ValueError: it is not YAML, or not a recipe.
         """
-        file = _file(path)
         try:
+            file = _file(path)
             content = read_mapping(file)
-        except FileNotFoundError:
-            raise FileNotFoundError(f"{file}: no such file; Recipe.save(path) writes one") from None
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{error.filename}: no such file; Recipe.save(path) writes one") from None
+        except OSError as error:  # a name that is too long, links in a circle, a folder that may not be read
+            raise ValueError(f"{path} can't be read: {error.strerror}") from None
         return cls.from_mapping(content, str(file))
 
 

@@ -32,6 +32,8 @@ def read_mapping(path: Path) -> dict[Any, Any]:
         OSError: it can't be read.
         ValueError: it is no YAML in UTF-8, or no mapping; the message is one line that names the file.
     """
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no regular file: it can't hold settings")
     if path.is_file() and path.stat().st_size > _LARGEST:
         raise ValueError(f"{path} is larger than {_LARGEST:,} bytes: it is no file of settings")
     try:

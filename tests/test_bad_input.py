@@ -43,7 +43,7 @@ TABLE = [
     (apply(ratio="half"), "ratio='half' is a str: pass a float"),
     (apply(ratio=float("nan")), "ratio=nan: pass a finite number"),
     (apply(ratio=None), "ratio=None is a NoneType: pass a float"),
-    (apply(k=-0.1), "k=-0.1: pass 0 or more"),
+    (apply(k=-0.1), "k=-0.1: pass 0 to 1000"),
     (apply(scale=0.54), "scale=0.54: it is the exponent"),
     (apply(early_frac=40), "early_frac=40: pass a share"),
     (apply(mode="best"), "mode='best': choose 'exact' or 'fast' or"),

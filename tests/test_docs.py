@@ -13,6 +13,7 @@ import test_quantized
 import test_reuse_hosts
 from pipelines import FEATURES, HOSTS
 from quantized import PACKAGES
+from sampling import SAMPLERS
 
 from agentsd import apply_agentsd
 from agentsd.patch import handle_of
@@ -66,11 +67,21 @@ def quantised() -> str:
     return "\n".join(lines)
 
 
+def samplers() -> str:
+    """The table of samplers: what a run's cached steps do under each."""
+    lines = ["| sampler | diffusers | predictions | cached steps |", "|---|---|---|---|"]
+    for name, sampling in SAMPLERS.items():
+        kind = type(sampling.make()).__name__
+        lines.append(f"| {name} | `{kind}` | {', '.join(sampling.predictions)} | {sampling.says} |")
+    return "\n".join(lines)
+
+
 def test_the_tables_of_hosts_are_those_of_the_tests(tokenizer: Any) -> None:
     page = (ROOT / "docs/hosts.md").read_text(encoding="utf-8")
     assert f"\n{hosts(tokenizer)}\n" in page
     assert f"\n{features()}\n" in page
     assert f"\n{quantised()}\n" in page
+    assert f"\n{samplers()}\n" in page
 
 
 def said(folder: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from agentsd_eval.cli import app
 from agentsd_eval.errors import EvalError
 from agentsd_eval.pages import run_file
 from agentsd_eval.pages.output import read_lines
+from agentsd_eval.pages.report import write_report
+from agentsd_eval.pages.rows import Column, figure, to_markdown
 from agentsd_eval.pictures.generate import fingerprint, generate
 from agentsd_eval.pictures.methods import parse_method
 from agentsd_eval.pictures.prompts import from_prompts, unknown_words
@@ -228,3 +231,48 @@ def test_a_method_that_the_sampler_does_not_suit_is_told_before_any_work(
     assert result.exit_code == 2
     assert "use --scheduler ddim" in " ".join(result.output.split())
     assert not list(tmp_path.iterdir())
+
+
+RESULTS = Path(__file__).parents[1] / "eval/results/gate-96-demo"
+DAMAGE = {
+    "a line cut": lambda folder: _edit(folder / "table.jsonl", lambda text: text[: len(text) // 2]),
+    "no rows": lambda folder: (folder / "table.jsonl").unlink(),
+    "rows of another kind": lambda folder: (folder / "table.jsonl").write_text("[1, 2]\n"),
+    "a row without its method": lambda folder: _edit(
+        folder / "table.jsonl", lambda text: text.replace('"method"', '"way"')
+    ),
+    "a figure that is none": lambda folder: _edit(
+        folder / "table.jsonl", lambda text: text.replace('"speedup": 1', '"speedup": "x1')
+    ),
+    "bytes that are no text": lambda folder: (folder / "table.jsonl").write_bytes(b"\xff\xfe\x00"),
+    "settings gone": lambda folder: _edit(
+        folder / "run.json", lambda text: text.replace('"settings"', '"put"')
+    ),
+    "results that are a list": lambda folder: _edit(
+        folder / "run.json", lambda text: json.dumps(json.loads(text) | {"results": {"table": [1]}})
+    ),
+    "a key that leads outside": lambda folder: _edit(
+        folder / "table.jsonl", lambda text: text.replace('"key": "', '"key": "../../')
+    ),
+}
+
+
+def _edit(path: Path, change: Any) -> None:
+    path.write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_folder_is_told_in_one_line(tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(RESULTS, folder)
+    DAMAGE[damage](folder)
+    with pytest.raises(EvalError, match=r"the results of table in .* can't be read") as told:
+        write_report(folder, 2)
+    assert "\n" not in str(told.value)
+    assert not (folder / "report.html").exists()
+
+
+def test_a_methods_name_is_escaped_in_markdown() -> None:
+    columns = [Column("method", figure("method", "")), Column("speed-up", figure("speedup", ".2f"))]
+    text = to_markdown([{"method": "a | b\n<img src=x>", "speedup": 1.0}], columns)
+    assert text.splitlines()[2] == "| a \\| b &lt;img src=x> | 1.00 |"

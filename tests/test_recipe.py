@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 import pickle
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -64,9 +65,9 @@ def test_what_runs_depends_on_the_mode():
         (Agents, "ratio", "0.4", TypeError, "pass a float"),
         (Agents, "ratio", True, TypeError, "pass a float"),
         (Agents, "ratio", None, TypeError, "pass a float"),
-        (Agents, "k", -1, ValueError, "0 or more"),
+        (Agents, "k", -1, ValueError, "0 to 1000"),
         (Agents, "k", math.inf, ValueError, "finite"),
-        (AgentModule, "k", -1, ValueError, "0 or more"),
+        (AgentModule, "k", -1, ValueError, "0 to 1000"),
         (Agents, "scale", 0.54, ValueError, "exponent of the head width"),
         (PooledAgents, "scale", 0.54, ValueError, "exponent of the head width"),
         (Agents, "agent_ratio", 0, ValueError, r"\(0, 1\)"),
@@ -390,3 +391,17 @@ def test_an_unknown_layer_is_refused_and_the_patch_in_force_stays(pipe, sample):
     ):
         apply_agentsd(pipe, recipe=Recipe(layers={UP: AGENTS, "mid.attn1": AGENTS}))
     assert torch.equal(sample(pipe), picture)
+
+
+def test_only_regular_files_are_read(tmp_path):
+    fifo, loop = tmp_path / "fifo.yaml", tmp_path / "loop.yaml"
+    os.mkfifo(fifo)
+    loop.symlink_to(loop)
+    for path, message in {
+        fifo: "is no regular file",
+        "/dev/zero": "is no regular file",
+        loop: "can't be read: Too many levels of symbolic links",
+        tmp_path / ("x" * 300): "can't be read: File name too long",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            apply_agentsd(make_unet(), recipe=str(path))

@@ -15,10 +15,12 @@ from .merging import Cut, cut_ranking, first_of, merge, second_of, unmerge
 from .operator import Attend, Operator, Place, heads, project, project_out
 from .ranking import RankedPlan, check_cells, partition
 
+_LARGEST_K = 1000.0  # half precision ends at 65,504
+
 
 def check_formula(k: float, scale: float) -> None:
     """Raise ValueError for a bad weight of the residual or exponent of the head width."""
-    check("k", k, k >= 0, "pass 0 or more, for instance 0.075")
+    check("k", k, 0 <= k <= _LARGEST_K, f"pass 0 to {_LARGEST_K:g}, for instance 0.075")
     way_out = "it is the exponent of the head width: pass -0.15 (the paper) or any value of 0 or less"
     check("scale", scale, scale <= 0, way_out)
 

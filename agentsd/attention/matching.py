@@ -1,6 +1,6 @@
 """Bipartite soft matching: which tokens are most alike (ToMeSD, Bolya and Hoffman 2023, section 3).
 
-The plan only, no data is moved: `agentsd.merging` applies it.
+The plan only, no data is moved: `agentsd.attention.merging` applies it.
 """
 
 from __future__ import annotations

@@ -34,7 +34,10 @@ def partition(place: Place, stride: int, cells: str) -> Partition:
 
 
 def _to(index: Tensor, device: Any) -> Tensor:
-    return index if torch.device(device).type == "cpu" else index.to(device)
+    kind = torch.device(device).type
+    if kind == "cuda":  # from pageable memory the host would wait for the device
+        return index.pin_memory().to(device, non_blocking=True)
+    return index if kind == "cpu" else index.to(device)
 
 
 class RankedPlan(Plan):

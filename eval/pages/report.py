@@ -36,6 +36,8 @@ _RESULTS = {
     "subject": "A subject taught with agent attention",
     "proof": "What the judge sees of known losses",
 }
+_DAMAGED = (ArithmeticError, AttributeError, LookupError, OSError, StopIteration, TypeError, ValueError)
+"""What files that were cut or edited make the reading of them raise."""
 _OF_QUALITY = ("table", "check", "ablate-k", "ablate-scale", "ablate-early", "mediators")
 
 
@@ -50,7 +52,7 @@ def write_report(folder: Path, pictures: int) -> Path:
     `pictures` is the number of seeds shown. Raises EvalError if the folder holds no results.
     """
     runs = run_file.read(folder).get("results", {})
-    parts = [_part(folder, name, pictures, runs[name]) for name in _RESULTS if name in runs]
+    parts = [_whole_part(folder, name, pictures, runs[name]) for name in _RESULTS if name in runs]
     if not parts:
         raise EvalError(f"{folder} holds no results; run agentsd-eval table --out {folder}")
     loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
@@ -60,6 +62,25 @@ def write_report(folder: Path, pictures: int) -> Path:
     page = environment.get_template("report.html.j2").render(model=parts[0]["model"], parts=parts)
     write_bytes(path, page.encode())
     return path
+
+
+def _whole_part(folder: Path, name: str, pictures: int, run: Row) -> dict[str, Any]:
+    """Return what `_part` does; raise EvalError where a file of the results is damaged or gone."""
+    try:
+        return _part(folder, name, pictures, run)
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        OSError,
+        StopIteration,
+        TypeError,
+        ValueError,
+    ) as error:
+        told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise EvalError(
+            f"the results of {name} in {folder} can't be read ({told}); make them again by its command"
+        ) from error
 
 
 def _part(folder: Path, name: str, pictures: int, run: Row) -> dict[str, Any]:
@@ -211,6 +232,8 @@ def _facts(run: Row) -> dict[str, str]:
 def _grid(folder: Path, name: str, rows: Sequence[Row], pictures: int) -> dict[str, Any] | None:
     """Return the methods and, for evenly spread seeds, the prompt and every method's picture."""
     methods = [row for row in rows if row.get("key")]
+    if outside := [row["key"] for row in methods if Path(row["key"]).name != row["key"]]:
+        raise ValueError(f"the key {outside[0]!r} is no folder of pictures")
     listing = folder / f"{name}-pictures.csv"
     if not methods or not listing.exists():
         return None

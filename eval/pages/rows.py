@@ -99,8 +99,13 @@ def cells(rows: Sequence[Row], columns: Sequence[Column]) -> list[list[str]]:
 def to_markdown(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     """Return a table that can be pasted in a README."""
     lines = [[column.title for column in columns], ["---"] + ["---:"] * (len(columns) - 1)]
-    lines += cells(rows, columns)
+    lines += [[_escaped(cell) for cell in line] for line in cells(rows, columns)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _escaped(cell: str) -> str:
+    """Return a cell as Markdown and HTML show it, whatever a method is called."""
+    return " ".join(cell.split()).replace("<", "&lt;").replace("|", "\\|")
 
 
 def to_terminal(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> Table:
