@@ -1,6 +1,6 @@
 """Stable Diffusion's U-Nets faster without training, in one line."""
 
-from .attention import Agents, Downsample, Merge, PooledAgents
+from .attention import Agents, Downsample, Merge, PooledAgents, ResidualSharing
 from .calibration import calibrate
 from .patch import AgentHandle, apply_agentsd, remove_agentsd
 from .recipe import Recipe
@@ -18,6 +18,7 @@ __all__ = [
     "Phases",
     "PooledAgents",
     "Recipe",
+    "ResidualSharing",
     "ReuseGuidance",
     "ReuseSteps",
     "apply_agentsd",

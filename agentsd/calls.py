@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import warnings
@@ -19,10 +20,12 @@ from torch.nn import Module
 from .attention import Operator, PooledAgents
 from .attention.operator import Place, Plan
 from .attention.processor import AgentAttnProcessor, LayerState, Work, is_ours
+from .attention.residual import FULL, KEEP, PLAIN, SHARE
 from .hosts.models import Site, checkpoints, is_plain, latent_and_timestep, named_arguments, regroup
 from .hosts.schedulers import find_scheduler, schedulers_of
 from .recipe import Recipe
 from .reuse.plan import WHOLE, tell
+from .reuse.residuals import Residuals
 from .reuse.run import Reuse
 from .schedule import ByDistance, Phases
 from .steps.distance import LatentDistance
@@ -75,11 +78,15 @@ class Group:
 
 
 class Planned(NamedTuple):
-    """What the groups' plans of a call are made from: the arguments of `Group.begin`."""
+    """What the groups' plans of a call are made from: the arguments of `Group.begin`, and how residuals are
+    shared: what the layers compute, the residuals that are known, the noise level."""
 
     latent: Tensor
     timestep: float
     stages: tuple[int, ...]
+    attention: str = PLAIN
+    residuals: Residuals | None = None
+    sigma: float | None = None
 
 
 class Run(threading.local):
@@ -90,6 +97,7 @@ class Run(threading.local):
         self.reader = RunReader(timing.early_frac if isinstance(timing, Phases) else 0.0)
         self.scheduler: Any = None
         self.symbols = ""
+        self.attention: list[str] = []
         self.distance = None
         if isinstance(timing, ByDistance):
             self.distance = LatentDistance(timing.thresholds, timing.per == "sample")
@@ -132,13 +140,15 @@ class Calls:
         self._compiled = None if compiled is None else weakref.ref(compiled)
         self._schedulers = [] if pipe is None else list(map(weakref.ref, schedulers_of(pipe)))
         self.reuse = None
-        if recipe.steps is not None or recipe.guidance is not None:
-            self.reuse = Reuse(unet, recipe.steps, recipe.guidance)
+        if recipe.steps or recipe.guidance or recipe.residual:
+            self.reuse = Reuse(unet, recipe.steps, recipe.guidance, recipe.residual, layers)
             self._find_deep()
+        self._least_tokens = recipe.residual.least_tokens if recipe.residual else 0
         self._timing = recipe.timing
         self._run = Run(recipe.timing)
         self._caller: dict[str, int] = {}
         self._kind = WHOLE
+        self._planned: Planned | None = None
         self._told = ""  # of the last call's run, whichever thread it was of
         self._again = False  # a cheap call is computed once more
         self._limits: ExitStack | None = None  # what is set for the call under way
@@ -148,15 +158,20 @@ class Calls:
         self._said: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        gone = dict.fromkeys(("_pipe", "_compiled", "_limits", "_awaited"))
-        return self.__dict__ | gone | {"_caller": {}, "_kept": [], "_again": False, "_schedulers": []}
+        gone = dict.fromkeys(("_pipe", "_compiled", "_limits", "_awaited", "_planned"))
+        return (
+            self.__dict__
+            | gone
+            | {"_caller": {}, "_kept": [], "_again": False, "_schedulers": [], "_planned": None}
+        )
 
     def summary(self) -> str:
         """What each call of the thread's last run was; of the last run of any, where it had none."""
         return self._summary() if self._run.symbols else self._told or tell("")
 
     def _summary(self) -> str:
-        return tell(self._run.symbols, self.reuse.corrected if self.reuse is not None else 0)
+        corrected = self.reuse.corrected if self.reuse is not None else 0
+        return tell(self._run.symbols, corrected, self._run.attention)
 
     @torch.compiler.disable
     def begin(self, unet: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -175,13 +190,17 @@ class Calls:
                 run.scheduler = find_scheduler(run.reader.source, known)
                 self._remember(run.scheduler)
             given = named_arguments(unet, args, kwargs)
-            kind, given = self.reuse.begin(unet, step, run.reader, given, pipe, run.scheduler)
+            kind, given = self.reuse.begin(unet, step, run.reader, stages, given, pipe, run.scheduler)
             while self.reuse.words:
                 self._say_once(self.reuse.words.pop(0))
-        self._kind, run.symbols = kind, "" if step.opens else run.symbols
+        self._kind = kind
+        if step.opens:
+            run.symbols, run.attention = "", []
         if not kind.whole:
             stages = stages[len(stages) // 2 :]
-        planned = Planned(latent, step.timestep, stages)
+        residuals, sigma = self.reuse.sharing if self.reuse is not None else (None, None)
+        planned = Planned(latent, step.timestep, stages, kind.attention, residuals, sigma)
+        self._planned = planned
         self._plan(planned, kind.full)
         if self.reuse is None or given is None:
             return None
@@ -196,19 +215,46 @@ class Calls:
         if scheduler is not None and all(reference() is not scheduler for reference in self._schedulers):
             self._schedulers.append(weakref.ref(scheduler))
 
-    def _plan(self, planned: Planned, full: bool) -> None:
+    def _plan(self, planned: Planned, full: bool, between: bool = False) -> None:
         """Make the plans of a call, and hold its layers."""
-        for group in self._groups:
+        for index, group in enumerate(self._groups):
             if full or not group.deep:
-                group.begin(*planned)
+                self._plan_group(index, group, planned)
         for site, layer in zip(self._sites, self._layers, strict=True):
             layer.held = self.claim(site.attn, layer)
+            layer.attention, layer.residual = planned.attention, None
+        if planned.attention == SHARE and planned.residuals is not None:
+            planned.residuals.give(planned.sigma, len(planned.stages), between)
         if any(group.site.block._compiled_call_impl is not None for group in self._groups):
             # Blocks that are compiled one by one run the same code, and each kind of block is a recompilation
             # of it: of a group the one that ranks and the others, in either phase.
             limit = torch._dynamo.config.recompile_limit + 4 * len(self._groups)
             self._limits = ExitStack()
             self._limits.enter_context(torch._dynamo.config.patch(recompile_limit=limit))
+
+    def _plan_group(self, index: int, group: Group, planned: Planned) -> None:
+        latent, timestep, stages, attention, residuals, _ = planned
+        if residuals is not None and attention in (SHARE, KEEP) and residuals.fit(stages):
+            group.work.grid = group.site.grid(latent)
+            group.work.plan = residuals.plan_of(index, len(stages))
+        elif attention == FULL or self._is_small(group, latent, attention):
+            group.work.plan = None
+        else:
+            group.begin(latent, timestep, stages)
+            if attention == KEEP and group.work.plan is not None:
+                group.work.plan.hold()
+
+    def _is_small(self, group: Group, latent: Tensor, attention: str) -> bool:
+        """Whether the grid is too small for residuals to be shared."""
+        tokens = math.prod(group.site.grid(latent)) * group.coarseness**2
+        return attention == KEEP and tokens < self._least_tokens
+
+    def _keep_residuals(self) -> None:
+        """Keep what the layers found, where the call that ends computed full attention and operators."""
+        planned = self._planned
+        if planned is not None and planned.attention == KEEP and planned.residuals is not None:
+            plans = {i: plan for i, group in enumerate(self._groups) if (plan := group.work.plan) is not None}
+            planned.residuals.keep(planned.sigma, planned.stages, plans)
 
     def _find_deep(self) -> None:
         """Note the groups that a cheap call leaves out."""
@@ -263,9 +309,12 @@ class Calls:
         """Let go of everything that belongs to the call that ends."""
         if self._is_again() or self._caller.get("thread") != threading.get_ident():
             return None  # or it was refused
-        self._let_go(output)
         if output is not None:
             self._run.symbols += self._kind.symbol
+            self._run.attention.append(self._kind.attention)
+            self._keep_residuals()
+        self._planned = None
+        self._let_go(output)
         try:
             if self.reuse is None:
                 return None
@@ -284,7 +333,10 @@ class Calls:
         pictures = given["sample"].shape[0]
         output, self._again = None, True
         try:
-            self._plan(planned._replace(stages=planned.stages[-pictures:]), full=False)
+            planned = planned._replace(stages=planned.stages[-pictures:])
+            if planned.residuals is not None and not planned.residuals.fit(planned.stages):
+                planned = planned._replace(attention=FULL)  # they are of another phase's operator by now
+            self._plan(planned, full=False, between=True)
             output = self._called(unet)(*args, **kwargs)
         finally:
             self._again = False
@@ -316,6 +368,7 @@ class Calls:
                     f"{layer.work.tokens}; it was left untouched"
                 )
             layer.block_input, layer.mismatch = None, 0
+            layer.attention, layer.residual = PLAIN, None
         self._keep_or_forget(output)
 
     def _keep_or_forget(self, output: Any) -> None:

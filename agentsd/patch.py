@@ -185,8 +185,12 @@ class AgentHandle:
         """What to train: the patched layers' projections and, where the recipe has one, their module.
 
         Raises:
-            ValueError: a projection is quantised.
+            ValueError: a projection is quantised, or the recipe shares residuals.
         """
+        if (residual := self.recipe.residual) is not None:
+            raise ValueError(
+                f"residual={residual}: nothing is shared in training, train the recipe without it"
+            )
         check_plain(self._named_layers(), "train the model unquantised")
         return list(weights_of(self._named_layers()).values())
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from .attention import Agents, Downsample, Merge, Operator
+from .attention import Agents, Downsample, Merge, Operator, ResidualSharing
 from .checks import check, check_types
 from .plain import check_known, plain_values, read_schedule, read_settings, write_schedule, write_settings
 from .reuse import ReuseGuidance, ReuseSteps
@@ -21,7 +21,7 @@ from .yaml_file import read_mapping
 VERSION = 1
 """Of the file format."""
 FILE_NAME = "agentsd.yaml"
-_REUSE: dict[str, Any] = {"steps": ReuseSteps, "guidance": ReuseGuidance}
+_PARTS: dict[str, Any] = {"steps": ReuseSteps, "guidance": ReuseGuidance, "residual": ResidualSharing}
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Recipe:
             "down_blocks.0.attentions.0.transformer_blocks.0.attn1". They share their steps.
         steps: which steps compute the last layers alone; None computes all in each.
         guidance: which calls compute the conditional pass alone; None computes both in each.
+        residual: in which steps attention is full, and leaves to the others what the operators miss of it;
+            None runs the operators as they are.
         seed: of the cells drawn at random, 0 or more: the same pipeline seed gives the same picture.
         measured: what was measured when it was found; for the reader.
 
@@ -48,6 +50,7 @@ class Recipe:
     layers: Mapping[str, Schedule] | None = None
     steps: ReuseSteps | None = None
     guidance: ReuseGuidance | None = None
+    residual: ResidualSharing | None = None
     seed: int = 0
     measured: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
@@ -58,13 +61,15 @@ class Recipe:
         check("seed", self.seed, 0 <= self.seed < 2**63, "pass an integer in [0, 2**63)")
         if not isinstance(self.measured, Mapping):
             raise ValueError(f"measured={self.measured!r}: it holds figures by name")
-        for name, kind in _REUSE.items():
+        for name, kind in _PARTS.items():
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
                 raise TypeError(
                     f"{name}={value!r} is a {type(value).__name__}: pass {kind.__name__}() or None"
                 )
         check_renewed(self.steps, self.guidance)
+        if self.residual is not None:
+            self._check_residual()
         for schedule in [self.attention, *(self.layers or {}).values()]:
             if schedule is not None and not isinstance(schedule, Schedule):
                 raise TypeError(
@@ -79,6 +84,12 @@ class Recipe:
         for stages in (stages_of(schedule) for schedule in self.schedules):
             cores = {stage for stage in stages if stage is not None and stage.needs_core}
             check("attention", cores, len(cores) <= 1, "a layer has one trained module: name one")
+
+    def _check_residual(self) -> None:
+        some = self.attention is not None or self.layers is not None
+        check("residual", self.residual, some, "it is of attention's operators: name some, or leave it out")
+        merged = [o for o in self.operators if getattr(o, "feed_forward", False)]
+        check("residual", self.residual, not merged, "it holds nothing of feed_forward=True: leave one out")
 
     def _check_layers(self) -> None:
         layers = self.layers
@@ -99,7 +110,9 @@ class Recipe:
 
     def __hash__(self) -> int:
         layers = None if self.layers is None else frozenset(self.layers.items())
-        return hash((self.attention, self.levels, layers, self.steps, self.guidance, self.seed))
+        return hash(
+            (self.attention, self.levels, layers, self.steps, self.guidance, self.residual, self.seed)
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:  # a mapping proxy is not pickled
         values = [getattr(self, f.name) for f in fields(self)]
@@ -152,7 +165,7 @@ class Recipe:
             content["levels"] = self.levels
         if self.layers is not None:
             content["layers"] = {name: write_schedule(schedule) for name, schedule in self.layers.items()}
-        for name in _REUSE:
+        for name in _PARTS:
             if (value := getattr(self, name)) is not None:
                 content[name] = write_settings(value)
         if self.seed:
@@ -182,7 +195,7 @@ class Recipe:
                 layers=layers and {name: read_schedule(value) for name, value in layers.items()},
                 **{
                     name: read_settings(content[name], {kind.name: kind})
-                    for name, kind in _REUSE.items()
+                    for name, kind in _PARTS.items()
                     if content.get(name) is not None
                 },
                 seed=content.get("seed", 0),

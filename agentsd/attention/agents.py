@@ -11,7 +11,7 @@ from torch import Tensor
 from ..checks import check, check_share
 from .formula import agent_attention
 from .matching import Ranking
-from .merging import Cut, cut_ranking, first_of, merge, second_of, unmerge
+from .merging import Cut, cut_ranking, first_of, merge, of_last, second_of, together, unmerge
 from .operator import Attend, Operator, Place, heads, project, project_out
 from .ranking import RankedPlan, check_cells, partition
 
@@ -119,6 +119,16 @@ class AgentsPlan(RankedPlan):
             self.both = cut_ranking(ranking, n_tokens - n_agents, dtype)
         if settings.feed_forward:
             self.feed_forward = self.tokens
+
+    def of_last(self, batch: int, images: int) -> AgentsPlan:
+        """The same cuts for the last images of a batch."""
+        plan = super().of_last(batch, images)
+        assert isinstance(plan, AgentsPlan)
+        if self.agents is not None:
+            plan.both = of_last(self.agents, batch, images)
+            if plan.tokens is not None:
+                plan.both = together(plan.tokens, plan.both)
+        return plan
 
     def forget(self) -> None:
         """Let go of the agents' cut as well."""

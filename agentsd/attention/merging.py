@@ -79,6 +79,25 @@ def second_of(cut: Cut, merged: int) -> Cut:
     return Cut(cut.home[:0], cut.members[tokens:], cut.edges[merged:] - tokens, share)
 
 
+def of_last(cut: Cut, batch: int, images: int) -> Cut:
+    """One cut for the last images of a batch."""
+    tokens = cut.members.numel() // batch
+    merged, skipped = (cut.edges.numel() - 1) // batch, batch - images
+    home = cut.home.view(batch, -1)[skipped:].flatten() - skipped * merged if cut.home.numel() else cut.home
+    members, edges = cut.members[skipped * tokens :], cut.edges[skipped * merged :]
+    share = None if cut.share is None else cut.share[skipped * tokens :]
+    return Cut(home, members - skipped * tokens, edges - skipped * tokens, share)
+
+
+def together(first: Cut, second: Cut) -> Cut:
+    """Two cuts of the same tokens in one; the way back is the first's."""
+    share = None
+    if first.share is not None and second.share is not None:
+        share = torch.cat([first.share, second.share])
+    edges = torch.cat([first.edges, second.edges[1:] + first.members.numel()])
+    return Cut(first.home, torch.cat([first.members, second.members]), edges, share)
+
+
 def merge(x: Tensor, cut: Cut) -> Tensor:
     """Tokens (B, N, C) -> (B, N-r, C): each destination becomes the mean of itself and what joins it.
 

@@ -68,6 +68,13 @@ class Plan:
     def rank(self, block_input: Tensor) -> None:
         """Take in a block's input (B, N, C) before `norm1`."""
 
+    def hold(self) -> None:
+        """Keep the map of tokens beyond a layer's own call: others will use the plan."""
+
+    def of_last(self, batch: int, images: int) -> Plan:
+        """The plan for the last images of a batch, with the same map of tokens."""
+        return self
+
     def attend(self, attn: Attention, tokens: Tensor, wrapped: Attend) -> Tensor:
         """Self-attention of a layer on (B, N, C)."""
         raise NotImplementedError

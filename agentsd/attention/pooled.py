@@ -92,6 +92,13 @@ class PooledPlan(RankedPlan):
         self.settings, self.pool = settings, pool
         self.ranked = drawn is None
 
+    def of_last(self, batch: int, images: int) -> PooledPlan:
+        """The same for the last images of a batch."""
+        plan = super().of_last(batch, images)
+        assert isinstance(plan, PooledPlan)
+        plan.pool = None if self.pool is None else self.pool.of_last(images)
+        return plan
+
     def attend(self, attn: Attention, tokens: Tensor, wrapped: Attend) -> Tensor:
         """Merge, gather and broadcast, unmerge."""
         cut = self.tokens

@@ -49,6 +49,11 @@ class Pool(NamedTuple):
     stage: tuple[Tensor, ...] | None = None
     mask: Tensor | None = None
 
+    def of_last(self, images: int) -> Pool:
+        """The same for the last images."""
+        stage = None if self.stage is None else tuple(part[-images:] for part in self.stage)
+        return self._replace(stage=stage, mask=None if self.mask is None else self.mask[-images:])
+
 
 def make_pool(height: int, width: int, counts: Sequence[int], wanted: Sequence[int], device: Any) -> Pool:
     """Plan the pooling for images that want so many agents each.

@@ -11,6 +11,7 @@ from torch.nn import Module
 
 from .merging import merge, unmerge
 from .operator import Plan
+from .residual import FULL, KEEP, PLAIN, SHARE
 
 
 @dataclass
@@ -39,6 +40,8 @@ class LayerState:
         name: the layer's name in the model.
         work: what it and the layers that share its ranking do in the call under way.
         held: whether the layer's processor is ours.
+        attention: what it computes in the call under way (`residual.py`).
+        residual: (B, N, C) what is added to the operator's output, or what was found to be missing in it.
         block_input: (B, N, C) the block's input before `norm1`, from which tokens are ranked.
         mismatch: the number of tokens that came instead of the expected one, or 0.
     """
@@ -46,13 +49,15 @@ class LayerState:
     name: str
     work: Work = field(default_factory=Work)
     held: bool = True
+    attention: str = PLAIN
+    residual: Tensor | None = None
     block_input: Tensor | None = None
     mismatch: int = 0
 
     def see(self, norm1: Module, args: tuple[Tensor, ...]) -> None:
         """Forward pre-hook of the block's `norm1`: note the block's input, if it will be ranked."""
         plan = self.work.plan
-        if self.held and plan is not None and plan.ranks:
+        if self.held and plan is not None and plan.ranks and self.attention != FULL:
             self.block_input = args[0]
 
     def merge_feed_forward(self, norm3: Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
@@ -98,7 +103,7 @@ class AgentAttnProcessor:
         layer: LayerState | None = getattr(attn, "_agentsd", None)
         plan = None if layer is None else layer.work.plan
         plain = encoder_hidden_states is None and attention_mask is None and hidden_states.ndim == 3
-        if layer is None or plan is None or not plain:
+        if layer is None or plan is None or not plain or layer.attention == FULL:
             return self.wrapped(attn, hidden_states, encoder_hidden_states, attention_mask, *args, **kwargs)
 
         block_input, layer.block_input = layer.block_input, None
@@ -112,7 +117,14 @@ class AgentAttnProcessor:
         def wrapped(tokens: Tensor, context: Tensor | None = None, *more: Any) -> Tensor:
             return self.wrapped(attn, tokens, context, None, *args, **kwargs)
 
-        return plan.attend(attn, hidden_states, wrapped)
+        if layer.attention == KEEP:
+            full = wrapped(hidden_states)
+            layer.residual = full - plan.attend(attn, hidden_states, wrapped)
+            return full
+        out = plan.attend(attn, hidden_states, wrapped)
+        if layer.attention == SHARE and layer.residual is not None:
+            out = out + layer.residual
+        return out
 
 
 def is_ours(processor: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from ..checks import check
 from .matching import Partition, Ranking, draw_cells, rank_tokens, split_grid
-from .merging import Cut, cut_ranking
+from .merging import Cut, cut_ranking, of_last
 from .operator import Place, Plan
 
 CELLS = ("auto", "random", "first")
@@ -70,6 +71,18 @@ class RankedPlan(Plan):
     def cut(self, ranking: Ranking, block_input: Tensor, n_merged: int) -> None:
         """Make the operator's cuts of the ranking."""
         self.tokens = cut_ranking(ranking, n_merged, block_input.dtype) if n_merged else None
+
+    def hold(self) -> None:
+        """Keep the cuts beyond a layer's own call."""
+        self.own = False
+
+    def of_last(self, batch: int, images: int) -> RankedPlan:
+        """The same cuts for the last images of a batch."""
+        plan = copy(self)
+        if self.tokens is not None:
+            plan.tokens = of_last(self.tokens, batch, images)
+            plan.feed_forward = plan.tokens if self.feed_forward is not None else None
+        return plan
 
     def forget(self) -> None:
         """Let go of the cuts, where they are one layer's alone: they are large where tokens are many."""

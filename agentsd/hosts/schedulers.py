@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -196,9 +196,10 @@ def find_scheduler(timesteps: Any, known: Iterable[Any]) -> Any:
     return next((scheduler for scheduler in alive if holds(scheduler, timesteps)), None)
 
 
-def _kinds_of(kind: type) -> list[type]:
+def _kinds_of(kind: Any) -> list[type]:
     """A class and all that are made of it."""
-    return [kind, *(below for child in kind.__subclasses__() for below in _kinds_of(child))]
+    below = [_kinds_of(child) for child in kind.__subclasses__()]
+    return [kind, *chain.from_iterable(below)]
 
 
 def holds(scheduler: Any, timesteps: Tensor) -> bool:

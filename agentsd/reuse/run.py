@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
+from ..attention.processor import LayerState
+from ..attention.residual import FULL, KEEP, PLAIN, SHARE, ResidualSharing
 from ..hosts.schedulers import Sampler, SigmaStep
 from ..steps.run import RunReader, Step
 from .correction import Cheap, correction
@@ -25,6 +27,7 @@ from .halves import (
 )
 from .left_out import LeftOut
 from .plan import WHOLE, Kind, plan_run
+from .residuals import Residuals
 from .states import States
 from .steps import ReuseSteps
 from .streams import Kept, Stream, identity
@@ -75,7 +78,8 @@ class Reuse:
 
     Args:
         unet: the model.
-        steps, guidance: the recipe's settings.
+        steps, guidance, residual: the recipe's settings.
+        layers: whose residuals are shared.
 
     Attributes:
         left_out: the layers that its cheap calls leave out, where it has any.
@@ -85,13 +89,20 @@ class Reuse:
         ValueError: the model's blocks are not Stable Diffusion's.
     """
 
-    def __init__(self, unet: Any, steps: ReuseSteps | None, guidance: ReuseGuidance | None) -> None:
+    def __init__(
+        self,
+        unet: Any,
+        steps: ReuseSteps | None,
+        guidance: ReuseGuidance | None,
+        residual: ResidualSharing | None = None,
+        layers: Sequence[LayerState] = (),
+    ) -> None:
         if not hasattr(unet, "up_blocks"):
             raise ValueError(
                 f"{type(unet).__name__} is no U-Net, and no call of it can be left out: "
-                'pass mode="fast", or a recipe without steps and guidance'
+                'pass mode="fast", or a recipe without steps, guidance and residual'
             )
-        self._steps, self._guidance = steps, guidance
+        self._steps, self._guidance, self._residual, self._layers = steps, guidance, residual, layers
         self.left_out = None if steps is None else LeftOut(unet, steps.layers)
         self.words: list[str] = []
         self._kept = Kept()
@@ -112,18 +123,32 @@ class Reuse:
         self.reset()
 
     @property
+    def sharing(self) -> tuple[Residuals | None, float | None]:
+        """The residuals of the call under way, and its noise level."""
+        call = self._call
+        return (None, None) if call is None or call.stream is None else (call.stream.residuals, call.sigma)
+
+    @property
     def corrected(self) -> int:
         """How many cheap calls of the thread's run were."""
         return self._kept.corrected
 
     def begin(
-        self, unet: Module, step: Step, reader: RunReader, given: dict[str, Any], pipe: Any, scheduler: Any
+        self,
+        unet: Module,
+        step: Step,
+        reader: RunReader,
+        stages: tuple[int, ...],
+        given: dict[str, Any],
+        pipe: Any,
+        scheduler: Any,
     ) -> tuple[Kind, dict[str, Any]]:
         """Decide what a call computes.
 
         Args:
             unet: the model.
             step: where in its run the call is, as `reader` has just read.
+            stages: of its images.
             given: its arguments by name.
             pipe: the pipeline, where it is known.
             scheduler: of the run, where it is known.
@@ -138,16 +163,17 @@ class Reuse:
             if step.jumps:
                 self.words.append(_JUMPS)
         place = reader.place
-        self._call = Call(WHOLE)
+        alone = WHOLE if self._residual is None else replace(WHOLE, attention=FULL)
+        self._call = Call(alone)
         if step.off_list and kept.plan:
             self.words.append(_OFF_LIST)
         if not kept.plan or step.off_list or not self._may_keep():
-            return WHOLE, given
+            return alone, given
         off = self._is_off(pipe, scheduler)
         stream = self._stream(given, place, reader.stride, off)
         if stream is None:
-            return WHOLE, given
-        kind = self._possible(kept.plan[reader.levels[place]], stream, given)
+            return alone, given
+        kind = self._possible(kept.plan[reader.levels[place]], stream, given, stages)
         stream.place = place
         last = place + reader.stride >= len(reader.levels)
         sampler_step = kept.steps[place] if kept.steps else None
@@ -255,8 +281,8 @@ class Reuse:
         if whole:
             self.words.append(f"agentsd: {whole}; nothing is left out of this run")
             return
-        plan = plan_run(self._steps, self._guidance, ahead)
-        if all(kind == WHOLE for kind in plan.values()):
+        plan = plan_run(self._steps, self._guidance, ahead, self._residual)
+        if all(kind.full and kind.whole and kind.attention in (PLAIN, FULL) for kind in plan.values()):
             return
         kept.plan = plan
         if self._steps is not None and self._steps.corrected:
@@ -304,6 +330,7 @@ class Reuse:
             if self._guidance is not None and not guided and not kept.streams:
                 self.words.append(_UNGUIDED)
             stream = kept.streams[key] = Stream(text, guided, self._states(1 + guided))
+            stream.residuals = self._residuals(1 + guided)
             return stream
         kept.unmatched = 0
         if stream.place == place:
@@ -321,7 +348,12 @@ class Reuse:
         self._kept.streams.clear()
         self.words.append(f"agentsd: {reason}; nothing more is left out of this run")
 
-    def _possible(self, kind: Kind, stream: Stream, given: dict[str, Any]) -> Kind:
+    def _residuals(self, passes: int) -> Residuals | None:
+        if self._residual is None:
+            return None
+        return Residuals(self._layers, passes, self._residual.extrapolation_order)
+
+    def _possible(self, kind: Kind, stream: Stream, given: dict[str, Any], stages: tuple[int, ...]) -> Kind:
         """What is planned, or more where not enough is known yet."""
         sample = given["sample"]
         whole = kind.whole or not stream.guided or stream.difference is None
@@ -333,9 +365,15 @@ class Reuse:
         if not whole and not stream.halved and not torch.equal(*sample.chunk(2)):
             stream.guided, whole = False, True  # equal pictures at the start, and no guidance
             stream.states, stream.difference, stream.cheap = self._states(1), None, []
+            stream.residuals = self._residuals(1)
             self.words.append(_UNGUIDED)
         states = stream.states if whole else stream.states[-1:]
-        return Kind(kind.full or not all(states), whole)
+        full, attention = kind.full or not all(states), kind.attention
+        if stream.residuals is not None:
+            fits = stream.residuals.fit(stages if whole else stages[len(stages) // 2 :])
+            if attention == SHARE and not fits:  # there are none yet, or another operator's
+                attention = KEEP if full and whole else FULL
+        return Kind(full, whole, attention)
 
 
 def _together(parts: list[Tensor]) -> Tensor:

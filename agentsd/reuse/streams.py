@@ -11,6 +11,7 @@ from torch import Tensor
 from ..hosts.schedulers import Sampler, SigmaStep
 from .correction import Cheap
 from .plan import Kind
+from .residuals import Residuals
 from .states import States
 
 
@@ -22,6 +23,7 @@ class Stream:
         text: held, so that no other tensor gets its address.
         guided: both passes of guidance are in its batch.
         states: of the unconditional and the conditional pass, or of all pictures.
+        residuals: of attention, where they are shared.
         difference: conditional minus unconditional prediction of the last whole call.
         cheap: the calls since the last full one that are to be corrected.
         place: in the scheduler's list, of its last call.
@@ -32,6 +34,7 @@ class Stream:
     guided: bool
     states: list[States]
     difference: Tensor | None = None
+    residuals: Residuals | None = None
     cheap: list[Cheap] = field(default_factory=list)
     place: int = -1
     halved: bool = False

@@ -1,0 +1,384 @@
+"""Residual sharing: attention is full in a few steps, and an operator plus what it missed in the others."""
+
+import copy
+import gc
+import warnings
+from dataclasses import dataclass
+from typing import ClassVar
+
+import diffusers
+import pytest
+import torch
+from callers import RUN, Caller, Guided
+from tiny import BETAS, make_unet, snapshot
+from torch._dynamo.testing import CompileCounter
+
+from agentsd import (
+    Agents,
+    ByDistance,
+    Downsample,
+    Merge,
+    Phases,
+    PooledAgents,
+    Recipe,
+    ResidualSharing,
+    ReuseGuidance,
+    ReuseSteps,
+    apply_agentsd,
+    remove_agentsd,
+)
+from agentsd.attention import Operator
+from agentsd.attention.matching import rank_tokens
+from agentsd.attention.merging import cut_ranking, merge, of_last, together, unmerge
+from agentsd.attention.operator import Plan
+from agentsd.attention.ranking import partition
+from agentsd.hosts.schedulers import training_sigma
+from agentsd.modules import AgentModule
+from agentsd.recipe import REUSE
+
+OPERATORS = {
+    "agents": Agents(),
+    "agents, a ranking a layer": Agents(ranking="layer", at_most=None, agent_ratio=0.95),
+    "merge": Merge(),
+    "downsample": Downsample(),
+    "pooled agents of merged tokens": PooledAgents(9, ratio=0.4),
+    "agent module": AgentModule(),
+    "phases": Phases(Agents(), Downsample()),
+    "agents early alone": Phases(Agents(), None),
+}
+STEPS = {"every": 2, "first": 4}
+CACHED = {"steps": ReuseSteps(**STEPS)}
+SLOW = pytest.mark.slow
+NOW = {"sigma": 0.0}
+
+
+@dataclass(frozen=True)
+class Off(Operator):
+    """Full attention plus something that is known."""
+
+    name: ClassVar[str] = "off"
+    constant: float = 0.0
+    slope: float = 0.0
+
+    def plan(self, place):
+        plan = Plan()
+        error = lambda: self.constant + self.slope * NOW["sigma"]  # noqa: E731
+        plan.attend = lambda attn, tokens, wrapped: wrapped(tokens) + (error() or 0.0)
+        return plan
+
+
+def outputs(unet, caller, **more):
+    """What the U-Net gives in each call of a run."""
+    outs = []
+    for i, t in enumerate(caller.timesteps):
+        NOW["sigma"] = training_sigma(float(t))
+        outs.append(caller(unet, i, **more))
+    return outs
+
+
+def same(outs, others, **near):
+    if near:
+        return all(torch.allclose(a, b, **near) for a, b in zip(outs, others, strict=True))
+    return all(torch.equal(a, b) for a, b in zip(outs, others, strict=True))
+
+
+def patched(operator, residual, **more):
+    unet = make_unet()
+    return unet, apply_agentsd(unet, recipe=Recipe(operator, residual=residual, **more))
+
+
+@pytest.mark.parametrize(
+    ("interval", "warmup", "order", "computed", "expected"),
+    [
+        (2, 4, 1, "FFFFFFFFFF", "aakksksksa"),
+        (2, 4, 0, "FFFFFFFFFF", "aaaksksksa"),
+        (3, 1, 0, "FFFFFFF", "ksskssa"),
+        (2, 4, 1, "FFFFfFfFffF", "aakksssksss"),
+        (1, 4, 1, "FFFFFF", "aaaaaa"),
+        (1, 2, 1, "FFFfFF", "akksaa"),
+        (4, 2, 0, "FFFFF", "aksss"),
+        (2, 4, 1, "FHFHFHFHFHFf", "kakassksssks"),
+        (1, 1, 0, "FHFhFH", "ksksks"),
+    ],
+)
+def test_plan(interval, warmup, order, computed, expected):
+    """Residuals (k) are kept where a step shares them (s) before as many newer ones as it takes."""
+    every, whole = [symbol in "FH" for symbol in computed], [symbol in "Ff" for symbol in computed]
+    kinds = ResidualSharing(interval, warmup, order).plan(every, whole)
+    made = "".join({"full": "a", "keep": "k", "share": "s"}[kind] for kind in kinds)
+    assert made == expected
+
+
+def test_an_operator_that_is_full_attention_gives_the_baseline():
+    caller = Caller(steps=12)
+    unet, handle = patched(Off(), ResidualSharing())
+    assert same(outputs(unet, caller), outputs(make_unet(), caller))
+    assert handle.summary().endswith("attention aaaasasasasa  (4 with a shared residual)")
+
+
+@pytest.mark.parametrize("steps", [None, ReuseSteps(**STEPS), ReuseSteps(**STEPS, order=0)])
+@pytest.mark.parametrize("order", [0, 1])
+def test_an_error_that_stays_the_same_goes(order, steps):
+    caller = Caller(steps=12)
+    unet, _ = patched(Off(constant=0.3), ResidualSharing(extrapolation_order=order), steps=steps)
+    twin = make_unet()
+    if steps is not None:
+        apply_agentsd(twin, recipe=Recipe(steps=steps))
+    assert same(outputs(unet, caller), outputs(twin, caller), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_an_error_that_is_linear_in_sigma_goes_with_order_1(order):
+    caller = Caller(steps=12)
+    unet, _ = patched(Off(constant=0.3, slope=0.1), ResidualSharing(3, extrapolation_order=order))
+    made, expected = outputs(unet, caller), outputs(make_unet(), caller)
+    assert same(made, expected, rtol=1e-3, atol=1e-3) == (order == 1)
+
+
+class Twin:
+    """Hooks on a U-Net without agentsd that share residuals by hand, the operator in float64."""
+
+    def __init__(self, unet, names, letters, order, stride=2):
+        self.left, self.known, self.order, self.stride = list(letters), {}, order, stride
+        unet.register_forward_pre_hook(lambda module, args: setattr(self, "now", self.left.pop(0)))
+        for name in names:
+            layer = unet.get_submodule(name)
+            layer.register_forward_hook(lambda m, args, out, name=name: self.give(name, m, args[0], out))
+
+    def approximate(self, attn, x):
+        side = int(x.shape[1] ** 0.5)
+        kept = [r * side + c for r in range(0, side, self.stride) for c in range(0, side, self.stride)]
+        weights = {n: attn.get_submodule(n).weight.double() for n in ("to_q", "to_k", "to_v", "to_out.0")}
+        x, few = x.double(), x.double()[:, kept]
+        out = torch.zeros_like(x)
+        width = x.shape[2] // attn.heads
+        for h in range(attn.heads):
+            part = slice(h * width, (h + 1) * width)
+            q, k, v = (y @ weights[n][part].T for y, n in ((x, "to_q"), (few, "to_k"), (few, "to_v")))
+            out[..., part] = (q @ k.transpose(1, 2) / width**0.5).softmax(-1) @ v
+        return out @ weights["to_out.0"].T + attn.to_out[0].bias.double()
+
+    def give(self, name, attn, x, full):
+        made, known = self.approximate(attn, x), self.known.setdefault(name, [])
+        if self.now == "a":
+            known[:] = [*known, (NOW["sigma"], full.double() - made)][-2:]
+            return None
+        (before, start), (last, end) = known
+        share = (NOW["sigma"] - before) / (last - before) if self.order else 1.0
+        return (made + start + share * (end - start)).float()
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_a_run_is_that_of_a_loop_by_hand(order):
+    caller, (unet, handle) = Caller(steps=10), patched(Downsample(), ResidualSharing(3, 2, order))
+    twin = make_unet()
+    Twin(twin, handle.layer_names, "aassassass", order)
+    with torch.no_grad():
+        made, expected = outputs(unet, caller), outputs(twin, caller)
+    assert handle.summary().split("attention ")[1].startswith("aassassass")
+    assert same(made, expected, rtol=1e-4, atol=1e-5)
+    plain, _ = patched(Downsample(), None)
+    assert not same(outputs(plain, caller), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_interval_1_is_the_baseline(name):
+    caller = Caller(steps=8)
+    unet, handle = patched(OPERATORS[name], ResidualSharing(1))
+    assert same(outputs(unet, caller), outputs(make_unet(), caller))
+    assert "attention" not in handle.summary()
+
+
+def denoised(recipe):
+    """A guided run's last latents, and the handle."""
+    unet, caller = make_unet(), Guided(steps=12)
+    handle = apply_agentsd(unet, recipe=recipe) if recipe else None
+    scheduler, x = caller.scheduler, caller.latents[0]
+    scheduler.set_timesteps(12)
+    with torch.no_grad():
+        for t in scheduler.timesteps:
+            without, with_text = unet(x, t, caller.text).sample.chunk(2)
+            out = without + 3 * (with_text - without)
+            x = torch.cat([scheduler.step(out, t, x[:1]).prev_sample] * 2)
+    return x, handle
+
+
+CACHING = {
+    "alone": {},
+    "steps": {"steps": ReuseSteps(**STEPS)},
+    "guidance": {"guidance": ReuseGuidance()},
+    "both": {"steps": ReuseSteps(**STEPS), "guidance": ReuseGuidance()},
+}
+
+
+@pytest.mark.parametrize("caching", CACHING)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_sharing_brings_a_run_back_to_full_attention(name, caching):
+    """Beside the same caching: a conditional-only step shares the residual of its own half."""
+    parts, apart = CACHING[caching], {}
+    expected, _ = denoised(Recipe(**parts) if parts else None)
+    for residual in (None, ResidualSharing()):
+        made, handle = denoised(Recipe(OPERATORS[name], residual=residual, **parts))
+        apart[residual] = (made - expected).norm()
+    assert apart[ResidualSharing()] < (0.3 if "guidance" in parts else 0.2) * apart[None]
+    assert "s" in handle.summary().split("attention ")[1].split()[0]
+    assert ("H" in handle.summary().split()[0]) == ("guidance" in parts)
+    again, _ = denoised(handle.recipe)
+    assert torch.equal(again, made)
+
+
+@pytest.mark.parametrize("operator", [Agents(), Merge(), Agents(ranking="layer")])
+def test_tokens_are_matched_once_a_run(operator, monkeypatch):
+    ranked = []
+
+    def count(metric, drawn):
+        ranked.append(metric.shape)
+        return rank_tokens(metric, drawn)
+
+    monkeypatch.setattr("agentsd.attention.ranking.rank_tokens", count)
+    unet, handle = patched(operator, ResidualSharing())
+    caller = Caller(steps=12)
+    for _ in range(2):
+        outputs(unet, caller)
+    groups = len(handle._groups)
+    assert len(ranked) == 2 * groups
+    assert not any(group.work.plan for group in handle._groups)
+
+
+@pytest.mark.parametrize("images", [1, 2, 3])
+def test_cuts_of_the_last_images_of_a_batch(images):
+    x = torch.randn(4, 64, 6, generator=torch.Generator().manual_seed(0))
+    place = type(
+        "Place", (), {"grid": (8, 8), "half": False, "batch": 4, "key": (0, 0, 1.0), "device": "cpu"}
+    )
+    ranking = rank_tokens(x, partition(place, 4, "random"))
+    one, two = cut_ranking(ranking, 20), cut_ranking(ranking, 50)
+    for cut in (one, two):
+        small = of_last(cut, 4, images)
+        assert torch.equal(merge(x[-images:], small), merge(x, cut)[-images:])
+        merged = merge(x, cut)
+        assert torch.equal(unmerge(merged[-images:], small), unmerge(merged, cut)[-images:])
+    both, joined = cut_ranking(ranking, 20, further=50), together(one, two)
+    for made, expected in zip(joined, both, strict=True):
+        assert torch.equal(made[: len(joined.home)] if made is joined.home else made, expected)
+
+
+def test_a_stage_of_another_operator_begins_with_full_attention():
+    caller = Caller(steps=20)
+    unet, handle = patched(Phases(Agents(), Downsample(), 0.5), ResidualSharing(3, 2))
+    outputs(unet, caller)
+    letters = handle.summary().split("attention ")[1].split()[0]
+    assert letters[10] == "a"
+    assert letters.count("a") < 10
+    unet, handle = patched(ByDistance((PooledAgents(4), PooledAgents(9)), (0.9,)), ResidualSharing(3, 2))
+    outputs(unet, caller)
+    assert "s" in handle.summary().split("attention ")[1].split()[0]
+
+
+def test_small_grids_keep_full_attention():
+    caller = Caller(steps=8)
+    for least, shared in ((256, True), (257, False)):
+        unet, _ = patched(Downsample(), ResidualSharing(least_tokens=least))
+        assert same(outputs(unet, caller), outputs(make_unet(), caller)) != shared
+
+
+@pytest.mark.parametrize("broken", ["step", "run", "text"])
+def test_nothing_is_left_of_a_run(broken):
+    unet, handle = patched(Agents(), ResidualSharing(), steps=ReuseSteps(**STEPS))
+    twin, _ = patched(Agents(), ResidualSharing(), steps=ReuseSteps(**STEPS))
+    before, caller, other = snapshot(unet), Caller(steps=12), Caller(steps=12, seed=3)
+    expected = outputs(twin, other)
+    for i in range(7):
+        caller(unet, i)
+    if broken == "step":
+        hook = unet.conv_out.register_forward_pre_hook(lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            caller(unet, 7)
+        hook.remove()
+    elif broken == "text":
+        caller(unet, 7)
+    assert same(outputs(unet, other), expected)
+    assert not handle._calls.reuse._kept.streams
+    assert snapshot(unet) == before
+    tensors = sum(type(x) is torch.Tensor for x in gc.get_objects())
+    outputs(unet, other)
+    assert sum(type(x) is torch.Tensor for x in gc.get_objects()) <= tensors
+    remove_agentsd(unet)
+    assert same(outputs(unet, other), outputs(make_unet(), other))
+
+
+def test_gradients_and_short_runs_have_full_attention():
+    unet, _ = patched(Downsample(), ResidualSharing())
+    caller = Caller(steps=8)
+    with pytest.warns(UserWarning, match="gradients are on"):
+        out = unet(caller.latents[0], caller.timesteps[0], caller.text).sample
+    assert torch.equal(out.detach(), make_unet()(caller.latents[0], caller.timesteps[0], caller.text).sample)
+    short = Caller(steps=4)
+    with pytest.warns(UserWarning, match="a run of 4 steps has none to spare"):
+        assert same(outputs(unet, short), outputs(make_unet(), short))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "graphs"),
+    [
+        pytest.param(Recipe(Downsample(), residual=ResidualSharing()), 3, marks=SLOW),  # full, kept, shared
+        (Recipe(Agents(), residual=ResidualSharing()), 4),  # and kept on a map that is there
+        pytest.param(Recipe(Downsample(), residual=ResidualSharing(), **CACHED), 4, marks=SLOW),
+        pytest.param(
+            Recipe(Phases(Agents(), Downsample()), residual=ResidualSharing(), **CACHED), 9, marks=SLOW
+        ),
+    ],
+)
+def test_compiled(recipe, graphs):
+    torch.compiler.reset()
+    eager, unet, counter, caller = make_unet(), make_unet(), CompileCounter(), Caller(steps=14)
+    apply_agentsd(eager, recipe=recipe)
+    apply_agentsd(unet, recipe=recipe)
+    unet.compile(fullgraph=True, backend=counter)
+    with torch._dynamo.config.patch(recompile_limit=16):
+        assert same(outputs(unet, caller), outputs(eager, caller), rtol=0, atol=1e-5)
+        assert counter.frame_count == graphs
+        outputs(unet, caller)
+    assert counter.frame_count == graphs
+    torch.compiler.reset()
+
+
+def test_a_copy_and_a_file(tmp_path, make_pipeline, sample):
+    recipe = Recipe(
+        Phases(Agents(), Downsample(4)), residual=ResidualSharing(3, least_tokens=9), steps=REUSE.steps
+    )
+    assert Recipe.load(recipe.save(tmp_path)) == recipe
+    assert "shared" in (tmp_path / "agentsd.yaml").read_text()
+    pipe = make_pipeline(scheduler=diffusers.DDIMScheduler(**BETAS, clip_sample=False))
+    apply_agentsd(pipe, recipe=recipe)
+    picture = sample(pipe, **RUN)
+    assert torch.equal(sample(copy.deepcopy(pipe), **RUN), picture)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ResidualSharing(0), "interval=0: pass 2"),
+        (lambda: ResidualSharing(warmup_steps=0), "warmup_steps=0: pass 1 or more"),
+        (lambda: ResidualSharing(extrapolation_order=2), "extrapolation_order=2: pass 0"),
+        (lambda: ResidualSharing(least_tokens=-1), "least_tokens=-1: pass 0"),
+        (lambda: Recipe(residual=ResidualSharing(), steps=ReuseSteps()), "it is of attention's operators"),
+        (lambda: Recipe(Agents(feed_forward=True), residual=ResidualSharing()), "nothing of feed_forward"),
+    ],
+)
+def test_settings_of_no_sense_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_what_is_trained_shares_nothing():
+    handle = apply_agentsd(make_unet(), recipe=Recipe(AgentModule(), residual=ResidualSharing()))
+    with pytest.raises(ValueError, match=r"residual=.*train the recipe without it"):
+        handle.parameters()
+
+
+def test_no_word_where_there_is_nothing_to_say():
+    unet, _ = patched(Phases(Agents(), Downsample()), ResidualSharing(), steps=ReuseSteps(**STEPS))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outputs(unet, Caller(steps=12))
