@@ -311,7 +311,8 @@ class Calls:
             return None  # or it was refused
         if output is not None:
             self._run.symbols += self._kind.symbol
-            self._run.attention.append(self._kind.attention)
+            shares = any(layer.attention == SHARE for layer in self._layers)
+            self._run.attention.append(SHARE if shares else FULL)
             self._keep_residuals()
         self._planned = None
         self._let_go(output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from pathlib import Path
 from types import TracebackType
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from .attention import Agents
 from .attention.operator import CORE
 from .attention.processor import LayerState, is_ours
 from .calls import Calls, Group
@@ -25,75 +27,66 @@ from .modules.adapter import (
     weights_of,
 )
 from .modules.operators import TrainedOperator
-from .recipe import FAST, FILE_NAME, MODES, REUSE, Recipe
-from .schedule import stages_of
-
-
-class _Unset:
-    """What an argument is that was not passed; None is refused."""
-
-    def __repr__(self) -> str:
-        return "<not passed>"
-
-
-UNSET: Any = _Unset()
+from .recipe import FILE_NAME, MODES, Recipe
+from .schedule import Phases, stages_of
 
 
 def apply_agentsd(
     pipe: Any,
-    ratio: float = UNSET,
-    k: float = UNSET,
-    scale: float = UNSET,
-    early_frac: float = UNSET,
+    ratio: float = Agents.ratio,
+    k: float = Agents.k,
+    scale: float = Agents.scale,
+    early_frac: float = Phases.early_frac,
     *,
-    mode: str = UNSET,
-    recipe: Recipe | str | Path = UNSET,
-    seed: int = UNSET,
+    mode: str = "agentsd",
+    recipe: Recipe | str | Path | None = None,
+    seed: int = 0,
 ) -> AgentHandle:
-    """Make a Stable Diffusion U-Net faster by a recipe: "reuse" if nothing else is passed.
+    """Make a Stable Diffusion U-Net faster by agent attention on shared residuals, and by step caching.
 
-    No training, no change to the weights. A pipeline that is patched already gets the new recipe. Any of the
-    settings `ratio` to `early_frac`, or `seed`, without a mode asks for agent attention: the mode "fast".
+    No training, no change to the weights. A pipeline that is patched already gets the new recipe. A setting
+    at its default changes nothing, whatever the mode; one that differs is an error where the mode or recipe
+    has none of the kind.
 
     Args:
         pipe: a diffusers pipeline with a `unet` (or a DiT or PixArt one), or the model itself.
-        ratio: share of the tokens merged away before attention, in [0, 1); 0.4 if not passed.
-        k: weight of the `+ kV` residual; 0.075 if not passed.
-        scale: exponent of the head width in the broadcast softmax; -0.15 if not passed.
-        early_frac: share of the steps with agent attention, in [0, 1]; 0.4 if not passed.
-        mode: a recipe by name: "reuse", which leaves attention alone and computes in half of the steps the
-            last layers only; or "fast", "exact" (the paper to the letter), "turbo" or "downsample", which
-            change attention alone. The settings above override that recipe's.
+        ratio: share of the tokens merged away before attention, in [0, 1).
+        k: weight of the `+ kV` residual, 0 to 1000.
+        scale: exponent of the head width in the broadcast softmax, 0 or less.
+        early_frac: share of the steps with agent attention, in [0, 1].
+        mode: "agentsd": agent attention in the early steps and downsampled keys later, each on the residual
+            that it had to full attention a step or two before, and step caching; on grids of fewer than 4,096
+            tokens step caching alone. "reuse": that alone, on every grid. Or one that changes attention and
+            shares nothing: "exact" (the paper to the letter), "fast", "turbo" or "downsample".
         recipe: in place of all the others, a `Recipe`, or a folder or file that holds one (`agentsd.yaml`;
             trained weights beside it, `agentsd.safetensors`, are loaded).
-        seed: of the cells drawn at random; 0 if not passed.
+        seed: of the cells drawn at random.
 
     Returns:
         A handle: `handle.remove()` undoes the patch, and so does leaving a `with apply_agentsd(pipe):` block.
 
     Raises:
         TypeError: `pipe` has no U-Net, or a setting has a wrong type.
-        ValueError: a setting is out of range, unknown to the recipe or beside one; the model has no layer
+        ValueError: a setting is out of range, unknown to the mode or beside a recipe; the model has no layer
             to patch, or something else holds its self-attention (tomesd, a processor of another kind), or
             trained weights are to be loaded into quantised layers. The pipeline is left as it was.
     """
-    named = {"ratio": ratio, "k": k, "scale": scale, "early_frac": early_frac, "seed": seed}
-    settings = {name: value for name, value in named.items() if value is not UNSET}
+    given = {"ratio": ratio, "k": k, "scale": scale, "early_frac": early_frac, "mode": mode, "seed": seed}
+    usual = inspect.signature(apply_agentsd).parameters
+    changed = {name: value for name, value in given.items() if not _equal(value, usual[name].default)}
     trained = None
-    if recipe is not UNSET:
-        beside = settings | ({} if mode is UNSET else {"mode": mode})
-        if beside:
-            raise ValueError(f"{beside} beside recipe={recipe!r}, which holds all settings: pass it alone")
+    if recipe is not None:
+        if changed:
+            raise ValueError(f"{changed} beside recipe={recipe!r}, which holds all settings: pass it alone")
         if not isinstance(recipe, Recipe | str | Path):
             kind = type(recipe).__name__
             raise TypeError(f"recipe={recipe!r} is a {kind}: pass a Recipe, or its file or folder")
         if not isinstance(recipe, Recipe):
             recipe, trained = _load(Path(recipe))
     else:
-        if mode is not UNSET and mode not in MODES:
+        if changed.pop("mode", mode) not in MODES:
             raise ValueError(f"mode={mode!r}: choose {' or '.join(map(repr, MODES))}")
-        named_recipe = MODES[mode] if mode is not UNSET else FAST if settings else REUSE
-        recipe = named_recipe.with_settings(**settings)
+        recipe = MODES[mode].with_settings(**changed)
     unet = find_model(pipe)
     handle = AgentHandle(recipe, pipe, unet, trained)
     outer: AgentHandle | None = getattr(unet, "_agentsd", None)
@@ -110,6 +103,10 @@ def apply_agentsd(
     if outer is not None and not outer._entered:
         outer._outer = None
     return handle
+
+
+def _equal(value: Any, other: Any) -> bool:
+    return type(value) is not bool and bool(value == other)
 
 
 def remove_agentsd(pipe: Any) -> None:

@@ -84,11 +84,11 @@ def live_tensors():
 def test_two_hundred_runs_leave_nothing_behind():
     unet = make_unet()
     first = call(unet, 999, (8, 8))
-    with apply_agentsd(unet, early_frac=0.5):
+    with apply_agentsd(unet, early_frac=0.5, mode="fast"):
         patched = call(unet, 999, (8, 8))
     tensors, hooks = live_tensors(), sum(len(m._forward_pre_hooks) for m in unet.modules())
     for _ in range(200):
-        apply_agentsd(unet, early_frac=0.5)
+        apply_agentsd(unet, early_frac=0.5, mode="fast")
         out = call(unet, 999, (8, 8))
         remove_agentsd(unet)
     assert torch.equal(out, patched)

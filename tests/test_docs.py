@@ -17,7 +17,7 @@ from sampling import SAMPLERS
 
 from agentsd import apply_agentsd
 from agentsd.patch import handle_of
-from agentsd.recipe import REUSE
+from agentsd.recipe import AGENTSD
 
 ROOT = Path(__file__).parents[1]
 
@@ -111,4 +111,4 @@ def test_the_page_on_threads_runs(pipe: Any, monkeypatch: Any) -> None:
     assert names["mine"].unet is not pipe.unet
     copied = handle_of(names["mine"])
     assert copied is not None
-    assert copied.recipe == REUSE
+    assert copied.recipe == AGENTSD

@@ -58,18 +58,18 @@ def test_feature_and_patch_in_either_order(new_pipe, name, patch_first):
     """The picture does not depend on which came first, and each can be taken away first."""
     feature, pipe, twin = FEATURES[name], new_pipe(), new_pipe()
     plain = run(pipe)
-    apply_agentsd(pipe, early_frac=0.5)
+    apply_agentsd(pipe, early_frac=0.5, mode="fast")
     patched = run(pipe)
     remove_agentsd(pipe)
 
     feature.on(twin)
     featured = run(twin)
-    apply_agentsd(twin, early_frac=0.5)
+    apply_agentsd(twin, early_frac=0.5, mode="fast")
     both = run(twin)
     assert not same(both, featured)  # the patch is at work under the feature
 
     if patch_first:
-        apply_agentsd(pipe, early_frac=0.5)
+        apply_agentsd(pipe, early_frac=0.5, mode="fast")
         feature.on(pipe)
         assert same(run(pipe), both)
         feature.off(pipe)

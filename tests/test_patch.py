@@ -12,14 +12,14 @@ from diffusers.models.attention_processor import (
     AttnProcessor2_0,
     PAGIdentitySelfAttnProcessor2_0,
 )
-from tiny import PHASES, call, make_controlnet, make_sdxl_unet, make_unet, snapshot
+from tiny import BETAS, PHASES, call, make_controlnet, make_sdxl_unet, make_unet, snapshot
 
 from agentsd import Agents, Downsample, Merge, Phases, Recipe, apply_agentsd, remove_agentsd
 from agentsd.attention.formula import agent_attention
 from agentsd.attention.matching import draw_cells, rank_tokens, split_grid
 from agentsd.attention.merging import cut_ranking, merge, unmerge
 from agentsd.attention.processor import is_ours
-from agentsd.recipe import EXACT, FAST, REUSE
+from agentsd.recipe import AGENTSD, EXACT, FAST, MODES, REUSE
 
 EXACT_AGENTS = {"ranking": "layer", "at_most": None, "agent_ratio": 0.95}
 
@@ -49,7 +49,7 @@ def test_apply_twice_equals_once_and_takes_the_new_settings(pipe, sample):
     before = snapshot(pipe.unet)
     first = apply_agentsd(pipe, mode="fast")
     once = sample(pipe)
-    other = apply_agentsd(pipe, ratio=0.7)
+    other = apply_agentsd(pipe, ratio=0.7, mode="fast")
     assert not torch.equal(sample(pipe), once)
     first.remove()  # was replaced: must not touch the patch in force
     assert pipe.unet._agentsd is other
@@ -87,7 +87,7 @@ def test_one_layer_is_equation_9_on_the_blocks_own_tensors(ratio):
     """The patched layer's output, rebuilt from the layer's own weights and the block's input."""
     unet = make_unet()
     block = unet.down_blocks[0].attentions[0].transformer_blocks[0]
-    handle = apply_agentsd(unet, ratio=ratio, seed=5)
+    handle = apply_agentsd(unet, ratio=ratio, seed=5, mode="fast")
     seen = {}
     hooks = [
         block.register_forward_pre_hook(lambda m, args: seen.update(x=args[0])),
@@ -274,7 +274,7 @@ def test_a_patch_in_force_survives_a_bad_call(pipe, sample):
     apply_agentsd(pipe, mode="fast")
     picture = sample(pipe)
     with pytest.raises(ValueError, match=r"scale=0\.54"):
-        apply_agentsd(pipe, scale=0.54)
+        apply_agentsd(pipe, scale=0.54, mode="fast")
     assert torch.equal(sample(pipe), picture)
 
 
@@ -361,7 +361,8 @@ def test_gradient_checkpointing_recomputes_the_same_cells(settings):
 
 def test_handle_tells_its_settings(pipe):
     handle = apply_agentsd(pipe, 0.3, 0.05, -0.25, 0.6)
-    assert handle.recipe == Recipe(Phases(Agents(0.3, 0.05, -0.25), Downsample(), 0.6))
+    late = AGENTSD.attention.late
+    assert handle.recipe == replace(AGENTSD, attention=Phases(Agents(0.3, 0.05, -0.25), late, 0.6))
     assert "ratio=0.3" in repr(handle)
 
 
@@ -372,10 +373,40 @@ def test_settings_change_the_named_recipe_wherever_it_has_them(pipe):
     assert apply_agentsd(pipe, mode="exact").recipe == EXACT
 
 
-def test_nothing_passed_is_reuse_and_a_setting_alone_asks_for_agents(pipe):
-    assert apply_agentsd(pipe).recipe == REUSE
-    assert apply_agentsd(pipe, k=0.05).recipe == FAST.with_settings(k=0.05)
-    assert apply_agentsd(pipe, seed=3).recipe == FAST.with_settings(seed=3)
+DEFAULTS = {"ratio": 0.4, "k": 0.075, "scale": -0.15, "early_frac": 0.4, "seed": 0}
+
+
+def test_the_signature_shows_the_defaults():
+    parameters = inspect.signature(apply_agentsd).parameters
+    shown = {name: parameters[name].default for name in [*DEFAULTS, "mode", "recipe"]}
+    assert shown == DEFAULTS | {"mode": "agentsd", "recipe": None}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_a_default_that_is_passed_changes_nothing(pipe, mode, name):
+    assert apply_agentsd(pipe, mode=mode, **{name: DEFAULTS[name]}).recipe == MODES[mode]
+    assert apply_agentsd(pipe, recipe=MODES[mode], **{name: DEFAULTS[name]}).recipe == MODES[mode]
+
+
+def test_nothing_passed_is_agentsd_which_a_setting_changes(pipe):
+    assert apply_agentsd(pipe).recipe == AGENTSD
+    early = replace(AGENTSD.attention.early, k=0.05)
+    expected = replace(AGENTSD, attention=replace(AGENTSD.attention, early=early), seed=3)
+    assert apply_agentsd(pipe, k=0.05, seed=3).recipe == expected
+
+
+def test_on_small_grids_the_default_is_step_caching_alone(make_pipeline, sample):
+    """16 x 16 tokens; of the same recipe that shares on every grid the latents differ."""
+    made = {}
+    sharing = replace(AGENTSD, residual=replace(AGENTSD.residual, least_tokens=0))
+    for name, recipe in {"reuse": REUSE, "default": AGENTSD, "sharing": sharing}.items():
+        pipe = make_pipeline(scheduler=diffusers.DDIMScheduler(**BETAS, clip_sample=False))
+        handle = apply_agentsd(pipe, recipe=recipe)
+        made[name] = sample(pipe, num_inference_steps=12)
+        assert ("attention" in handle.summary()) == (name == "sharing")
+    assert torch.equal(made["default"], made["reuse"])
+    assert not torch.equal(made["sharing"], made["reuse"])
 
 
 def test_a_model_of_which_no_call_can_be_left_out_is_told_the_way_out(pipe):

@@ -27,7 +27,7 @@ from agentsd import (
 )
 from agentsd.modules import AgentModule, AttnZero, FocusedLinear
 from agentsd.plain import OPERATORS
-from agentsd.recipe import EXACT, FAST, MODES, REUSE, TURBO
+from agentsd.recipe import AGENTSD, EXACT, FAST, MODES, REUSE, TURBO
 
 DOWN = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
 MID = "mid_block.attentions.0.transformer_blocks.0.attn1"
@@ -52,6 +52,8 @@ def test_what_runs_depends_on_the_mode():
     assert (early, late, FAST.levels) == (Agents(), Downsample(), None)
     assert TURBO.attention.stages == (Agents(feed_forward=True), Downsample())
     assert MODES["downsample"] == Recipe(Downsample())
+    early, late = AGENTSD.attention.stages
+    assert (early, late, AGENTSD.steps) == (Agents(), Downsample(4, at_most=None), REUSE.steps)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +287,7 @@ def test_layers_share_their_steps(other):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mode": "quick"}, "mode='quick': choose 'exact' or 'fast' or 'turbo' or 'downsample' or 'reuse'"),
+        ({"mode": "quick"}, "mode='quick': choose 'agentsd' or 'exact' or 'fast' or 'turbo' or "),
         ({"mode": "downsample", "ratio": 0.3}, "ratio=0.3: this recipe has no ratio"),
         ({"mode": "downsample", "early_frac": 0.3}, "early_frac=0.3: this recipe has no early_frac"),
         ({"early_frac": 1.5}, r"early_frac=1\.5.*\[0, 1\]"),

@@ -3,13 +3,11 @@
 import copy
 import gc
 import warnings
-from dataclasses import dataclass
-from typing import ClassVar
 
 import diffusers
 import pytest
 import torch
-from callers import RUN, Caller, Guided
+from callers import NOW, RUN, Caller, Guided, Off
 from tiny import BETAS, make_unet, snapshot
 from torch._dynamo.testing import CompileCounter
 
@@ -27,10 +25,8 @@ from agentsd import (
     apply_agentsd,
     remove_agentsd,
 )
-from agentsd.attention import Operator
 from agentsd.attention.matching import rank_tokens
 from agentsd.attention.merging import cut_ranking, merge, of_last, together, unmerge
-from agentsd.attention.operator import Plan
 from agentsd.attention.ranking import partition
 from agentsd.hosts.schedulers import training_sigma
 from agentsd.modules import AgentModule
@@ -49,22 +45,6 @@ OPERATORS = {
 STEPS = {"every": 2, "first": 4}
 CACHED = {"steps": ReuseSteps(**STEPS)}
 SLOW = pytest.mark.slow
-NOW = {"sigma": 0.0}
-
-
-@dataclass(frozen=True)
-class Off(Operator):
-    """Full attention plus something that is known."""
-
-    name: ClassVar[str] = "off"
-    constant: float = 0.0
-    slope: float = 0.0
-
-    def plan(self, place):
-        plan = Plan()
-        error = lambda: self.constant + self.slope * NOW["sigma"]  # noqa: E731
-        plan.attend = lambda attn, tokens, wrapped: wrapped(tokens) + (error() or 0.0)
-        return plan
 
 
 def outputs(unet, caller, **more):

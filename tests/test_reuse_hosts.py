@@ -9,6 +9,7 @@ import accelerate
 import diffusers
 import pytest
 import torch
+from callers import Off
 from pipelines import FEATURES, HOSTS, IMAGE
 from reuse_twin import Twin
 from tiny import (
@@ -23,7 +24,7 @@ from tiny import (
     snapshot,
 )
 
-from agentsd import Recipe, ReuseGuidance, ReuseSteps, apply_agentsd, remove_agentsd
+from agentsd import Recipe, ResidualSharing, ReuseGuidance, ReuseSteps, apply_agentsd, remove_agentsd
 
 STEPS = ReuseSteps(2, order=0)
 BOTH = Recipe(steps=STEPS, guidance=ReuseGuidance())
@@ -147,6 +148,25 @@ def test_host(build, name):
         assert set(check(*build(name), "no guidance of two passes")) == set("Ff")
     else:
         assert set(check(*build(name))) == set("FfHh")
+
+
+@pytest.mark.parametrize("name", [*HOSTS, *MORE])
+@pytest.mark.filterwarnings("ignore:agentsd:UserWarning")
+def test_residuals_are_shared_in_each_host(build, name):
+    """An operator whose error stays the same gives what cached and conditional-only steps alone give."""
+    pipe, run = build(name)
+    before, shared = snapshot(pipe.unet), ResidualSharing(2, warmup_steps=2)
+    off = Recipe(Off(constant=0.3), residual=shared, steps=STEPS, guidance=ReuseGuidance())
+    pictures = []
+    for recipe in (BOTH, off):
+        handle = apply_agentsd(pipe, recipe=recipe)
+        pictures.append(run())
+    assert ("attention" in handle.summary()) == (name not in WHOLE)
+    assert not handle._calls.reuse._kept.streams
+    remove_agentsd(pipe)
+    assert snapshot(pipe.unet) == before
+    expected, made = pictures
+    assert (made - expected).abs().max() < 1e-3 * max(1.0, expected.abs().max())
 
 
 @pytest.mark.parametrize("name", WHOLE)

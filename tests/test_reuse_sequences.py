@@ -16,7 +16,17 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from tiny import BETAS, make_unet
 
-from agentsd import Downsample, Phases, Recipe, ReuseGuidance, ReuseSteps, apply_agentsd, remove_agentsd
+from agentsd import (
+    Agents,
+    Downsample,
+    Phases,
+    Recipe,
+    ResidualSharing,
+    ReuseGuidance,
+    ReuseSteps,
+    apply_agentsd,
+    remove_agentsd,
+)
 from agentsd.recipe import REUSE
 
 SEQUENCES = int(os.environ.get("AGENTSD_SEQUENCES", "300"))
@@ -28,6 +38,13 @@ RECIPES = {
     "guidance": Recipe(guidance=ReuseGuidance(2, start=0.25)),
     "both": Recipe(steps=ReuseSteps(2), guidance=ReuseGuidance()),
     "levels": Recipe(steps=ReuseSteps(at=(999, 600, 200)), guidance=ReuseGuidance(at=(999, 200))),
+    "residual": Recipe(Agents(stride=2), residual=ResidualSharing(2, 2)),
+    "all": Recipe(
+        Phases(Agents(stride=2), Downsample()),
+        residual=ResidualSharing(2, 3),
+        steps=ReuseSteps(2, first=3),
+        guidance=ReuseGuidance(),
+    ),
     "attention": Recipe(Phases(None, Downsample()), steps=ReuseSteps(2), guidance=ReuseGuidance()),
 }
 SAMPLERS = {

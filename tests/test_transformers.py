@@ -42,7 +42,7 @@ def test_transformers_with_plain_self_attention(make, inputs):
             return model(latent, timestep=torch.tensor([t, t]), **inputs).sample
 
     stock = run(999), run(1)
-    handle = apply_agentsd(model, ratio=0.2)
+    handle = apply_agentsd(model, ratio=0.2, mode="fast")
     seen = watch_phases(handle)
     for t, before in zip((999, 1), stock, strict=True):
         assert not torch.equal(run(t), before)
@@ -63,7 +63,7 @@ def test_dit_pipeline():
         ).images
 
     stock = run()
-    with apply_agentsd(pipe, ratio=0.2):
+    with apply_agentsd(pipe, ratio=0.2, mode="fast"):
         assert abs(run() - stock).max() > 0
     assert (run() == stock).all()
 

@@ -212,7 +212,7 @@ def _recipe(method: Method, pipe: Any, mode: str | None = None) -> Iterator[Rese
     ratio: dict[str, Any] = {} if method.ratio is None else {"ratio": method.ratio}
     try:
         if mode is None:
-            apply_agentsd(pipe, recipe=method.recipe or method.folder)  # type: ignore[arg-type]
+            apply_agentsd(pipe, recipe=method.recipe or method.folder)
         else:
             apply_agentsd(pipe, mode=mode, **ratio, **dict(method.agent))
     except (TypeError, ValueError, OSError) as error:
