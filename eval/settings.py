@@ -170,7 +170,7 @@ class CompareSettings(SamplingSettings):
     """Denoising steps."""
     guidance_scale: Annotated[float, Option("guidance")] = Field(4.0, ge=0)
     """Guidance scale; 1 or less turns it off."""
-    methods: Methods = ("stock", "tomesd", "fast", "reuse")
+    methods: Methods = ("stock", "tomesd", "fast", "agentsd")
     fewer_steps: FewerSteps = (0.6,)
     ratio: OneRatio = 0.4
     prompts: Prompts = ()
@@ -192,8 +192,8 @@ class AppSettings(SamplingSettings):
     """Guidance scale that it begins with; 1 or less turns it off."""
     prompt: str | None = None
     """The prompt that it begins with; without it a caption of the embedded model."""
-    recipe: str = "reuse"
-    """The recipe that it begins with: exact, fast, turbo, downsample or reuse."""
+    recipe: str = "agentsd"
+    """The recipe that it begins with: agentsd, exact, fast, turbo, downsample or reuse."""
     host: str = "127.0.0.1"
     """The address that it listens on: this machine alone; 0.0.0.0 is every network that it is in."""
     port: int | None = Field(None, ge=1, le=65535)
@@ -293,7 +293,7 @@ class CheckSettings(RunSettings):
     """A deterministic sampler, so that many steps converge; model is the model's own."""
     steps: int = Field(25, ge=1, le=1000)
     """Denoising steps."""
-    methods: Methods = ("reuse", "fast", "downsample")
+    methods: Methods = ("agentsd", "reuse", "downsample")
     ratios: Annotated[tuple[Ratio, ...], Option("ratio")] = (0.4,)
     fewer_steps: FewerSteps = (0.8, 0.6, 0.4)
     calibrated: tuple[Path, ...] = ()

@@ -115,7 +115,7 @@ def test_tomesd_is_no_silent_no_op_on_sdxl() -> None:
         ("exact+tomesd", "name one method, and deepcache beside it"),
         ("exact+fast", "name one method, and deepcache beside it"),
         ("deepcache+deepcache-5", "name one method, and deepcache beside it"),
-        ("agentsd-fast", "unknown method 'agentsd-fast' in 'agentsd-fast'; use stock"),
+        ("agentsd-fast", "unknown method 'agentsd-fast' in 'agentsd-fast'; did you mean agentsd"),
         ("deepcache-0", "unknown method 'deepcache-0'"),
         ("stock@0", "after the @ stands a number of steps, as in stock@20"),
         ("stock@1001", "after the @ stands a number of steps"),
@@ -191,15 +191,15 @@ def test_rows_of_fewer_steps() -> None:
     assert counts(12, 0.8, 0.6, 0.4) == ["stock@10", "stock@7", "stock@5"]
     assert counts(2, 0.8, 0.6, 0.4) == ["stock@1"]  # 1.6 is 2 again, 0.8 is 1 as 1.2
     assert counts(1, 0.5) == counts(50) == []
-    methods = expand(["stock@20", "fast", "reuse"], [0.4], CompareSettings(steps=50), (0.4,))
+    methods = expand(["stock@20", "fast", "agentsd"], [0.4], CompareSettings(steps=50), (0.4,))
     assert [(method.label, method.is_stock) for method in methods] == [
         ("stock", True),
         ("stock@20", False),
         ("fast r=0.4", False),
-        ("reuse", False),
+        ("agentsd r=0.4", False),
     ]
     assert [method.is_default for method in methods] == [False, False, False, True]
-    assert not parse_method("reuse@20", None, SETTINGS).is_default
+    assert not parse_method("agentsd@20", 0.4, SETTINGS).is_default
 
 
 def test_what_saves_whole_calls_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

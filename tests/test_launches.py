@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import DDIMScheduler, UNet2DConditionModel
 from launches import Launches
 
-from agentsd import apply_agentsd
+from agentsd import Agents, Downsample, Recipe, ResidualSharing, apply_agentsd
 
 TIMESTEPS = torch.linspace(999, 0, 20)
 EARLY, LATE = 0, 15
@@ -91,3 +91,19 @@ def test_early_steps_of_fast_mode_are_counted_op_by_op(unet):
         expected.update({name: count * times for name, count in counts.items()})
     assert added(unet, "fast", EARLY) == expected
     assert expected.total() == 72
+
+
+@pytest.mark.parametrize(("operator", "each_layer"), [(Downsample(4), 3), (Agents(), 5)])
+def test_between_two_residuals_nothing_is_ranked(unet, operator, each_layer):
+    """To stock's 726 launches ten layers add 30 or 50: keys or agents, the residual's line, the sum."""
+    latent, text = torch.randn(2, 4, 64, 64), torch.randn(2, 77, 32)
+    stock, scheduler = launches(unet, EARLY), DDIMScheduler()
+    scheduler.set_timesteps(20)
+    with torch.no_grad(), apply_agentsd(unet, recipe=Recipe(operator, residual=ResidualSharing())):
+        for t in scheduler.timesteps[:5]:
+            with Launches() as mode:
+                unet(latent, t, text)
+    more = {name: mode.counts[name] - stock[name] for name in mode.counts | stock}
+    assert sum(more.values()) == 10 * each_layer + 1  # a timestep that is an integer is copied
+    assert more["lerp"] == 10
+    assert not more.get("sort")

@@ -25,9 +25,9 @@ LABELS = ATTENTION | STEPS
 
 
 def defaults_of(mode: str) -> dict[str, Any]:
-    """Return the settings that a recipe has, and their values."""
+    """Return the settings that a recipe has, and their values; of caching alone those of its steps."""
     recipe = MODES[mode]
-    parts = [*recipe.schedules, *recipe.operators, recipe.steps]
+    parts: list[Any] = [*recipe.schedules, *recipe.operators] or [recipe.steps]
     found = {name: [getattr(part, name) for part in parts if hasattr(part, name)] for name in LABELS}
     return {name: values[0] for name, values in found.items() if values}
 

@@ -20,7 +20,7 @@ from ..names import OTHERS, is_method, numbered
 from ..settings import Backend, FewerSteps, Settings, recipe_of
 from .rivals import RIVALS, Reseed, nothing, unet_of
 
-DEFAULT = "reuse"
+DEFAULT = "agentsd"
 """The recipe that `apply_agentsd` runs if nothing is said."""
 _DEFAULTS = {"k": 0.075, "scale": -0.15, "early_frac": 0.4, "seed": 0}
 
