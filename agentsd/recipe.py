@@ -247,10 +247,10 @@ REUSE = Recipe(steps=ReuseSteps(every=2, first=4, late_every=3))
 """Stock attention; after four steps one in two is full, and of the second half of those one in three."""
 AGENTSD = Recipe(
     Phases(Agents(), Downsample(stride=4, at_most=None)),
-    residual=ResidualSharing(least_tokens=4096),
+    residual=ResidualSharing(interval=1, least_tokens=4096),
     steps=REUSE.steps,
 )
-"""AgentSD on shared residuals, then downsampled keys, and step caching; on small grids step caching alone."""
+"""Step caching whose cached steps run agents, later downsampled keys, on the residuals of the computed ones."""
 MODES: dict[str, Recipe] = {
     "agentsd": AGENTSD,
     "exact": EXACT,
