@@ -42,7 +42,7 @@ def apply_agentsd(
     recipe: Recipe | str | Path | None = None,
     seed: int = 0,
 ) -> AgentHandle:
-    """Make a Stable Diffusion U-Net faster by agent attention on shared residuals, and by step caching.
+    """Make a Stable Diffusion U-Net faster by step caching and agent attention on shared residuals.
 
     No training, no change to the weights. A pipeline that is patched already gets the new recipe. A setting
     at its default changes nothing, whatever the mode; one that differs is an error where the mode or recipe
@@ -54,10 +54,11 @@ def apply_agentsd(
         k: weight of the `+ kV` residual, 0 to 1000.
         scale: exponent of the head width in the broadcast softmax, 0 or less.
         early_frac: share of the steps with agent attention, in [0, 1].
-        mode: "agentsd": agent attention in the early steps and downsampled keys later, each on the residual
-            that it had to full attention a step or two before, and step caching; on grids of fewer than 4,096
-            tokens step caching alone. "reuse": that alone, on every grid. Or one that changes attention and
-            shares nothing: "exact" (the paper to the letter), "fast", "turbo" or "downsample".
+        mode: "agentsd": step caching, whose cached steps run agent attention early in a run and downsampled
+            keys later, each on the residual that it had to full attention in the last computed steps; on grids
+            of fewer than 4,096 tokens step caching alone. "reuse": that alone, on every grid. Or one that
+            changes attention in every step and shares nothing: "exact" (the paper to the letter), "fast",
+            "turbo" or "downsample".
         recipe: in place of all the others, a `Recipe`, or a folder or file that holds one (`agentsd.yaml`;
             trained weights beside it, `agentsd.safetensors`, are loaded).
         seed: of the cells drawn at random.
