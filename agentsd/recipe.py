@@ -250,7 +250,7 @@ AGENTSD = Recipe(
     residual=ResidualSharing(interval=1, least_tokens=4096),
     steps=REUSE.steps,
 )
-"""Step caching whose cached steps run agents, later downsampled keys, on the residuals of the computed ones."""
+"""Step caching whose cached steps run agents, later downsampled keys, on residuals of the computed ones."""
 MODES: dict[str, Recipe] = {
     "agentsd": AGENTSD,
     "exact": EXACT,
