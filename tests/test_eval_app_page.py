@@ -56,7 +56,7 @@ def test_both_pictures_are_made_and_compared_under_a_slider(page: Any) -> None:
     strip = make(page)
     assert strip.get_attribute("aria-label") == "FFFFfFffFf  (10 calls: 6 full; 4 cheap; 3 corrected)"
     assert strip.locator("i").count() == 10
-    assert re.search(r"stock \d+\.\d\d s, reuse \d+\.\d\d s: .* PSNR to stock", page.inner_text("body"))
+    assert re.search(r"stock \d+\.\d\d s, agentsd \d+\.\d\d s: .* PSNR to stock", page.inner_text("body"))
     stock, own = page.locator("img[src*='/file=']").all()
     bodies = [page.request.get(image.get_attribute("src")).body() for image in (stock, own)]
     assert bodies[0] != bodies[1]
@@ -79,6 +79,8 @@ def settings_that_run(page: Any, label: str, value: str) -> tuple[str, bytes]:
 
 
 def test_the_settings_that_are_chosen_are_those_that_run(page: Any) -> None:
+    page.get_by_label("reuse", exact=True).click()
+    page.get_by_text('mode="reuse"').wait_for()
     assert settings_that_run(page, "every (one", "3")[0] == "FFFFffFffF"
     assert settings_that_run(page, "every (one", "1")[0] == "FFFFFFFffF"
     page.get_by_label("exact").click()
@@ -87,6 +89,8 @@ def test_the_settings_that_are_chosen_are_those_that_run(page: Any) -> None:
 
 
 def test_the_line_of_python_follows_the_recipe_and_is_copied(page: Any) -> None:
+    page.get_by_label("reuse", exact=True).click()
+    page.get_by_text('mode="reuse"').wait_for()
     page.get_by_label("every (one").fill("3")
     page.get_by_text("ReuseSteps(every=3, first=4, late_every=3)").wait_for()
     page.get_by_role("button", name="Copy").click()
