@@ -15,6 +15,7 @@ from tiny import BETAS, WIDTH, make_unet
 
 from agentsd import Downsample, Recipe, ReuseGuidance, ReuseSteps, apply_agentsd, remove_agentsd
 from agentsd.recipe import REUSE
+from agentsd.reuse.halves import conditional_arguments
 
 STEPS = Recipe(steps=ReuseSteps(2))
 BOTH = Recipe(steps=ReuseSteps(2), guidance=ReuseGuidance())
@@ -209,6 +210,15 @@ def test_masks_of_image_prompts_are_not_halved(masks):
         out, expected = caller(unet, i, **more), caller(twin, i, **more)
         torch.testing.assert_close(out.chunk(2)[1], expected.chunk(2)[1], rtol=0, atol=1e-5)
     assert handle.summary().startswith("FHFH")
+
+
+def test_masks_in_one_tensor_are_not_halved():
+    """Of two image prompts, and of four: rows of as many as the batch, or twice as many."""
+    for masks in (torch.rand(2, 1, 16, 16), torch.rand(4, 16, 16)):
+        given = {"sample": torch.rand(2, 4, 16, 16), "cross_attention_kwargs": {"ip_adapter_masks": masks}}
+        halved = conditional_arguments(given)
+        assert halved["sample"].shape[0] == 1
+        assert halved["cross_attention_kwargs"]["ip_adapter_masks"] is masks
 
 
 def test_a_call_with_an_unknown_argument_stays_whole():
