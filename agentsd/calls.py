@@ -159,11 +159,7 @@ class Calls:
 
     def __getstate__(self) -> dict[str, Any]:
         gone = dict.fromkeys(("_pipe", "_compiled", "_limits", "_awaited", "_planned"))
-        return (
-            self.__dict__
-            | gone
-            | {"_caller": {}, "_kept": [], "_again": False, "_schedulers": [], "_planned": None}
-        )
+        return self.__dict__ | gone | {"_caller": {}, "_kept": [], "_again": False, "_schedulers": []}
 
     def summary(self) -> str:
         """What each call of the thread's last run was; of the last run of any, where it had none."""

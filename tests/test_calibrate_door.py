@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import accelerate
 import pytest
 import torch
 from calibrating import SETTINGS, STEPS, run
@@ -67,6 +68,10 @@ def test_what_cannot_be_calibrated_is_refused_before_any_run(plain, make_plain, 
     with pytest.raises(ValueError, match=r"down_blocks.* has a Strange, which may have to see each call"):
         calibrate(plain, ["a cat"], speedup=1.1, operators=())
     attn.set_processor(plain_processor)
+    offloaded = make_plain()
+    accelerate.cpu_offload(offloaded.unet)
+    with pytest.raises(ValueError, match="kept elsewhere by sequential offloading: calibrate first"):
+        calibrate(offloaded, ["a cat"], speedup=1.5)
     compiled = copy.copy(plain)
     compiled.unet = make_unet()
     compiled.unet.compile()
