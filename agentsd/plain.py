@@ -18,7 +18,7 @@ OPERATORS: dict[str, type[Operator]] = {kind.name: kind for kind in _KINDS}
 def write_schedule(schedule: Schedule | None) -> Any:
     """Plain values of a schedule: a mapping of an operator's name to its settings, or of stages of these."""
     if schedule is None:
-        return "stock"
+        return "full"
     if isinstance(schedule, Phases):
         early, late = map(write_schedule, schedule.stages)
         return {"early": early, "late": late, "early_frac": schedule.early_frac}
@@ -44,8 +44,8 @@ def plain_values(content: Any) -> Any:
 
 
 def read_schedule(content: Any) -> Any:
-    """A schedule of plain values: {agents: {ratio: 0.4}}, "stock", or phases or stages of these."""
-    if content is None or content == "stock":
+    """A schedule of plain values: {agents: {ratio: 0.4}}, "full", or phases or stages of these."""
+    if content is None or content == "full":
         return None
     if isinstance(content, dict) and "stages" in content:
         check_known(content, {"stages", "thresholds", "per"})

@@ -100,8 +100,8 @@ class Recipe:
             )
         if not layers:
             raise ValueError("layers={}: name a self-attention layer at least, or leave layers out")
-        if stock := [name for name, schedule in layers.items() if schedule is None]:
-            raise ValueError(f"layers={stock} would run stock attention: leave them out")
+        if baseline := [name for name, schedule in layers.items() if schedule is None]:
+            raise ValueError(f"layers={baseline} would run full attention: leave them out")
         if odd := [name for name in layers if not isinstance(name, str)]:
             raise ValueError(f"layers={odd}: name each by a string, as in AgentHandle.layer_names")
         if len(timings := {timing_of(schedule) for schedule in layers.values()} - {None}) > 1:
@@ -244,7 +244,7 @@ TURBO = Recipe(Phases(Agents(feed_forward=True), Downsample()))
 DOWNSAMPLE = Recipe(Downsample())
 """ToDo's downsampling in every step."""
 REUSE = Recipe(steps=ReuseSteps(every=2, first=4, late_every=3))
-"""Stock attention; after four steps one in two is full, and of the second half of those one in three."""
+"""Full attention; after four steps one in two is full, and of the second half of those one in three."""
 AGENTSD = Recipe(
     Phases(Agents(), Downsample(stride=4, at_most=None)),
     residual=ResidualSharing(interval=1, least_tokens=4096),

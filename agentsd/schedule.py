@@ -11,7 +11,7 @@ from .checks import check, check_share, check_types
 
 @dataclass(frozen=True)
 class Phases:
-    """One operator in the early, noisy steps and another in the later ones; None is stock attention.
+    """One operator in the early, noisy steps and another in the later ones; None is full attention.
 
     Attributes:
         early, late: what runs.
@@ -43,7 +43,7 @@ class ByDistance:
     From "Efficient Diffusion Transformer with Step-wise Dynamic Attention Mediators" (ECCV 2024), Eq. 11.
 
     Attributes:
-        stages: what runs in each stage; None is stock attention.
+        stages: what runs in each stage; None is full attention.
         thresholds: shares of the first distance at which the next stage begins, falling.
         per: one stage for the whole "batch", or for each "sample" (needs `PooledAgents` in each stage, which
             differ in their count alone).

@@ -31,9 +31,9 @@ Rows = dict[str, Row]
 
 
 def _base(row: Row, rows: Rows) -> Row:
-    """Stock in as many steps."""
+    """Baseline in as many steps."""
     _, at, steps = row["label"].partition("@")
-    return rows[f"stock{at}{steps}"]
+    return rows[f"baseline{at}{steps}"]
 
 
 def _range(row: Row, name: str, form: str, scale: float = 1.0) -> str:
@@ -41,14 +41,14 @@ def _range(row: Row, name: str, form: str, scale: float = 1.0) -> str:
     return f"{value} ({low}-{high})"
 
 
-def _worth(by: str) -> Callable[[Row, Rows], str]:
-    def worth(row: Row, rows: Rows) -> str:
-        if f"worth_{by}" not in row:
+def _gain(by: str) -> Callable[[Row, Rows], str]:
+    def gain(row: Row, rows: Rows) -> str:
+        if f"gain_{by}" not in row:
             return ""
-        sign = {"more": "> ", "less": "< "}.get(row[f"worth_{by}_beyond"] or "", "")
-        return sign + _range(row, f"worth_{by}", ".2f")
+        sign = {"more": "> ", "less": "< "}.get(row[f"gain_{by}_beyond"] or "", "")
+        return sign + _range(row, f"gain_{by}", ".2f")
 
-    return worth
+    return gain
 
 
 def _share(name: str) -> Callable[[Row, Rows], str]:
@@ -60,7 +60,7 @@ def _pictures(measure: str) -> Callable[[Row, Rows], str]:
 
     def pictures(row: Row, rows: Rows) -> str:
         value, low, high = (row[measure][name] for name in ("value", "low", "high"))
-        if measure != "kernel":
+        if measure != "kid":
             value, low, high = map(math.log, (value, low, high))
         if value <= 0:
             return "-"
@@ -71,7 +71,7 @@ def _pictures(measure: str) -> Callable[[Row, Rows], str]:
 
 
 def _change(name: str, scale: float, form: str) -> Callable[[Row, Rows], str]:
-    """A change against stock and half of its 95% interval."""
+    """A change against the baseline and half of its 95% interval."""
 
     def change(row: Row, rows: Rows) -> str:
         value, half = scale * row[f"{name}_change"], scale * Z95 * row[f"{name}_change_error"]
@@ -82,36 +82,36 @@ def _change(name: str, scale: float, form: str) -> Callable[[Row, Rows], str]:
 
 def _kept(row: Row, rows: Rows) -> str:
     """Whether the far ends of both distributions' distances are below those of 12 steps."""
-    twelve = rows["stock@12"]
+    twelve = rows["baseline@12"]
     far = {
         name: row[f"{name}_change"] + Z95 * row[f"{name}_change_error"] - twelve[f"{name}_change"]
-        for name in ("kernel", "frechet")
+        for name in ("kid", "fd")
     }
     return "yes" if max(far.values()) < 0 else "no"
 
 
 KINDS: dict[str, Callable[[Row, Rows], str]] = {
-    "cost": lambda row, rows: f"{row['multiply_adds'] / rows['stock']['multiply_adds']:.2f}",
-    "cheaper": lambda row, rows: f"{_base(row, rows)['multiply_adds'] / row['multiply_adds']:.2f}x",
-    "cheaper-than-stock": lambda row, rows: f"{rows['stock']['multiply_adds'] / row['multiply_adds']:.2f}x",
-    "saved": lambda row, rows: f"{1 - row['multiply_adds'] / rows['stock']['multiply_adds']:.0%}",
+    "cost": lambda row, rows: f"{row['macs'] / rows['baseline']['macs']:.2f}",
+    "cheaper": lambda row, rows: f"{_base(row, rows)['macs'] / row['macs']:.2f}x",
+    "cheaper-than-baseline": lambda row, rows: f"{rows['baseline']['macs'] / row['macs']:.2f}x",
+    "saved": lambda row, rows: f"{1 - row['macs'] / rows['baseline']['macs']:.0%}",
     "faster": lambda row, rows: f"{row['speedup']:.2f}x",
-    "distance": lambda row, rows: f"{1e3 * row['converged']:.3g}",
-    "distance-range": lambda row, rows: _range(row, "converged", ".0f", 1e3),
-    "worth": _worth("multiply_adds"),
-    "worth-time": _worth("time"),
-    "worth-value": lambda row, rows: f"{row['worth_multiply_adds']:.2f}",
-    "to-stock": lambda row, rows: f"{1e3 * row['perceptual']:.3g}",
-    "kernel": lambda row, rows: f"{1e3 * row['kernel']:.3g}",
-    "kernel-change": lambda row, rows: f"{1e3 * row['kernel_change']:+.3g}",
-    "kernel-95": _change("kernel", 1e3, ".1f"),
+    "distance": lambda row, rows: f"{1e3 * row['reference_distance']:.3g}",
+    "distance-range": lambda row, rows: _range(row, "reference_distance", ".0f", 1e3),
+    "gain": _gain("macs"),
+    "gain-seconds": _gain("seconds"),
+    "gain-value": lambda row, rows: f"{row['gain_macs']:.2f}",
+    "to-baseline": lambda row, rows: f"{1e3 * row['baseline_distance']:.3g}",
+    "kid": lambda row, rows: f"{1e3 * row['kid']:.3g}",
+    "kid-change": lambda row, rows: f"{1e3 * row['kid_change']:+.3g}",
+    "kid-95": _change("kid", 1e3, ".1f"),
     "seeds-95": lambda row, rows: (
-        _change("kernel_seeds", 1e3, ".1f")(row, rows) if "kernel_seeds_change" in row else ""
+        _change("kid_seeds", 1e3, ".1f")(row, rows) if "kid_seeds_change" in row else ""
     ),
-    "frechet-95": _change("frechet", 1, ".2f"),
+    "fd-95": _change("fd", 1, ".2f"),
     "kept": _kept,
-    "shown-perceptual": _pictures("to converged"),
-    "shown-kernel": _pictures("kernel"),
+    "shown-perceptual": _pictures("to reference image"),
+    "shown-kid": _pictures("kid"),
     "place": lambda row, rows: f"{row['place']:.1f}",
     "size": lambda row, rows: f"{row['size']:.1f}",
     "images": lambda row, rows: str(row["images"]),

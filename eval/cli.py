@@ -144,7 +144,8 @@ def start(
         ),
     ] = False,
 ) -> None:
-    """Quality and cost of agent attention (AgentSD) beside stock Stable Diffusion, ToMeSD and DeepCache."""
+    """Quality and cost of agent attention (AgentSD) beside baseline Stable Diffusion, ToMeSD and
+    DeepCache."""
 
 
 for _name in COMMANDS:

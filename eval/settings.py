@@ -38,7 +38,7 @@ Methods = Annotated[
     tuple[str, ...],
     Option("method"),
     Field(
-        description="stock, a recipe's name (exact, fast, turbo, downsample ...), tomesd, deepcache "
+        description="baseline, a recipe's name (exact, fast, turbo, downsample ...), tomesd, deepcache "
         "(deepcache-5: interval 5), or two joined, as fast+deepcache; METHOD@STEPS runs so many steps; limit "
         "(limit-all): without the finest level's (every) self-attention core, for its cost alone; repeat."
     ),
@@ -46,7 +46,7 @@ Methods = Annotated[
 FewerSteps = Annotated[
     tuple[Annotated[float, Field(gt=0, lt=1)], ...],
     Field(
-        description="Rows of stock in so large a share of the steps: what a method must beat; repeat, "
+        description="Rows of the baseline in so large a share of the steps: what a method must beat; repeat, "
         "or none."
     ),
 ]
@@ -74,7 +74,7 @@ class Settings(CommandSettings):
     device: str | None = None
     """cpu, cuda, cuda:1 ...; without it the first CUDA device, else the CPU."""
     backend: Backend = "sdpa"
-    """Attention of stock, and of every layer that a method leaves alone."""
+    """Attention of the baseline, and of every layer that a method leaves alone."""
     scheduler: Scheduler = "plms"
     """The sampler; model is the model's own."""
     steps: int = Field(50, ge=1, le=1000)
@@ -170,7 +170,7 @@ class CompareSettings(SamplingSettings):
     """Denoising steps."""
     guidance_scale: Annotated[float, Option("guidance")] = Field(4.0, ge=0)
     """Guidance scale; 1 or less turns it off."""
-    methods: Methods = ("stock", "tomesd", "fast", "agentsd")
+    methods: Methods = ("baseline", "tomesd", "fast", "agentsd")
     fewer_steps: FewerSteps = (0.6,)
     ratio: OneRatio = 0.4
     prompts: Prompts = ()
@@ -181,7 +181,7 @@ class CompareSettings(SamplingSettings):
 
 
 class AppSettings(SamplingSettings):
-    """Serve a page in the browser: stock and a recipe side by side, from one seed."""
+    """Serve a page in the browser: baseline and a recipe side by side, from one seed."""
 
     hidden: ClassVar[tuple[str, ...]] = ("backend", "agent")
     scheduler: Scheduler = "dpm++karras"
@@ -210,7 +210,7 @@ class RunSettings(SamplingSettings):
     """Make pictures with each method and ratio, and a row of quality and cost for each (Table 10)."""
 
     hidden: ClassVar[tuple[str, ...]] = ("ablate_ratio", "ablate_values")
-    methods: Methods = ("stock", "tomesd", "exact")
+    methods: Methods = ("baseline", "tomesd", "exact")
     fewer_steps: FewerSteps = (0.8, 0.6, 0.4)
     ratios: Annotated[tuple[Ratio, ...], Option("ratio")] = (0.1, 0.2, 0.3, 0.4, 0.5)
     """Share of the tokens that is merged: every method at every ratio; repeat."""
@@ -234,11 +234,12 @@ class RunSettings(SamplingSettings):
     """A folder of real pictures; without it the embedded model's own, and for other models none."""
     references: int = Field(4096, ge=8)
     """Fresh scenes that the embedded model's pictures are compared with."""
-    converged_steps: int | None = Field(None, ge=2)
-    """Steps of stock's converged pictures, such as 100, that every row is compared with; without it, rows are
-    compared with stock's pictures alone."""
+    reference_steps: int | None = Field(None, ge=2)
+    """Steps of the baseline's reference images, such as 100, that every row is compared with; without it,
+    rows are
+    compared with the baseline's pictures alone."""
     other_seeds: bool = False
-    """Compare rows with stock's own pictures of the same prompts under other seeds, too."""
+    """Compare rows with the baseline's own pictures of the same prompts under other seeds, too."""
     features: FeatureName = "efficientnet-lite0"
     """The network that distances are measured by; inception is that of real FID."""
     inception_weights: Path | None = None
@@ -246,7 +247,7 @@ class RunSettings(SamplingSettings):
     clip: str | None = None
     """A CLIP model (folder or hub id) for the CLIP score."""
     count_on: int = Field(1, ge=1)
-    """Multiply-adds are counted on so many pictures; they differ where the latent's distance decides."""
+    """MACs are counted on so many pictures; they differ where the latent's distance decides."""
     bootstrap: int = Field(200, ge=2)
     """Resamples for the error of a distance."""
     out: Path = Path("runs/default")
@@ -261,7 +262,7 @@ class RunSettings(SamplingSettings):
 
 
 class AblateSettings(RunSettings):
-    """Vary one setting of exact mode at one ratio, beside stock (Tables 11, 12 and 13)."""
+    """Vary one setting of exact mode at one ratio, beside baseline (Tables 11, 12 and 13)."""
 
     hidden: ClassVar[tuple[str, ...]] = ("methods", "ratios")
     what: Annotated[Literal["k", "scale", "early"], Option("WHAT", positional=True)]
@@ -276,14 +277,15 @@ class ProofSettings(RunSettings):
     """A deterministic sampler, so that many steps converge."""
     steps: int = Field(25, ge=1, le=1000)
     """Denoising steps of the rows that lose by something else."""
-    converged_steps: int | None = Field(100, ge=2)
-    """Steps of stock's converged pictures."""
+    reference_steps: int | None = Field(100, ge=2)
+    """Steps of the baseline's reference images."""
     chain_steps: tuple[Annotated[int, Field(ge=1)], ...] = (50, 25, 12, 8, 6)
     """Numbers of steps, falling; repeat."""
 
 
 class CheckSettings(RunSettings):
-    """Check the recipes on your own model: stock, fewer steps and each recipe; a page, and results to send.
+    """Check the recipes on your own model: baseline, fewer steps and each recipe; a page, and results to
+    send.
 
     Without --prompts, other models than the embedded one get prompts that ship with the program.
     """
@@ -302,8 +304,8 @@ class CheckSettings(RunSettings):
     """Pictures for each row."""
     batch_size: int = Field(4, ge=1)
     """Pictures made at once."""
-    converged_steps: int | None = Field(100, ge=2)
-    """Steps of stock's converged pictures, that every row is compared with."""
+    reference_steps: int | None = Field(100, ge=2)
+    """Steps of the baseline's reference images, that every row is compared with."""
     out: Path = Path("runs/check")
     """The run's folder; the same folder resumes it."""
 
@@ -319,7 +321,7 @@ class CheckSettings(RunSettings):
 
 
 class MediatorSettings(RunSettings):
-    """Search when the number of pooled agents should grow: distance against multiply-adds, drawn."""
+    """Search when the number of pooled agents should grow: distance against MACs, drawn."""
 
     hidden: ClassVar[tuple[str, ...]] = ("methods", "ratios", "ablate_ratio", "ablate_values")
     scheduler: Scheduler = "ddpm"
@@ -337,7 +339,7 @@ class CostSettings(Settings):
 
     arch: Literal["sd15", "sdxl"] | None = None
     """A bare architecture with random weights in place of a model."""
-    methods: Methods = ("stock", "tomesd", "exact", "fast")
+    methods: Methods = ("baseline", "tomesd", "exact", "fast")
     ratio: OneRatio = 0.4
     sizes: Annotated[tuple[int, ...], Option("size")] = ()
     """Pixels on a side, multiples of 8; repeat. Without one, the model's own."""
@@ -353,12 +355,12 @@ class CostSettings(Settings):
 
 
 class LatencySettings(CostSettings):
-    """Measure cost alone: seconds, multiply-adds and, on a GPU, memory; the methods take turns."""
+    """Measure cost alone: seconds, MACs and, on a GPU, memory; the methods take turns."""
 
     hidden: ClassVar[tuple[str, ...]] = ("backend",)
     fewer_steps: FewerSteps = (0.8, 0.6, 0.4)
     backends: Annotated[tuple[Backend, ...], Option("backend")] = ("sdpa",)
-    """Attention of stock and of layers left alone: each method is measured under each; repeat."""
+    """Attention of the baseline and of layers left alone: each method is measured under each; repeat."""
     batches: Annotated[tuple[int, ...], Option("batch")] = (1,)
     """Pictures at once; repeat."""
     scopes: Annotated[tuple[Literal["forward", "pipeline", "training"], ...], Option("scope")] = (
@@ -370,9 +372,9 @@ class LatencySettings(CostSettings):
     gradient_checkpointing: bool = False
     """In training steps."""
     compile: bool = False
-    """Compile the U-Net under every method, stock too."""
+    """Compile the U-Net under every method, baseline too."""
     count: bool = True
-    """Count multiply-adds, in a warm-up round before the timed ones; runs of minutes can do without."""
+    """Count MACs, in a warm-up round before the timed ones; runs of minutes can do without."""
     out: Path = Path("outputs/latency")
     """Folder for latency.jsonl, .csv and .md."""
 
@@ -390,8 +392,8 @@ class ProfileSettings(CostSettings):
     hidden: ClassVar[tuple[str, ...]] = ("scheduler", "steps")
     phases: Annotated[tuple[Literal["early", "late"], ...], Option("phase")] = ("early", "late")
     """early or late steps; repeat."""
-    stock: bool = True
-    """Measure stock too; at 2048 px that takes minutes a call."""
+    baseline: bool = True
+    """Measure baseline too; at 2048 px that takes minutes a call."""
     out: Path = Path("outputs/profile")
     """Folder for profile.jsonl, .csv and .md."""
 
@@ -424,14 +426,14 @@ class CalibrateSettings(SamplingSettings):
     """How many of the embedded model's captions."""
     held_out: int = Field(0, ge=0)
     """How many of the prompts, the last ones, are kept for measuring what the recipe promises."""
-    converged_steps: int | None = Field(None, ge=2)
-    """Steps of converged runs, such as 100, by which the recipe is compared with fewer steps; without it they
-    are compared by stock's own latents."""
+    reference_steps: int | None = Field(None, ge=2)
+    """Steps of reference runs, such as 100, by which the recipe is compared with fewer steps; without it they
+    are compared by the baseline's own latents."""
     speedup: float | None = Field(None, gt=1)
     """The goal: how much cheaper the U-Net's calls of a run."""
     max_distance: float | None = Field(None, gt=0)
-    """Or the goal: the largest distance of a run's final latents to stock's, such as 0.05."""
-    cost: Literal["time", "multiply_adds"] = "multiply_adds"
+    """Or the goal: the largest distance of a run's final latents to the baseline's, such as 0.05."""
+    cost: Literal["time", "macs"] = "macs"
     """What is to become cheaper; time needs a machine that does nothing else."""
     attention: bool = True
     """Plan self-attention too."""
@@ -494,7 +496,7 @@ class SubjectSettings(SamplingSettings):
 
 
 class FidSettings(CommandSettings):
-    """Measure the Fréchet and kernel distance between two folders of pictures, or a table's features."""
+    """Measure the Fréchet and KID between two folders of pictures, or a table's features."""
 
     first: Annotated[Path, Option("DIR_A", positional=True)]
     """A folder of pictures, or a .npz in a run's features/."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 
 from agentsd import Merge
-from agentsd.calibration.cost import multiply_adds
+from agentsd.calibration.cost import macs
 
 STEPS = 8
 SETTINGS = {"num_inference_steps": STEPS, "guidance_scale": 7.5}
 MERGE = Merge(0.5, ranking="layer")
 COUNTED = {
-    "cost": "multiply_adds",
+    "cost": "macs",
     "operators": (MERGE,),
     "held_out": ["a dog"],
-    "converged_steps": 20,
+    "reference_steps": 20,
 } | SETTINGS
 
 
@@ -34,12 +34,12 @@ def distance(one, other):
 
 
 def work(pipe, **changes):
-    """Multiply-adds of the U-Net's calls in a run."""
+    """MACs of the U-Net's calls in a run."""
     counts, host = [], pipe.unet.forward
 
     def counted(*args, **kwargs):
         outputs = []
-        counts.append(multiply_adds(lambda: outputs.append(host(*args, **kwargs))))
+        counts.append(macs(lambda: outputs.append(host(*args, **kwargs))))
         return outputs[0]
 
     pipe.unet.forward = counted

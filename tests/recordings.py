@@ -57,7 +57,7 @@ CASES: dict[str, Case] = {
     "merge in every step": Case({"mode": "exact", "early": "tome", "late": "tome"}),
     "merge later": Case({"late": "tome"}),
     "late ratio": Case({"mode": "exact", "ratio": 0.5, "late_ratio": 0.25}),
-    "stock later": Case({"late": "none"}),
+    "baseline later": Case({"late": "none"}),
     "agents later": Case({"mode": "exact", "late": "agent"}),
     "one level": Case({"levels": 1}),
     "few agents": Case({"agent_counts": (9,)}),

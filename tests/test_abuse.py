@@ -123,21 +123,21 @@ def test_two_models_with_different_settings_in_two_threads():
 
 def test_a_deep_copy_has_a_patch_of_its_own():
     unet = make_unet()
-    stock = call(unet)
+    baseline = call(unet)
     apply_agentsd(unet, mode="fast")
     patched = call(unet)
     twin = copy.deepcopy(unet)
     remove_agentsd(unet)
-    assert torch.equal(call(unet), stock)
+    assert torch.equal(call(unet), baseline)
     assert torch.equal(call(twin), patched)
     remove_agentsd(twin)
-    assert torch.equal(call(twin), stock)
+    assert torch.equal(call(twin), baseline)
     assert all(not m._forward_pre_hooks for m in twin.modules())
 
 
 @pytest.mark.parametrize("position", [0, 1])
 def test_a_picture_does_not_depend_on_its_place_in_the_batch(position):
-    """The property holds for the stock model up to rounding; so for the patched one."""
+    """The property holds for the baseline model up to rounding; so for the patched one."""
     unet = make_unet()
     apply_agentsd(unet, recipe=Recipe(Phases(Agents(cells="random"), Downsample())))
     rng = torch.Generator().manual_seed(0)

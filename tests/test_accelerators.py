@@ -21,7 +21,7 @@ def deepcache(pipe):
 @pytest.mark.parametrize("patch_first", [True, False])
 def test_deepcache_in_either_order(pipe, sample, patch_first, mode):
     pipe.scheduler = diffusers.DDIMScheduler(**BETAS)  # DeepCache looks timesteps up: they must not repeat
-    stock = sample(pipe)
+    baseline = sample(pipe)
     disable = deepcache(pipe)
     cached = sample(pipe)
     apply_agentsd(pipe, mode=mode)
@@ -29,14 +29,14 @@ def test_deepcache_in_either_order(pipe, sample, patch_first, mode):
     assert not torch.equal(both, cached)
     disable()
     remove_agentsd(pipe)
-    assert torch.equal(sample(pipe), stock)
+    assert torch.equal(sample(pipe), baseline)
 
     steps = [lambda: apply_agentsd(pipe, mode=mode).remove, lambda: deepcache(pipe)]
     undo = [step() for step in (steps if patch_first else reversed(steps))]
     assert torch.equal(sample(pipe), both)
     for back in undo:
         back()
-    assert torch.equal(sample(pipe), stock)
+    assert torch.equal(sample(pipe), baseline)
 
 
 def test_tgate_goes_round_processors_and_that_is_said(pipe):
@@ -49,9 +49,9 @@ def test_tgate_goes_round_processors_and_that_is_said(pipe):
         settings = {"gate_step": 4, "num_inference_steps": 6, "output_type": "latent"}
         return gated.tgate("a cat", generator=torch.Generator().manual_seed(0), **settings).images
 
-    stock = run()
+    baseline = run()
     apply_agentsd(pipe, mode="fast")
     with pytest.warns(UserWarning, match="without its attention processor"):
-        assert torch.equal(run(), stock)
+        assert torch.equal(run(), baseline)
     remove_agentsd(pipe)
-    assert torch.equal(run(), stock)
+    assert torch.equal(run(), baseline)

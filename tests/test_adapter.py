@@ -24,10 +24,10 @@ def same(ours, theirs):
 
 def test_the_module_starts_as_pooled_agents():
     unet = make_unet()
-    stock = call(unet)
+    baseline = call(unet)
     with apply_agentsd(unet, recipe=Recipe(AgentModule())):
         trained = call(unet)
-    assert (trained - stock).abs().max() > 1e-3
+    assert (trained - baseline).abs().max() > 1e-3
     for same_start in (PooledAgents(), AgentModule(bias=False), AgentModule(convolution=False)):
         with apply_agentsd(unet, recipe=Recipe(same_start)):
             torch.testing.assert_close(trained, call(unet), rtol=0, atol=1e-5)
@@ -51,7 +51,7 @@ def test_applied_and_removed(pipe, sample, operator):
 
 @pytest.mark.parametrize("operator", TRAINED, ids=lambda operator: operator.name)
 def test_trained_weights_come_back_and_go_away(pipe, sample, tmp_path, operator):
-    stock, weights = sample(pipe), everything(pipe.unet)
+    baseline, weights = sample(pipe), everything(pipe.unet)
     handle = apply_agentsd(pipe, recipe=Recipe(operator))
     rng = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -65,7 +65,7 @@ def test_trained_weights_come_back_and_go_away(pipe, sample, tmp_path, operator)
         assert handle.recipe == Recipe(operator)
         assert torch.equal(sample(pipe), trained)
     assert same(everything(pipe.unet), weights)
-    assert torch.equal(sample(pipe), stock)
+    assert torch.equal(sample(pipe), baseline)
 
 
 def test_gradients_reach_every_weight():

@@ -99,17 +99,17 @@ def test_errors_of_cheap_calls_after_the_same_full_one_add_up_before_they_are_sq
 
 
 def test_what_is_promised_of_a_corrected_plan_is_what_its_run_does(plain, only_corrected):
-    settings = {"operators": (), "cost": "multiply_adds", **SETTINGS}
+    settings = {"operators": (), "cost": "macs", **SETTINGS}
     found = calibrate(plain, ["a cat"], speedup=1.4, **settings)
     seen = found.measured["found"]
     assert found.steps.corrected
     assert found.guidance is None
     assert set(found.measured["plan"]) == {"F", "f"}
-    stock, total = run(plain)[0], work(plain)
+    baseline, total = run(plain)[0], work(plain)
     with apply_agentsd(plain, recipe=found) as handle:
         patched, done = run(plain)[0], work(plain)
         assert handle.summary().split()[0] == found.measured["plan"]
-    assert seen["distance"] == pytest.approx(distance(patched, stock), rel=1e-3)
+    assert seen["distance"] == pytest.approx(distance(patched, baseline), rel=1e-3)
     assert seen["speedup"] == pytest.approx(total / done, rel=1e-6)
     assert seen["speedup"] >= 1.4
     assert seen["predicted_speedup"] == pytest.approx(seen["speedup"], rel=0.01)
@@ -117,7 +117,7 @@ def test_what_is_promised_of_a_corrected_plan_is_what_its_run_does(plain, only_c
 
 def test_nothing_is_planned_with_a_correction_that_a_sampler_does_not_have(make_plain, pipe):
     plms = make_plain(scheduler=pipe.scheduler)
-    settings = {"operators": (), "cost": "multiply_adds", **SETTINGS}
+    settings = {"operators": (), "cost": "macs", **SETTINGS}
     found = calibrate(plms, ["a cat"], speedup=1.4, **settings)
     assert not found.steps.corrected
     with apply_agentsd(plms, recipe=found) as handle:

@@ -30,10 +30,10 @@ from agentsd.modules import FocusedLinear
         ({"prompts": []}, ValueError, r"prompts=\[\]: pass a list"),
         ({"held_out": "a dog"}, ValueError, "held_out='a dog': pass a list"),
         ({"held_out": ["a cat"]}, ValueError, r"held_out=\['a cat'\]: they are among the prompts"),
-        ({"cost": "flops"}, ValueError, "cost='flops': choose 'time' or 'multiply_adds'"),
+        ({"cost": "flops"}, ValueError, "cost='flops': choose 'time' or 'macs'"),
         ({"operators": [FocusedLinear()]}, ValueError, r"FocusedLinear\(.*: it is to be trained"),
         ({"operators": [Merge]}, ValueError, "pass operators, as"),
-        ({"converged_steps": 9}, ValueError, "converged_steps=9: pass more than num_inference_steps=25"),
+        ({"reference_steps": 9}, ValueError, "reference_steps=9: pass more than num_inference_steps=25"),
         ({"early_frac": 2}, ValueError, "early_frac=2: pass a share"),
         ({"num_inference_steps": 5}, ValueError, "nothing can be left out .* a run of 5 steps has none"),
         ({"timesteps": [1, 2]}, ValueError, r"timesteps=\[1, 2\]: leave it out"),
@@ -104,7 +104,7 @@ def test_a_short_img2img_run_has_no_call_to_spare(plain):
 
 
 def test_a_model_that_fails_leaves_the_pipeline_as_it_was(plain):
-    before, (stock, _), calls = snapshot(plain.unet), run(plain), []
+    before, (baseline, _), calls = snapshot(plain.unet), run(plain), []
 
     def fail(*args):
         calls.append(1)
@@ -116,4 +116,4 @@ def test_a_model_that_fails_leaves_the_pipeline_as_it_was(plain):
         calibrate(plain, ["a cat"], speedup=1.5, **SETTINGS)
     hook.remove()
     assert snapshot(plain.unet) == before
-    assert torch.equal(run(plain)[0], stock)
+    assert torch.equal(run(plain)[0], baseline)

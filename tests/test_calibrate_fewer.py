@@ -1,4 +1,4 @@
-"""Stock in fewer steps, which a plan is judged beside."""
+"""Baseline in fewer steps, which a plan is judged beside."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ def test_fewer_steps_are_judged_at_the_plans_cost(steps, expected):
     assert at_cost(rows[:1], steps, "distance") == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize(("converged", "beaten"), [(None, True), (0.2, False), (0.5, True)])
-def test_fewer_steps_are_judged_by_converged_runs_where_there_are_any(converged, beaten):
-    """Fewer steps end at 0.1 from stock and 0.4 from converged runs, the plan at 0.3 from stock."""
+@pytest.mark.parametrize(("reference", "beaten"), [(None, True), (0.2, False), (0.5, True)])
+def test_fewer_steps_are_judged_by_converged_runs_where_there_are_any(reference, beaten):
+    """Fewer steps end at 0.1 from the baseline and 0.4 from reference runs, the plan at 0.3 from the
+    baseline."""
 
     class Known:
         def compare(self, recipe, numbers, num_inference_steps=None):
             if recipe is not None:
-                return Figures(2.5, 0.3, converged, "F", [])
-            known = None if converged is None else 0.4
+                return Figures(2.5, 0.3, reference, "F", [])
+            known = None if reference is None else 0.4
             return Figures(10 / num_inference_steps, 0.1, known, "", [999.0])
 
-        def stock_converged(self):
+        def baseline_reference(self):
             return 0.05
 
     class Pipe:
@@ -50,7 +51,7 @@ def test_fewer_steps_are_judged_by_converged_runs_where_there_are_any(converged,
     found = promises(Pipe(), Known(), table, Recipe(MERGE), range(3))
     assert found["beaten_by_fewer_steps"] is beaten
     assert [row["steps"] for row in found["fewer_steps"]] == [4]
-    assert found.get("stock_converged") == (None if converged is None else 0.05)
+    assert found.get("baseline_reference") == (None if reference is None else 0.05)
 
 
 def test_noise_levels_are_chosen_where_the_sampler_takes_them(make_plain, monkeypatch):
@@ -58,7 +59,7 @@ def test_noise_levels_are_chosen_where_the_sampler_takes_them(make_plain, monkey
     pipe = make_plain(scheduler=EulerDiscreteScheduler(**BETAS, steps_offset=1))
     settings = SETTINGS | {"operators": (), "guidance_scale": 1.0, "cost": "time"}
     found = calibrate(pipe, ["a cat"], max_distance=10.0, **settings)
-    stock = run(pipe, guidance_scale=1.0)[0]
+    baseline = run(pipe, guidance_scale=1.0)[0]
     levels = pipe.scheduler.timesteps.tolist()
     rows = found.measured["promises"]["fewer_steps"]
     chosen = [row for row in rows if row.get("chosen")]
@@ -67,7 +68,7 @@ def test_noise_levels_are_chosen_where_the_sampler_takes_them(make_plain, monkey
         assert set(row["timesteps"]) <= set(levels)
         assert len(row["timesteps"]) == row["steps"]
         by_hand = run(pipe, timesteps=row["timesteps"], guidance_scale=1.0)[0]
-        assert row["distance"] == pytest.approx(distance(by_hand, stock), rel=1e-3)
+        assert row["distance"] == pytest.approx(distance(by_hand, baseline), rel=1e-3)
 
 
 def test_no_other_levels_lose_less():

@@ -56,6 +56,6 @@ def test_layers_are_written_by_phase():
     assert found == {"a": Phases(MERGE, None, 0.3), "b": MERGE, "c": Phases(None, Agents(), 0.3)}
 
 
-def test_layers_of_little_cost_stay_stock(plain, figures, monkeypatch):
+def test_layers_of_little_cost_stay_baseline(plain, figures, monkeypatch):
     monkeypatch.setattr(measured, "SMALL", 1.0)
     assert calibrate(plain, ["a cat"], speedup=1.3, resume=figures, **COUNTED).layers is None

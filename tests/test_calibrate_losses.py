@@ -12,7 +12,7 @@ from agentsd.calibration.attention import (
     cost_of_layers,
     try_operator,
 )
-from agentsd.calibration.cost import multiply_adds
+from agentsd.calibration.cost import macs
 from agentsd.calibration.losses import Losses
 from agentsd.calibration.measured import between
 from agentsd.calibration.recording import Call, cheap_call, record
@@ -22,7 +22,7 @@ from agentsd.reuse.left_out import LeftOut
 
 
 def recorded(pipe):
-    """A stock run's calls, and what its calls leave out."""
+    """A baseline run's calls, and what its calls leave out."""
     left_out = LeftOut(pipe.unet, 1)
     tap = left_out.hook()
     calls, _ = record(pipe, pipe.unet, left_out, 0.4, lambda: run(pipe)[0])
@@ -44,13 +44,13 @@ def guided(output, scale=7.5):
 
 
 def test_losses_are_those_of_a_run_with_one_such_call(plain):
-    """The last step is the only one left out, so that all before it is stock's."""
+    """The last step is the only one left out, so that all before it is the baseline's."""
     before = snapshot(plain.unet)
     calls, losses, _, tap = measured_losses(plain, 7.5)
     tap.remove()
     assert snapshot(plain.unet) == before
     assert [call.early for call in calls] == [True] * 3 + [False] * 5
-    stock = guided(run(plain)[1][-1])
+    baseline = guided(run(plain)[1][-1])
     levels = tuple(call.level for call in calls)
     assert len(levels) == STEPS
     last = STEPS - 1
@@ -59,13 +59,13 @@ def test_losses_are_those_of_a_run_with_one_such_call(plain):
             cheap = guided(run(plain)[1][-1])
             assert handle.summary().split()[0] == "F" * last + "f"
         fulls = tuple(range(last))[-1 - order :]
-        expected = float((cheap - stock).square().mean())
+        expected = float((cheap - baseline).square().mean())
         assert expected > 0
         assert losses.of(last, "f", fulls, last - 1) == pytest.approx(expected, rel=1e-3)
     with apply_agentsd(plain, recipe=Recipe(guidance=ReuseGuidance(at=levels[:-1]))) as handle:
         half = guided(run(plain)[1][-1])
         assert handle.summary().split()[0] == "F" * last + "H"
-    expected = float((half - stock).square().mean())
+    expected = float((half - baseline).square().mean())
     assert losses.of(last, "H", (last - 1,), last - 1) == pytest.approx(expected, rel=1e-3)
     assert losses.of(last, "F", (), -1) == 0.0
 
@@ -93,13 +93,13 @@ def test_an_operators_loss_and_saving_are_those_of_a_patched_call(plain):
     tap.remove()
     site, losses = find_sites(plain.unet, EVERY_LEVEL, at_most=True)[1], Losses(7.5, 3, 5)
     call, unet = calls[5], plain.unet
-    loss, spent = try_operator(unet, site, MERGE, call, losses, "multiply_adds")
-    stock = cost_of_layers(unet, find_sites(unet, EVERY_LEVEL, at_most=True), call, "multiply_adds")
-    saved = stock[site.name] - spent
+    loss, spent = try_operator(unet, site, MERGE, call, losses, "macs")
+    baseline = cost_of_layers(unet, find_sites(unet, EVERY_LEVEL, at_most=True), call, "macs")
+    saved = baseline[site.name] - spent
     with torch.no_grad():
-        before = multiply_adds(lambda: unet(**call.given))
+        before = macs(lambda: unet(**call.given))
         with apply_agentsd(unet, recipe=Recipe(layers={site.name: MERGE})):
-            after = multiply_adds(lambda: unet(**call.given))
+            after = macs(lambda: unet(**call.given))
             changed = guided(unet(**call.given)[0])
     assert loss == pytest.approx(float((changed - guided(call.sample)).square().mean()), rel=1e-3)
     assert loss > 0

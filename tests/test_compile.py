@@ -86,13 +86,13 @@ def test_fullgraph_with_two_graphs_of_other_operators(name):
 
 def test_apply_and_remove_on_a_model_that_has_already_run_compiled():
     unet, counter = make_unet(), CompileCounter()
-    stock = call(unet)
+    baseline = call(unet)
     compiled = torch.compile(unet, fullgraph=True, backend=counter)
-    assert torch.equal(call(compiled), stock)
+    assert torch.equal(call(compiled), baseline)
     apply_agentsd(compiled, mode="fast")
     torch.testing.assert_close(call(compiled), expected(FAST)[0], rtol=0, atol=1e-6)
     remove_agentsd(compiled)
-    assert torch.equal(call(compiled), stock)
+    assert torch.equal(call(compiled), baseline)
 
 
 @pytest.mark.parametrize("name", RECIPES)

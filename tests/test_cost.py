@@ -7,17 +7,17 @@ from diffusers.models.attention_processor import AttnProcessor
 from tiny import call, make_unet
 
 from agentsd import Agents, Downsample, Merge, Recipe, apply_agentsd
-from agentsd.calibration.cost import multiply_adds
+from agentsd.calibration.cost import macs
 
 
 def in_first_layer(unet, side, t=999):
-    """Multiply-adds of the first self-attention layer in a call on a square latent, matching and all."""
+    """MACs of the first self-attention layer in a call on a square latent, matching and all."""
     attn, counts = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1, []
     forward = attn.forward
 
     def counted(*args, **kwargs):
         outputs = []
-        counts.append(multiply_adds(lambda: outputs.append(forward(*args, **kwargs))))
+        counts.append(macs(lambda: outputs.append(forward(*args, **kwargs))))
         return outputs[0]
 
     attn.forward = counted
@@ -50,12 +50,12 @@ def test_fast_mode_grows_with_the_tokens_not_their_square(t):
 
 
 @pytest.mark.parametrize(("mode", "t"), [("exact", 999), ("exact", 1), ("fast", 999), ("fast", 1)])
-def test_a_patched_layer_does_less_than_stock(mode, t):
+def test_a_patched_layer_does_less_than_baseline(mode, t):
     unet = make_unet()
-    stock = in_first_layer(unet, 64, t)
+    baseline = in_first_layer(unet, 64, t)
     with apply_agentsd(unet, mode=mode):
-        assert in_first_layer(unet, 64, t) < stock
-    assert in_first_layer(unet, 64, t) == stock
+        assert in_first_layer(unet, 64, t) < baseline
+    assert in_first_layer(unet, 64, t) == baseline
 
 
 @pytest.mark.parametrize("kind", [Agents, Merge, Downsample])

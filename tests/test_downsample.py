@@ -7,7 +7,7 @@ from tiny import call, make_unet
 
 from agentsd import Agents, Downsample, Merge, Phases, Recipe, apply_agentsd
 from agentsd.attention import downsample
-from agentsd.calibration.cost import multiply_adds
+from agentsd.calibration.cost import macs
 
 LATER = Recipe(Phases(Agents(), Downsample()))
 UNBOUNDED = Recipe(Phases(Agents(), Downsample(at_most=None)), levels=1)
@@ -69,10 +69,10 @@ def test_the_processor_that_was_there_attends():
 
 def test_fused_projections():
     unet = make_unet()
-    stock = call(unet, t=1)
+    baseline = call(unet, t=1)
     with apply_agentsd(unet, recipe=LATER):
         expected = call(unet, t=1)
-        assert not torch.equal(expected, stock)
+        assert not torch.equal(expected, baseline)
         unet.fuse_qkv_projections()
         torch.testing.assert_close(call(unet, t=1), expected, rtol=0, atol=1e-6)
 
@@ -89,9 +89,9 @@ def test_nothing_in_it_is_random():
 
 def test_a_grid_without_a_whole_cell_is_left_alone():
     unet = make_unet()
-    stock = call(unet, t=1, size=(3, 3))
+    baseline = call(unet, t=1, size=(3, 3))
     with apply_agentsd(unet, recipe=Recipe(Downsample(stride=4))):
-        assert torch.equal(call(unet, t=1, size=(3, 3)), stock)
+        assert torch.equal(call(unet, t=1, size=(3, 3)), baseline)
         larger = call(unet, t=1)
     assert not torch.equal(larger, call(unet, t=1))
 
@@ -101,7 +101,7 @@ def test_it_costs_less_than_merging():
     work = {}
     for late in (None, Merge(), Downsample()):
         with apply_agentsd(unet, recipe=Recipe(Phases(Agents(), late))):
-            work[type(late)] = multiply_adds(lambda: call(unet, t=1, size=(64, 64)))
+            work[type(late)] = macs(lambda: call(unet, t=1, size=(64, 64)))
     assert work[Downsample] < work[Merge] < work[type(None)]
 
 

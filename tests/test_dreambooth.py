@@ -220,9 +220,9 @@ def test_lora_weights_load_and_leave_the_model_alone(settings, model):
 @pytest.mark.parametrize("changes", [{"train_text_encoder": True}, {"mixed_precision": "bf16"}])
 def test_other_ways_to_train(settings, model, changes):
     folder = Run(settings(gradient_checkpointing=True, gradient_accumulation_steps=2, **changes)).train()
-    trained, stock = (StableDiffusionPipeline.from_pretrained(f) for f in (folder, model))
+    trained, baseline = (StableDiffusionPipeline.from_pretrained(f) for f in (folder, model))
     assert trained.unet.dtype == torch.float32
-    moved = not equal(trained.text_encoder.state_dict(), stock.text_encoder.state_dict())
+    moved = not equal(trained.text_encoder.state_dict(), baseline.text_encoder.state_dict())
     assert moved == ("train_text_encoder" in changes)
 
 

@@ -56,9 +56,11 @@ def test_both_pictures_are_made_and_compared_under_a_slider(page: Any) -> None:
     strip = make(page)
     assert strip.get_attribute("aria-label") == "FFFFfFffFf  (10 calls: 6 full; 4 cheap; 3 corrected)"
     assert strip.locator("i").count() == 10
-    assert re.search(r"stock \d+\.\d\d s, agentsd \d+\.\d\d s: .* PSNR to stock", page.inner_text("body"))
-    stock, own = page.locator("img[src*='/file=']").all()
-    bodies = [page.request.get(image.get_attribute("src")).body() for image in (stock, own)]
+    assert re.search(
+        r"baseline \d+\.\d\d s, agentsd \d+\.\d\d s: .* PSNR to the baseline", page.inner_text("body")
+    )
+    baseline, own = page.locator("img[src*='/file=']").all()
+    bodies = [page.request.get(image.get_attribute("src")).body() for image in (baseline, own)]
     assert bodies[0] != bodies[1]
     clip = "[...document.querySelectorAll('img')].map(i => getComputedStyle(i).clipPath).join()"
     before = page.evaluate(clip)

@@ -41,10 +41,10 @@ def test_a_part_within_a_part_is_charged_once() -> None:
 
 def test_watching_changes_nothing_and_leaves_no_trace(pipe: Any, sample: Any) -> None:
     unet = pipe.unet
-    before, stock = fingerprint(unet), sample(pipe)
+    before, baseline = fingerprint(unet), sample(pipe)
     clock = Clock(torch.device("cpu"))
     with watched(unet, parts_of(unet, unet.config.sample_size), clock), clock.running():
-        assert torch.equal(sample(pipe), stock)
+        assert torch.equal(sample(pipe), baseline)
     assert fingerprint(unet) == before
     assert {part.split(",")[0] for part in clock.seconds} >= {"residual blocks", "self-attention core", REST}
 
@@ -62,19 +62,19 @@ def test_the_parts_of_each_method(pipe: Any) -> None:
             parts = sum(row[method.label] for row in rows[:-1])
             assert parts == pytest.approx(rows[-1][method.label])
     matching = next(row for row in early if row["part"] == "matching: rank")
-    assert matching["stock"] == matching["limit"] == 0 < matching["exact r=0.5"]
+    assert matching["baseline"] == matching["limit"] == 0 < matching["exact r=0.5"]
 
 
-def test_stock_may_be_left_out(pipe: Any) -> None:
-    settings = ProfileSettings(methods=("exact",), phases=("early",), repeats=1, stock=False)
+def test_baseline_may_be_left_out(pipe: Any) -> None:
+    settings = ProfileSettings(methods=("exact",), phases=("early",), repeats=1, baseline=False)
     methods = breakdown.methods_of(settings)
     (rows,) = breakdown.measure(pipe, breakdown.cases_of(settings, pipe), methods, settings, lambda: None)
     label = methods[0].label
     assert [column.title for column in breakdown.columns_of(methods)] == ["part", "step", "px", label]
     assert rows[-1]["part"] == TOTAL
     assert [row[label] for row in rows[:-2]] == sorted((row[label] for row in rows[:-2]), reverse=True)
-    with pytest.raises(EvalError, match="--no-stock leaves no method"):
-        breakdown.methods_of(ProfileSettings(methods=("stock",), stock=False))
+    with pytest.raises(EvalError, match="--no-baseline leaves no method"):
+        breakdown.methods_of(ProfileSettings(methods=("baseline",), baseline=False))
 
 
 def test_a_method_across_calls_is_refused() -> None:
@@ -86,7 +86,7 @@ def test_a_method_across_calls_is_refused() -> None:
     ("scale", "batch", "call"), [(7.5, 2, "one guided U-Net call"), (1, 1, "one U-Net call")]
 )
 def test_guidance_is_as_asked(pipe: Any, scale: float, batch: int, call: str) -> None:
-    settings = ProfileSettings(methods=("stock",), phases=("early",), repeats=1, guidance_scale=scale)
+    settings = ProfileSettings(methods=("baseline",), phases=("early",), repeats=1, guidance_scale=scale)
     seen = set()
     hook = pipe.unet.register_forward_pre_hook(lambda module, args: seen.add(args[0].shape[0]))
     cases = breakdown.cases_of(settings, pipe)

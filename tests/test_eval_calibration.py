@@ -26,7 +26,7 @@ def invoke(*arguments: object, code: int = 0) -> str:
 def test_the_command_saves_what_the_call_finds_and_goes_on(model_folder: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     arguments = ("--model", model_folder, "--prompt", "a cat", "--prompt", "a dog", "--held-out", 1, *RUN)
-    arguments = (*arguments, "--converged-steps", 10)
+    arguments = (*arguments, "--reference-steps", 10)
     goal = ("--max-distance", 10, "--out", path)
     printed = invoke(*arguments, *goal)
     found = Recipe.load(path)
@@ -37,7 +37,7 @@ def test_the_command_saves_what_the_call_finds_and_goes_on(model_folder: str, tm
         "height": 32,
         "width": 32,
         "operators": (),
-        "converged_steps": 10,
+        "reference_steps": 10,
         "cost": "time",
     }
     resumed = calibrate(
@@ -54,8 +54,8 @@ def test_the_command_saves_what_the_call_finds_and_goes_on(model_folder: str, tm
     assert f"{found.measured['plan']} (8 calls: " in printed
     assert f"{promises['speedup']:.3f}x" in printed
     for row in promises["fewer_steps"]:
-        assert f"stock, {row['steps']} steps" in printed
-    assert f"{promises['stock_converged']:.3g}" in printed
+        assert f"baseline, {row['steps']} steps" in printed
+    assert f"{promises['baseline_reference']:.3g}" in printed
     assert "Measured on 1 held-out prompts. Chosen on: a cat" in printed
     assert str(path) in printed
 

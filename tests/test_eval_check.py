@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from agentsd import Recipe, ReuseSteps
 
-RUN = ("--images", 2, "--steps", 8, "--converged-steps", 10, "--method", "reuse", "--bootstrap", 2)
+RUN = ("--images", 2, "--steps", 8, "--reference-steps", 10, "--method", "reuse", "--bootstrap", 2)
 
 
 def invoke(*arguments: object, code: int = 0) -> str:
@@ -29,17 +29,17 @@ def test_one_command_leaves_a_page_and_results_to_send(
     out = tmp_path / "private" / "run"
     arguments = ("--model", model_folder, "--calibrated", mine, *RUN, "--out", out)
     printed = invoke(*arguments)
-    assert "2 pictures a row are too few to say what is worth having" in printed
+    assert "2 pictures a row are too few to say what gains" in printed
     page = (out / "report.html").read_text()
     assert "The recipes on this model" in page
     assert "a photograph of a fox in the snow" in page
     text = (out / "check.json").read_text()
     sent = json.loads(text)
     assert [row["label"] for row in sent["rows"]] == [
-        "stock", "stock@6", "stock@5", "stock@3", "reuse", "mine"
+        "baseline", "baseline@6", "baseline@5", "baseline@3", "reuse", "mine"
     ]  # fmt: skip
     assert sent["rows"] == [json.loads(line) for line in (out / "check.jsonl").read_text().splitlines()]
-    assert all(row["converged"] >= 0 and row["multiply_adds"] > 0 for row in sent["rows"])
+    assert all(row["reference_distance"] >= 0 and row["macs"] > 0 for row in sent["rows"])
     assert (sent["format"], sent["settings"]["steps"]) == (1, 8)
     assert sent["settings"]["model"] == Path(model_folder).name
     assert sent["maker"]["versions"]["agentsd"]
@@ -63,14 +63,14 @@ def test_own_prompts_are_kept_and_the_embedded_model_has_captions(tmp_path: Path
     assert len(set(shipped.read_text().splitlines())) == CheckSettings().images
 
 
-def test_what_is_worth_having_is_said() -> None:
+def test_what_gains_over_fewer_steps_is_said() -> None:
     rows = [
-        {"method": name, "label": name, "images": 32, "worth_time": low + 0.1, "worth_time_low": low}
+        {"method": name, "label": name, "images": 32, "gain_seconds": low + 0.1, "gain_seconds_low": low}
         for name, low in (("reuse", 1.05), ("fast", 0.8))
     ]
     assert verdict(rows).endswith("beyond the error: reuse.")
     assert verdict(rows[1:]).endswith("take fewer steps.")
-    assert verdict([{"method": "stock", "images": 32}]).startswith("No row's worth is known")
+    assert verdict([{"method": "baseline", "images": 32}]).startswith("No row's gain is known")
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_compare(model_folder: str, tmp_path: Path) -> None:
         "compare", "--model", model_folder, "--prompt", "a cat", "--prompt", "a dog", "--steps", 8,
         "--ratio", 0.5, "--agent", "k=0.1", "--out", out,
     )  # fmt: skip
-    for method in ("stock", "stock@5", "tomesd r=0.5", "fast r=0.5"):
+    for method in ("baseline", "baseline@5", "tomesd r=0.5", "fast r=0.5"):
         assert method in printed
     assert "agentsd r=0.5, each call: FFFFfFff (8 calls: 5 full; 3 cheap; 1 corrected)" in printed
     with Image.open(out) as image:
@@ -65,12 +65,23 @@ def run(model_folder: str, photographs: Path, tmp_path_factory: pytest.TempPathF
 
 def test_table_has_a_row_for_each_method_and_a_floor(run: Path) -> None:
     rows = [json.loads(line) for line in (run / "table.jsonl").read_text().splitlines()]
-    assert [row["method"] for row in rows] == ["stock", "stock@1", "exact", "tomesd+deepcache", "real/real"]
-    stock, fewer, agent, *_ = rows
-    assert fewer["multiply_adds"] < agent["multiply_adds"] < stock["multiply_adds"]
-    assert fewer["perceptual"] > 0 < fewer["speedup"]
-    assert (stock["speedup"], stock["ratio"], agent["ratio"], agent["backend"]) == (1.0, None, 0.5, "sdpa")
-    assert agent["frechet_change"] == pytest.approx(agent["frechet"] - stock["frechet"])
+    assert [row["method"] for row in rows] == [
+        "baseline",
+        "baseline@1",
+        "exact",
+        "tomesd+deepcache",
+        "real/real",
+    ]
+    baseline, fewer, agent, *_ = rows
+    assert fewer["macs"] < agent["macs"] < baseline["macs"]
+    assert fewer["baseline_distance"] > 0 < fewer["speedup"]
+    assert (baseline["speedup"], baseline["ratio"], agent["ratio"], agent["backend"]) == (
+        1.0,
+        None,
+        0.5,
+        "sdpa",
+    )
+    assert agent["fd_change"] == pytest.approx(agent["fd"] - baseline["fd"])
     assert agent["psnr"] > 20
     assert agent["memory_per_image"] is None
     assert "run" not in agent
@@ -100,10 +111,10 @@ def test_a_second_run_goes_on_with_another_ratio(run: Path, model_folder: str, p
     )  # fmt: skip
     after = {r["key"]: r for r in map(json.loads, (run / "table.jsonl").read_text().splitlines()[:-1])}
     old = json.loads(before[2])
-    assert after["exact-r0.5-sdpa"]["frechet"] == old["frechet"]
+    assert after["exact-r0.5-sdpa"]["fd"] == old["fd"]
     assert after["exact-r0.5-sdpa"]["seconds"] == old["seconds"]
     assert after["exact-r0.5-sdpa"]["speedup"] == old["speedup"]
-    # another process made it at another time: its speed-up is over stock's batches timed again
+    # another process made it at another time: its speed-up is over the baseline's batches timed again
     assert after["exact-r0.25-sdpa"]["speedup_batches"] == 3
     (run / "table.jsonl").write_text("\n".join(before) + "\n")
 
@@ -176,14 +187,14 @@ def test_latency(model_folder: str, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "latency.jsonl").read_text().splitlines()]
     found = {(row["scope"], row["method"], row["backend"]): row for row in rows}
     assert ("forward late", "deepcache", "sdpa") not in found  # it has no cost within one call
-    assert len(found) == 2 * 2 * 2 + 5 * 2  # of three steps, stock@2 and stock@1 in whole runs
+    assert len(found) == 2 * 2 * 2 + 5 * 2  # of three steps, baseline@2 and baseline@1 in whole runs
     early, late = (found[f"forward {phase}", "exact", "sdpa"] for phase in ("early", "late"))
-    stock = found["forward early", "stock", "sdpa"]
-    assert early["multiply_adds"] < late["multiply_adds"] < stock["multiply_adds"]
+    baseline = found["forward early", "baseline", "sdpa"]
+    assert early["macs"] < late["macs"] < baseline["macs"]
     # the count doesn't depend on how attention is computed
-    assert found["forward early", "stock", "unfused"]["multiply_adds"] == stock["multiply_adds"]
-    assert stock["speedup"] == 1.0
-    assert found["pipeline", "stock", "unfused"]["speedup_over_sdpa"] != 1.0
+    assert found["forward early", "baseline", "unfused"]["macs"] == baseline["macs"]
+    assert baseline["speedup"] == 1.0
+    assert found["pipeline", "baseline", "unfused"]["speedup_over_sdpa"] != 1.0
 
 
 def test_latency_without_a_count_runs_each_method_once(
@@ -197,7 +208,7 @@ def test_latency_without_a_count_runs_each_method_once(
         "--scope", "pipeline", "--steps", 8, "--size", 64, "--repeats", 1, "--out", tmp_path,
     )  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "latency.jsonl").read_text().splitlines()]
-    assert [(row["method"], row["multiply_adds"]) for row in rows] == [("stock", None), ("reuse", None)]
+    assert [(row["method"], row["macs"]) for row in rows] == [("baseline", None), ("reuse", None)]
     assert len(runs) == 2
     assert "reuse" in printed
 
@@ -229,9 +240,9 @@ def test_latency_of_training(model_folder: str, tmp_path: Path) -> None:
         )  # fmt: skip
         lines = (tmp_path / name / "latency.jsonl").read_text().splitlines()
         rows[name] = [json.loads(line)["saved_for_backward"] for line in lines]
-    stock, agent = rows["plain"]
-    assert 0 < agent < stock
-    assert rows["checkpointing"][0] < stock / 2
+    baseline, agent = rows["plain"]
+    assert 0 < agent < baseline
+    assert rows["checkpointing"][0] < baseline / 2
 
 
 @pytest.mark.slow
@@ -242,11 +253,11 @@ def test_latency_compiled(model_folder: str, tmp_path: Path) -> None:
     )  # fmt: skip
     assert "forward early, 64 px, batch 1, compiled" in printed
     rows = [json.loads(line) for line in (tmp_path / "latency.jsonl").read_text().splitlines()]
-    assert [row["method"] for row in rows] == ["stock", "exact"] * 2
+    assert [row["method"] for row in rows] == ["baseline", "exact"] * 2
 
 
 def test_fid_of_two_folders(photographs: Path, run: Path, tmp_path: Path) -> None:
-    command = ("fid", photographs, run / "pictures" / "stock-sdpa", "--features", "efficientnet-lite0")
+    command = ("fid", photographs, run / "pictures" / "baseline-sdpa", "--features", "efficientnet-lite0")
     first, again = (invoke(*command, "--cache", tmp_path).split("9 / 5")[1] for _ in range(2))
     assert len(list(tmp_path.glob("*.npy"))) == 2
     assert again == first
@@ -255,18 +266,18 @@ def test_fid_of_two_folders(photographs: Path, run: Path, tmp_path: Path) -> Non
 
 
 def test_a_tables_features_stand_for_its_pictures(photographs: Path, run: Path, tmp_path: Path) -> None:
-    kept, real = run / "features" / "stock-sdpa.npz", run / "features" / "real.npz"
+    kept, real = run / "features" / "baseline-sdpa.npz", run / "features" / "real.npz"
     with np.load(kept) as file:
         assert (file["features"].shape, file["features"].dtype) == ((5, 1280), np.float16)
     of = ("--features", "efficientnet-lite0", "--cache", tmp_path)
     row = json.loads((run / "table.jsonl").read_text().splitlines()[0])
-    assert row["method"] == "stock"
+    assert row["method"] == "baseline"
     printed = re.search(r"9 / 5 \D*([\d.]+)", invoke("fid", real, kept, *of))
     assert printed
-    assert float(printed[1]) == pytest.approx(row["frechet"], rel=1e-3)
-    mixed = re.search(r"9 / 5 \D*([\d.]+)", invoke("fid", real, run / "pictures" / "stock-sdpa", *of))
+    assert float(printed[1]) == pytest.approx(row["fd"], rel=1e-3)
+    mixed = re.search(r"9 / 5 \D*([\d.]+)", invoke("fid", real, run / "pictures" / "baseline-sdpa", *of))
     assert mixed
-    assert float(mixed[1]) == pytest.approx(row["frechet"], rel=1e-3)
+    assert float(mixed[1]) == pytest.approx(row["fd"], rel=1e-3)
     assert "features of efficientnet-lite0, not of inception" in invoke("fid", kept, kept, code=2)
     (tmp_path / "other.npz").write_bytes(b"nothing")
     assert "other.npz holds no features" in invoke("fid", tmp_path / "other.npz", kept, *of, code=2)
@@ -303,7 +314,10 @@ def test_features_are_kept_under_the_pictures_content(photographs: Path, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("compare", "--method", "tome"), "unknown method 'tome' in 'tome'; did you mean tomesd? use stock"),
+        (
+            ("compare", "--method", "tome"),
+            "unknown method 'tome' in 'tome'; did you mean tomesd? use baseline",
+        ),
         (("compare", "--agent", "k"), "--agent 'k' must be KEY=VALUE"),
         (
             ("compare", "--agent", "kk=1"),

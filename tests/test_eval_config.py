@@ -89,7 +89,7 @@ def test_presets_are_valid(name: str) -> None:
 def test_presets_of_cost_are_valid(name: str) -> None:
     settings = load_settings(LatencySettings, CONFIGS / f"{name}.yaml", {})
     labels = [method.label for method in latency.methods_of(settings)]
-    assert labels[0] == "stock"
+    assert labels[0] == "baseline"
     assert "fast+deepcache r=0.4" in labels
 
 
@@ -106,5 +106,5 @@ def test_each_preset_is_valid_for_each_command_that_its_comments_name(name: str,
         settings: Any = load_settings(kind, name, {"what": given[0]} if given else {})
         if not hasattr(settings, "named"):  # its methods are rows of tables
             return
-        for method in (*getattr(settings, "methods", ()), "stock"):
+        for method in (*getattr(settings, "methods", ()), "baseline"):
             assert parse_method(method, 0.4, settings).name == method

@@ -32,7 +32,7 @@ from typer.testing import CliRunner
 
 SETTINGS = RunSettings(steps=1, batch_size=2, scheduler="model", fewer_steps=())
 PICTURES = from_prompts(["a cat"], 2, 0)
-STOCK = parse_method("stock", None, SETTINGS)
+BASELINE = parse_method("baseline", None, SETTINGS)
 
 
 def write(folder: Path, text: str | bytes) -> Path:
@@ -60,7 +60,7 @@ BOMB = "a0: &a0 [x, x, x]\n" + "".join(
         ("named: {mine: {recipe: 5}}", "recipe=5: write what a recipe's file holds"),
         ("named: {exact: {k: 0.1}}", "'exact' is a method already: choose another name"),
         ("named: {deepcache-7: {k: 0.1}}", "'deepcache-7' is a method already"),
-        ("named: {stock: {k: 0.1}}", "'stock' is a method already"),
+        ("named: {baseline: {k: 0.1}}", "'baseline' is a method already"),
         ("named: {m@3: {k: 0.1}}", "holds a '\\+', a '/', an '@'"),
         ("agent: 5", "agent = 5: Input should be a valid dictionary"),
         ("agent: [k]", "agent = .*Input should be a valid dictionary"),
@@ -143,12 +143,12 @@ def test_a_run_knows_its_makers_and_its_threads(pipe: Any, tmp_path: Path) -> No
 )  # fmt: skip
 def test_odd_lines_of_a_manifest_are_passed_over(pipe: Any, tmp_path: Path, line: bytes) -> None:
     store = Store(tmp_path)
-    generate(pipe, store, [STOCK], PICTURES, SETTINGS, _alone(), lambda count: None)
-    times = store.timings(STOCK)
-    manifest = store.path(STOCK, 0).with_name("manifest-0.jsonl")
+    generate(pipe, store, [BASELINE], PICTURES, SETTINGS, _alone(), lambda count: None)
+    times = store.timings(BASELINE)
+    manifest = store.path(BASELINE, 0).with_name("manifest-0.jsonl")
     manifest.write_bytes(line + b"\n" + manifest.read_bytes())
-    assert set(store.intact(STOCK)) == {0, 1}
-    assert store.timings(STOCK) == times
+    assert set(store.intact(BASELINE)) == {0, 1}
+    assert store.timings(BASELINE) == times
 
 
 def _alone() -> Any:

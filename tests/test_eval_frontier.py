@@ -6,19 +6,28 @@ from PIL import Image
 
 
 def row(method, macs, distance):
-    named = {"method": method, "label": method, "multiply_adds": macs}
+    named = {"method": method, "label": method, "macs": macs}
     if distance is None:
         return named
-    return named | {"converged": distance, "converged_low": 0.9 * distance, "converged_high": 1.1 * distance}
+    return named | {
+        "reference_distance": distance,
+        "reference_distance_low": 0.9 * distance,
+        "reference_distance_high": 1.1 * distance,
+    }
 
 
-ROWS = [row("stock", 100, 0.1), row("stock@12", 50, 0.2), row("fast", 80, 0.3), row("real/real", None, None)]
+ROWS = [
+    row("baseline", 100, 0.1),
+    row("baseline@12", 50, 0.2),
+    row("fast", 80, 0.3),
+    row("real/real", None, None),
+]
 
 
 def test_there_is_a_frontier_where_fewer_steps_were_measured():
     assert has_frontier(ROWS)
     assert not has_frontier(ROWS[:1] + ROWS[2:])
-    assert not has_frontier([row("stock", 100, None), row("stock@12", 50, None)])
+    assert not has_frontier([row("baseline", 100, None), row("baseline@12", 50, None)])
 
 
 def test_a_method_below_the_line_is_drawn_below_it():

@@ -20,13 +20,13 @@ def picture(split: str | None, right: bool | None, **figures: float | None) -> d
 
 def test_means_and_paired_changes() -> None:
     seen, pair = "seen", "heldout pair"
-    stock = [picture(seen, True, clip=30), picture(seen, True, clip=20), picture(pair, False, clip=10)]
+    baseline = [picture(seen, True, clip=30), picture(seen, True, clip=20), picture(pair, False, clip=10)]
     ours = [
         picture(seen, True, clip=31, psnr=40),
         picture(seen, False, clip=20, psnr=50),
         picture(pair, True, clip=9, psnr=60),
     ]
-    row = summary_of(ours, stock)
+    row = summary_of(ours, baseline)
     assert (row["right_seen"], row["right_seen_count"], row["right_seen_change"]) == (0.5, 2, -0.5)
     assert row["right_seen_change_error"] == pytest.approx(0.5)  # changes 0 and -1
     assert (row["right_heldout_pair"], row["right_heldout_pair_change"]) == (1.0, 1.0)
@@ -35,37 +35,37 @@ def test_means_and_paired_changes() -> None:
     assert row["clip_change_error"] == pytest.approx(3**-0.5)  # changes 1, 0, -1
     assert row["psnr"] == 50.0
     assert "ssim" not in row
-    assert "right_seen_change" not in summary_of(stock, None)
+    assert "right_seen_change" not in summary_of(baseline, None)
     assert summary_of([picture(None, None)], None) == {}
 
 
 def test_perceptual_distances_are_geometric_means_with_the_interval_of_their_logarithms() -> None:
-    row = summary_of([picture(None, None, perceptual=x) for x in (0.01, 0.1, 1.0)], None)
+    row = summary_of([picture(None, None, baseline_distance=x) for x in (0.01, 0.1, 1.0)], None)
     half = 1.959964 * np.log(10) / 3**0.5
-    assert row["perceptual"] == pytest.approx(0.1)
-    assert row["perceptual_low"] == pytest.approx(0.1 * np.exp(-half))
-    assert row["perceptual_high"] == pytest.approx(0.1 * np.exp(half))
+    assert row["baseline_distance"] == pytest.approx(0.1)
+    assert row["baseline_distance_low"] == pytest.approx(0.1 * np.exp(-half))
+    assert row["baseline_distance_high"] == pytest.approx(0.1 * np.exp(half))
 
 
 def test_grain_is_that_of_the_same_seeds() -> None:
-    stock = [picture(None, None, grain=x) for x in (1.0, 4.0)]
-    row = summary_of([picture(None, None, grain=x) for x in (2.0, 2.0)], stock)
-    assert row["grain"] == pytest.approx(1.0)  # twice and half
+    baseline = [picture(None, None, high_frequency=x) for x in (1.0, 4.0)]
+    row = summary_of([picture(None, None, high_frequency=x) for x in (2.0, 2.0)], baseline)
+    assert row["high_frequency"] == pytest.approx(1.0)  # twice and half
 
 
 def row(key: str, macs: float, speedup: float) -> dict:
-    return {"method": key, "key": key, "multiply_adds": macs, "speedup": speedup}
+    return {"method": key, "key": key, "macs": macs, "speedup": speedup}
 
 
 def test_worth_is_what_fewer_steps_cost_at_the_distance_over_the_own_cost() -> None:
-    rows = [row("stock", 100, 1.0), row("stock@12", 50, 2.0), row("quick", 50, 1.6)]
-    distances = {"stock": 0.1, "stock@12": 0.2, "quick": 0.1}
-    singles = [{"method": k, "converged": d * s} for k, d in distances.items() for s in (1, 2, 3)]
-    table.add_worth(rows, singles, 20)
-    assert rows[2]["worth_multiply_adds"] == pytest.approx(2.0)
-    assert rows[2]["worth_time"] == pytest.approx(1.6)
-    assert rows[2]["worth_time_beyond"] is None
-    assert "worth_time" not in rows[0]
+    rows = [row("baseline", 100, 1.0), row("baseline@12", 50, 2.0), row("quick", 50, 1.6)]
+    distances = {"baseline": 0.1, "baseline@12": 0.2, "quick": 0.1}
+    singles = [{"method": k, "reference_distance": d * s} for k, d in distances.items() for s in (1, 2, 3)]
+    table.add_gain(rows, singles, 20)
+    assert rows[2]["gain_macs"] == pytest.approx(2.0)
+    assert rows[2]["gain_seconds"] == pytest.approx(1.6)
+    assert rows[2]["gain_seconds_beyond"] is None
+    assert "gain_seconds" not in rows[0]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_worth_is_what_fewer_steps_cost_at_the_distance_over_the_own_cost() -> N
     ],
 )
 def test_a_change_inside_the_noise_is_marked(value: float | None, error: float | None, text: str) -> None:
-    assert change("frechet", ".2f")({"frechet_change": value, "frechet_change_error": error}) == text
+    assert change("fd", ".2f")({"fd_change": value, "fd_change_error": error}) == text
 
 
 @pytest.mark.parametrize(("images", "text"), [(29, "too few to judge"), (30, "-1.00 ± 0.59")])
@@ -98,7 +98,7 @@ def test_plan_is_that_of_the_noisiest_row() -> None:
         {"pictures_for_2_percent": 700},
         {"pictures_for_2_percent": 300},
     ]
-    assert plan(rows) == "A 2% difference in Fréchet distance shows at 95% from about 700 pictures a row on."
+    assert plan(rows) == "A 2% difference in FD shows at 95% from about 700 pictures a row on."
     assert plan(rows[:1]) is None
 
 
@@ -115,7 +115,7 @@ def test_the_embedded_model_is_judged_by_its_prompts(tmp_path: Path) -> None:
         4,
         "--fewer-steps",
         0.5,
-        "--converged-steps",
+        "--reference-steps",
         12,
         "--other-seeds",
         "--references",
@@ -125,17 +125,17 @@ def test_the_embedded_model_is_judged_by_its_prompts(tmp_path: Path) -> None:
     ]
     result = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    stock, fewer, agent, floor = map(json.loads, (tmp_path / "table.jsonl").read_text().splitlines())
-    assert 0 <= stock["right_seen"] <= 1
+    baseline, fewer, agent, floor = map(json.loads, (tmp_path / "table.jsonl").read_text().splitlines())
+    assert 0 <= baseline["right_seen"] <= 1
     shown = sum(agent.get(f"right_{split}_count", 0) for split in ("seen", "heldout_triple", "heldout_pair"))
     assert shown == 4
     assert agent["right_colour_count"] == agent["right_style_count"] == 4
-    assert 0 < stock["converged"] < fewer["converged"]
-    assert 0 < agent["perceptual"] < fewer["perceptual"]
-    assert "perceptual" not in stock
-    assert agent["worth_time"] > 0 < agent["worth_multiply_adds"]
-    assert {"kernel_seeds", "kernel_seeds_change", "diversity", "grain", "place"} <= set(agent)
-    assert floor["kernel"] < stock["kernel"]
+    assert 0 < baseline["reference_distance"] < fewer["reference_distance"]
+    assert 0 < agent["baseline_distance"] < fewer["baseline_distance"]
+    assert "baseline_distance" not in baseline
+    assert agent["gain_seconds"] > 0 < agent["gain_macs"]
+    assert {"kid_seeds", "kid_seeds_change", "diversity", "high_frequency", "place"} <= set(agent)
+    assert floor["kid"] < baseline["kid"]
     assert floor["images"] == 4
-    others = list((tmp_path / "pictures" / stock["key"]).glob("1*.png"))
+    others = list((tmp_path / "pictures" / baseline["key"]).glob("1*.png"))
     assert len(others) == 4

@@ -25,7 +25,7 @@ def test_every_falling_choice_once() -> None:
 def test_the_rows_of_a_search() -> None:
     methods = methods_of(MediatorSettings(mediator_counts=(4, 16), mediator_step=0.5, fewer_steps=()))
     assert [method.name for method in methods] == [
-        "stock",
+        "baseline",
         "mediators 1",
         "mediators 0.5",
         "mediators 0",
@@ -39,13 +39,13 @@ def test_the_rows_of_a_search() -> None:
 def test_the_envelope_is_what_nothing_beats() -> None:
     points = [(3.0, 5.0), (1.0, 9.0), (2.0, 9.5), (2.5, 6.0), (4.0, 5.0), (5.0, 1.0)]
     assert envelope(points) == [(1.0, 9.0), (2.5, 6.0), (3.0, 5.0), (5.0, 1.0)]
-    rows = [{"method": f"mediators {x}, 0", "multiply_adds": 1e9 * x, "frechet": y} for x, y in points]
-    few = [{"method": name, "multiply_adds": 1e9, "frechet": 0.5} for name in ("stock", "stock@5")]
+    rows = [{"method": f"mediators {x}, 0", "macs": 1e9 * x, "fd": y} for x, y in points]
+    few = [{"method": name, "macs": 1e9, "fd": 0.5} for name in ("baseline", "baseline@5")]
     axes = draw([*few, *rows], "efficientnet-lite0").axes[0]
-    assert axes.get_ylabel() == "Fréchet (efficientnet-lite0, 48 components)"
+    assert axes.get_ylabel() == "FD (efficientnet-lite0, 48 components)"
     assert len(axes.lines[0].get_xdata()) == 4
     assert [text.get_text() for text in axes.texts] == [
-        "1.0, 0", "2.5, 0", "3.0, 0", "5.0, 0", "stock", "stock@5",
+        "1.0, 0", "2.5, 0", "3.0, 0", "5.0, 0", "baseline", "baseline@5",
     ]  # fmt: skip
 
 

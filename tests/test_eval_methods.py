@@ -29,7 +29,7 @@ from agentsd.recipe import EXACT, FAST, MODES
 
 SETTINGS = CompareSettings()
 EVERY = (
-    "stock",
+    "baseline",
     "tomesd",
     "exact",
     "fast",
@@ -46,16 +46,16 @@ EVERY = (
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("backend", ["sdpa", "unfused"])
 def test_methods_act_and_leave_no_trace(pipe: Any, sample: Any, name: str, backend: Any) -> None:
-    stock = sample(pipe)
+    baseline = sample(pipe)
     before = fingerprint(pipe.unet)
     processors = pipe.unet.attn_processors
     with parse_method(name, 0.5, SETTINGS, backend).applied(pipe) as reseed:
         reseed(0)
         inside = sample(pipe)
-    assert torch.equal(inside, stock) == (name == "stock" and backend == "sdpa")
+    assert torch.equal(inside, baseline) == (name == "baseline" and backend == "sdpa")
     assert fingerprint(pipe.unet) == before
     assert all(pipe.unet.attn_processors[key] is processor for key, processor in processors.items())
-    assert torch.equal(sample(pipe), stock)
+    assert torch.equal(sample(pipe), baseline)
 
 
 def test_methods_are_removed_after_an_error(pipe: Any) -> None:
@@ -99,9 +99,9 @@ def test_tomesd_is_no_silent_no_op_on_sdxl() -> None:
     assert (finest_attention_downsample(make_unet()), finest_attention_downsample(unet)) == (1, 2)
     inputs = torch.randn(2, 4, 16, 16), torch.tensor(500), torch.randn(2, 5, 16)
     with torch.no_grad():
-        stock = unet(*inputs).sample
+        baseline = unet(*inputs).sample
         with parse_method("tomesd", 0.5, SETTINGS).applied(unet):
-            assert not torch.equal(unet(*inputs).sample, stock)
+            assert not torch.equal(unet(*inputs).sample, baseline)
 
 
 @pytest.mark.parametrize(
@@ -109,17 +109,17 @@ def test_tomesd_is_no_silent_no_op_on_sdxl() -> None:
     [
         (
             "tome",
-            "unknown method 'tome' in 'tome'; did you mean tomesd.? use stock, tomesd, deepcache, .*exact",
+            "unknown method 'tome' in 'tome'; did you mean tomesd.? use baseline, tomesd, deepcache, .*exact",
         ),
-        ("exact+stock", "unknown method 'stock'"),
+        ("exact+baseline", "unknown method 'baseline'"),
         ("exact+tomesd", "name one method, and deepcache beside it"),
         ("exact+fast", "name one method, and deepcache beside it"),
         ("deepcache+deepcache-5", "name one method, and deepcache beside it"),
         ("agentsd-fast", "unknown method 'agentsd-fast' in 'agentsd-fast'; did you mean agentsd"),
         ("deepcache-0", "unknown method 'deepcache-0'"),
-        ("stock@0", "after the @ stands a number of steps, as in stock@20"),
-        ("stock@1001", "after the @ stands a number of steps"),
-        ("stock@many", "after the @ stands a number of steps"),
+        ("baseline@0", "after the @ stands a number of steps, as in baseline@20"),
+        ("baseline@1001", "after the @ stands a number of steps"),
+        ("baseline@many", "after the @ stands a number of steps"),
     ],
 )
 def test_unknown_methods_are_named(name: str, message: str) -> None:
@@ -129,7 +129,7 @@ def test_unknown_methods_are_named(name: str, message: str) -> None:
 
 def test_rows_of_a_table() -> None:
     methods = expand(["exact", "deepcache"], [0.2, 0.4], SETTINGS)
-    assert [m.label for m in methods] == ["stock", "exact r=0.2", "exact r=0.4", "deepcache"]
+    assert [m.label for m in methods] == ["baseline", "exact r=0.2", "exact r=0.4", "deepcache"]
     assert len({m.key for m in methods}) == 4
     other = CompareSettings(agent={"k": 0.1})
     assert parse_method("exact", 0.2, other).key != methods[1].key
@@ -170,7 +170,7 @@ def test_methods_by_a_name_of_ones_own(pipe: Any, sample: Any, tmp_path: Any) ->
     assert mine.key != before  # other settings, other pictures
     with pytest.raises(EvalError, match=r"mine\+deepcache: .* does not fit"), mine.applied(pipe):
         pass
-    with pytest.raises(EvalError, match=r"did you mean mine\? use stock, tomesd, .*, few, mine, a comp"):
+    with pytest.raises(EvalError, match=r"did you mean mine\? use baseline, tomesd, .*, few, mine, a comp"):
         parse_method("mien", 0.5, settings)
 
 
@@ -187,14 +187,14 @@ def test_rows_of_fewer_steps() -> None:
     def counts(steps: int, *shares: float) -> list[str]:
         return [method.label for method in fewer(shares, CompareSettings(steps=steps))]
 
-    assert counts(50, 0.8, 0.6, 0.4) == ["stock@40", "stock@30", "stock@20"]
-    assert counts(12, 0.8, 0.6, 0.4) == ["stock@10", "stock@7", "stock@5"]
-    assert counts(2, 0.8, 0.6, 0.4) == ["stock@1"]  # 1.6 is 2 again, 0.8 is 1 as 1.2
+    assert counts(50, 0.8, 0.6, 0.4) == ["baseline@40", "baseline@30", "baseline@20"]
+    assert counts(12, 0.8, 0.6, 0.4) == ["baseline@10", "baseline@7", "baseline@5"]
+    assert counts(2, 0.8, 0.6, 0.4) == ["baseline@1"]  # 1.6 is 2 again, 0.8 is 1 as 1.2
     assert counts(1, 0.5) == counts(50) == []
-    methods = expand(["stock@20", "fast", "agentsd"], [0.4], CompareSettings(steps=50), (0.4,))
-    assert [(method.label, method.is_stock) for method in methods] == [
-        ("stock", True),
-        ("stock@20", False),
+    methods = expand(["baseline@20", "fast", "agentsd"], [0.4], CompareSettings(steps=50), (0.4,))
+    assert [(method.label, method.is_baseline) for method in methods] == [
+        ("baseline", True),
+        ("baseline@20", False),
         ("fast r=0.4", False),
         ("agentsd r=0.4", False),
     ]
@@ -204,7 +204,7 @@ def test_rows_of_fewer_steps() -> None:
 
 def test_what_saves_whole_calls_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODES, "calls", Recipe(steps=ReuseSteps()))
-    names = ("stock", "fast", "tomesd", "limit", "calls", "deepcache-5", "fast+deepcache", "fast@20")
+    names = ("baseline", "fast", "tomesd", "limit", "calls", "deepcache-5", "fast+deepcache", "fast@20")
     within = [parse_method(name, 0.4, SETTINGS).within_a_call for name in names]
     assert within == [True] * 4 + [False] * 4
 

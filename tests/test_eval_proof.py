@@ -34,21 +34,21 @@ def test_a_difference_is_that_of_the_kernel_distances():
 
 def test_links_are_neighbours_by_every_measure_that_both_have():
     singles = [
-        {"method": key, "converged": distance, "perceptual": None if key == "a" else distance}
+        {"method": key, "reference_distance": distance, "baseline_distance": None if key == "a" else distance}
         for key, distance in (("a", 1.0), ("b", 2.0), ("c", 8.0))
         for _ in range(3)
     ]
     rows = proof.links_of(Measured([], singles, {}, {}), {"x": ["a", "b", "c"]})
     assert [(r["less"], r["more"], r["measure"], r["value"]) for r in rows] == [
-        ("a", "b", "to converged", pytest.approx(2)),
-        ("b", "c", "to converged", pytest.approx(4)),
-        ("b", "c", "to stock", pytest.approx(4)),
+        ("a", "b", "to reference image", pytest.approx(2)),
+        ("b", "c", "to reference image", pytest.approx(4)),
+        ("b", "c", "to the baseline", pytest.approx(4)),
     ]
 
 
-def test_chains_go_from_least_to_most_loss_and_stock_runs_once():
+def test_chains_go_from_least_to_most_loss_and_baseline_runs_once():
     methods, chains = proof.rivals(ProofSettings(steps=25, chain_steps=(50, 25, 12)))
-    assert [m.name for m in methods[:3]] == ["stock", "stock@50", "stock@12"]
+    assert [m.name for m in methods[:3]] == ["baseline", "baseline@50", "baseline@12"]
     assert chains["steps"][1] == methods[0].key
     assert len(methods) == len(set(methods)) == 3 + 3 + 4
     assert proof.HARM_CHAINS["noise"] == ["noise 4", "noise 10", "noise 25"]
@@ -66,12 +66,12 @@ def test_harms_are_of_their_strength():
 
 def test_the_command_writes_a_link_a_line(model_folder, photographs, tmp_path, monkeypatch):
     """Without a look at what the methods cost."""
-    monkeypatch.delattr(table, "multiply_adds")
+    monkeypatch.delattr(table, "macs")
     monkeypatch.delattr(table, "memory_per_image")
     (tmp_path / "prompts.txt").write_text("a cat\na dog\n")
     arguments = [
         "proof", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--reference", photographs,
-        "--steps", 4, "--converged-steps", 6, "--chain-steps", 4, "--chain-steps", 2, "--images", 4,
+        "--steps", 4, "--reference-steps", 6, "--chain-steps", 4, "--chain-steps", 2, "--images", 4,
         "--out", tmp_path / "out",
     ]  # fmt: skip
     result = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
@@ -79,5 +79,5 @@ def test_the_command_writes_a_link_a_line(model_folder, photographs, tmp_path, m
     links = [json.loads(line) for line in (tmp_path / "out" / "proof.jsonl").read_text().splitlines()]
     assert Image.open(tmp_path / "out" / "proof.png").width > 500
     assert {link["chain"] for link in links} == {"steps", "tomesd", "DeepCache", "blur", "noise"}
-    blurred = [link for link in links if (link["chain"], link["measure"]) == ("blur", "to stock")]
+    blurred = [link for link in links if (link["chain"], link["measure"]) == ("blur", "to the baseline")]
     assert [link["verdict"] for link in blurred] == ["seen", "seen"]

@@ -147,9 +147,9 @@ def test_a_dit_is_measured_too() -> None:
 
 
 def test_measuring_leaves_the_pipeline_as_it_was(pipe: Any, sample: Any) -> None:
-    before, processors, stock = fingerprint(pipe.unet), pipe.unet.attn_processors, sample(pipe)
+    before, processors, baseline = fingerprint(pipe.unet), pipe.unet.attn_processors, sample(pipe)
     with redundancy.scored(pipe.unet, {0}, SETTINGS, torch.Generator()):
-        assert torch.equal(sample(pipe), stock)
+        assert torch.equal(sample(pipe), baseline)
 
     def stop() -> None:
         raise KeyError
@@ -159,7 +159,7 @@ def test_measuring_leaves_the_pipeline_as_it_was(pipe: Any, sample: Any) -> None
         redundancy.measure(pipe, PICTURES[:1], SETTINGS, stop)
     assert fingerprint(pipe.unet) == before
     assert all(pipe.unet.attn_processors[key] is processor for key, processor in processors.items())
-    assert torch.equal(sample(pipe), stock)
+    assert torch.equal(sample(pipe), baseline)
 
 
 @pytest.mark.parametrize("heun", [False, True])

@@ -52,8 +52,10 @@ def cut(page: Any) -> float:
 
 def test_the_headline_has_the_gain_and_the_loss(page: Any) -> None:
     said = page.inner_text(".headline")
-    assert re.search(r": \d\.\d\dx as fast as stock .* distance x1000 .*\d\); worth [<> ]*\d\.\d\d \(", said)
-    assert said.endswith(") by multiply-adds.")
+    assert re.search(
+        r": \d\.\d\dx as fast as baseline .* distance x1000 .*\d\); worth [<> ]*\d\.\d\d \(", said
+    )
+    assert said.endswith(") by MACs.")
 
 
 def test_the_slider_goes_by_mouse_touch_and_keyboard(page: Any) -> None:
@@ -88,10 +90,10 @@ def test_a_picture_that_is_chosen_is_seen_larger(page: Any) -> None:
 
 def test_a_table_is_sorted_by_its_figures(page: Any) -> None:
     rows = list(map(json.loads, (RESULTS / "table.jsonl").read_text(encoding="utf-8").splitlines()))
-    measured = sorted(row["converged"] for row in rows if row.get("converged"))
+    measured = sorted(row["reference_distance"] for row in rows if row.get("reference_distance"))
     table = page.locator(".sorted").first
     for order in (reversed(measured), measured):
-        table.get_by_role("button", name="to converged").click()
+        table.get_by_role("button", name="to reference image").click()
         cells = table.locator("tbody td:nth-child(3)").all_inner_texts()
         assert cells[-1] == "-"  # what was not measured comes last
         assert [cell.split()[0] for cell in cells[:-1]] == [f"{1e3 * value:.3g}" for value in order]

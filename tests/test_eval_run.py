@@ -90,17 +90,17 @@ def test_a_finished_run_makes_nothing_again(pipe: Any, tmp_path: Path, monkeypat
     fill(pipe, tmp_path)
 
 
-def test_a_row_that_joins_later_has_stock_timed_again(pipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_row_that_joins_later_has_baseline_timed_again(pipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("agentsd_eval.pictures.generate.RETIMED", 2)
     whole = contents(fill(pipe, tmp_path).folder)
     path = Store(tmp_path).path(METHODS[1], 0).parent
     shutil.rmtree(path)
     store = fill(pipe, tmp_path)
     assert contents(tmp_path) == whole
-    stock, later, first = (set(store.timings(METHODS[i])) for i in (0, 1, 2))
+    baseline, later, first = (set(store.timings(METHODS[i])) for i in (0, 1, 2))
     (session,) = {session for _, session in later}
-    assert stock & later == {(0, session), (1, session)}  # of three batches
-    assert stock & first == first
+    assert baseline & later == {(0, session), (1, session)}  # of three batches
+    assert baseline & first == first
     assert len(store.intact(METHODS[0])) == 7
 
 
@@ -190,9 +190,9 @@ def test_a_picture_hardly_depends_on_its_batch(pipe: Any, scheduler: str) -> Non
 
 
 def test_ablations_vary_one_setting_as_the_paper() -> None:
-    few = ["stock@40", "stock@30", "stock@20"]
+    few = ["baseline@40", "baseline@30", "baseline@20"]
     methods = ablate.ablation_methods(AblateSettings(what="k", agent={"seed": 2}))
-    assert [m.label for m in methods] == ["stock", *few] + ["exact r=0.5"] * 4
+    assert [m.label for m in methods] == ["baseline", *few] + ["exact r=0.5"] * 4
     methods = ablate.ablation_methods(AblateSettings(what="early", agent={"seed": 2}, fewer_steps=()))
     assert [dict(m.agent) for m in methods[1:]] == [
         {"early_frac": f, "seed": 2} for f in (0.2, 0.4, 0.6, 0.8)
@@ -206,7 +206,7 @@ def test_a_row_goes_by_the_users_own_name_or_by_its_settings() -> None:
     settings = RunSettings(ratios=(0.5,), agent={"k": 0.1}, named=own, fewer_steps=())
     methods = table.table_methods(settings.model_copy(update={"methods": ["tomesd", "exact", "few"]}))
     labels = [quality_table.row_label(table.identity(method)) for method in methods]
-    assert labels == ["stock", "tomesd r=0.5", "exact r=0.5, k=0.1", "few"]
+    assert labels == ["baseline", "tomesd r=0.5", "exact r=0.5, k=0.1", "few"]
 
 
 def test_prompts(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_equal_pictures_have_an_infinite_psnr_that_json_can_hold(tmp_path: Path)
 
 
 PSNR = results.figure("psnr", ".2f")
-QUALITY = ("method", "ratio", "frechet", "kernel", "kernel_error", "psnr", "ssim", "perceptual")
+QUALITY = ("method", "ratio", "fd", "kid", "kid_error", "psnr", "ssim", "baseline_distance")
 
 
 def quality(folder: Path) -> list[list[str]]:
@@ -292,4 +292,4 @@ def test_two_processes_give_the_same_table(run_options: list[str], tmp_path: Pat
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
     assert quality(tmp_path / "one") == quality(tmp_path / "two")
-    assert len(list((tmp_path / "two").rglob("manifest-1.jsonl"))) == 4  # stock@1 too
+    assert len(list((tmp_path / "two").rglob("manifest-1.jsonl"))) == 4  # baseline@1 too

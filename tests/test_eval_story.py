@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 
 def run_of(folder: Path, rows: dict[str, tuple[float, float]], **pictures: Any) -> Path:
-    """A run whose table has these rows: multiply-adds and distance by label."""
+    """A run whose table has these rows: MACs and distance by label."""
     folder.mkdir()
     alike = {"model": "demo", "weights": "a", "dtype": "float32", "height": 64, "width": 64}
     alike |= {"guidance_scale": 4.0, "steps": 25, "scheduler": "plms"} | pictures
@@ -25,30 +25,30 @@ def run_of(folder: Path, rows: dict[str, tuple[float, float]], **pictures: Any) 
             "method": label,
             "label": label,
             "images": 32,
-            "multiply_adds": cost,
+            "macs": cost,
             "speedup": 100 / cost,
-            "converged": distance,
-            "converged_low": 0.9 * distance,
-            "converged_high": 1.1 * distance,
+            "reference_distance": distance,
+            "reference_distance_low": 0.9 * distance,
+            "reference_distance_high": 1.1 * distance,
         }
         for label, (cost, distance) in rows.items()
     ]
-    lines.append({"method": "real/real", "label": "real/real", "kernel": 0.1})
+    lines.append({"method": "real/real", "label": "real/real", "kid": 0.1})
     (folder / "table.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return folder
 
 
-PLAIN = {"stock": (100.0, 0.01), "stock@12": (48.0, 0.04)}
+PLAIN = {"baseline": (100.0, 0.01), "baseline@12": (48.0, 0.04)}
 
 
-def test_cost_is_that_of_the_same_tables_stock(tmp_path: Path) -> None:
+def test_cost_is_that_of_the_same_tables_baseline(tmp_path: Path) -> None:
     one = run_of(tmp_path / "one", PLAIN | {"reuse": (57.0, 0.017)})
-    other = run_of(tmp_path / "other", {"stock": (200.0, 0.02), "fast": (150.0, 0.2)}, scheduler="ddim")
+    other = run_of(tmp_path / "other", {"baseline": (200.0, 0.02), "fast": (150.0, 0.2)}, scheduler="ddim")
     rows = {(row["sampler"], row["label"]): row for row in joined([one, other], ())}
-    assert rows["plms", "reuse"]["cost_multiply_adds"] == pytest.approx(0.57)
-    assert rows["ddim", "fast"]["cost_multiply_adds"] == pytest.approx(0.75)
-    assert rows["plms", "reuse"]["cost_time"] == pytest.approx(0.57)
-    assert rows["plms", "stock@12"]["steps"] == 12
+    assert rows["plms", "reuse"]["cost_macs"] == pytest.approx(0.57)
+    assert rows["ddim", "fast"]["cost_macs"] == pytest.approx(0.75)
+    assert rows["plms", "reuse"]["cost_seconds"] == pytest.approx(0.57)
+    assert rows["plms", "baseline@12"]["steps"] == 12
     assert len(rows) == 5  # real pictures have no place in it
 
 
@@ -56,14 +56,14 @@ def test_of_two_rows_of_a_method_the_first_runs_stands(tmp_path: Path) -> None:
     one = run_of(tmp_path / "one", PLAIN | {"reuse": (57.0, 0.017)})
     other = run_of(tmp_path / "other", PLAIN | {"reuse": (57.0, 0.5), "fast": (80.0, 0.2)})
     rows = {row["label"]: row for row in joined([one, other], ())}
-    assert rows["reuse"]["converged"] == 0.017
+    assert rows["reuse"]["reference_distance"] == 0.017
     assert rows["reuse"]["run"] == "one"
     assert rows["fast"]["run"] == "other"
 
 
-def test_named_methods_stand_beside_all_of_stocks_rows(tmp_path: Path) -> None:
+def test_named_methods_stand_beside_all_of_baselines_rows(tmp_path: Path) -> None:
     one = run_of(tmp_path / "one", PLAIN | {"reuse": (57.0, 0.017), "fast": (80.0, 0.2)})
-    assert [row["label"] for row in joined([one], ("fast",))] == ["stock", "fast", "stock@12"]
+    assert [row["label"] for row in joined([one], ("fast",))] == ["baseline", "fast", "baseline@12"]
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -71,26 +71,34 @@ def test_what_is_refused(tmp_path: Path) -> None:
     larger = run_of(tmp_path / "larger", PLAIN, height=96)
     with pytest.raises(EvalError, match=r"larger has height 96, .*one 64"):
         joined([one, larger], ())
-    with pytest.raises(EvalError, match=r"no run has a row 'tgate'; they have stock, stock@12"):
+    with pytest.raises(EvalError, match=r"no run has a row 'tgate'; they have baseline, baseline@12"):
         joined([one], ("tgate",))
     with pytest.raises(EvalError, match="holds no table; run agentsd-eval table --out"):
         joined([tmp_path], ())
-    (one / "table.jsonl").write_text(json.dumps({"method": "stock", "label": "stock", "images": 4}))
-    with pytest.raises(EvalError, match="--converged-steps"):
+    (one / "table.jsonl").write_text(json.dumps({"method": "baseline", "label": "baseline", "images": 4}))
+    with pytest.raises(EvalError, match="--reference-steps"):
         joined([one], ())
 
 
 def test_rows_of_one_method_are_joined() -> None:
-    labels = ["stock", "stock@12", "deepcache-2", "deepcache-3", "calibrated-1.75", "fast r=0.4", "reuse@12"]
+    labels = [
+        "baseline",
+        "baseline@12",
+        "deepcache-2",
+        "deepcache-3",
+        "calibrated-1.75",
+        "fast r=0.4",
+        "reuse@12",
+    ]
     assert [family_of(label) for label in labels] == [
-        *("stock", "stock", "deepcache", "deepcache", "calibrated", "fast", "reuse")
+        *("baseline", "baseline", "deepcache", "deepcache", "calibrated", "fast", "reuse")
     ]
 
 
 def test_a_row_without_a_time_is_drawn_by_its_cost(tmp_path: Path) -> None:
     one = run_of(tmp_path / "one", PLAIN | {"reuse": (57.0, 0.017)})
     rows = joined([one], ())
-    rows[1]["cost_time"] = None
+    rows[1]["cost_seconds"] = None
     assert draw_story(rows, "a title").startswith(b"\x89PNG")
 
 

@@ -75,10 +75,10 @@ def test_the_sentences_compare_within_a_prior() -> None:
     without, with_prior = similar.split("; ")
     assert without.endswith(
         "without prior preservation: train+generate (4.250) > generate-only 100% (3.250) "
-        "> generate-only 40% (2.250) > stock (1.250) > before finetuning (0.250)"
+        "> generate-only 40% (2.250) > baseline (1.250) > before finetuning (0.250)"
     )
     assert with_prior.startswith("with it: train+generate (8.250) > ")
-    assert with_prior.endswith("stock (5.250) > before finetuning (0.250).")
+    assert with_prior.endswith("baseline (5.250) > before finetuning (0.250).")
     assert right.count("≈") == 9  # once in the explanation
     few = {v: subject_plan.Figures(f.similarity[:2], f.right[:2]) for v, f in figures.items()}
     for told in subject_report.sentences(variants, few):
@@ -90,8 +90,7 @@ def test_agents_generate_as_they_were_trained() -> None:
     settings = SubjectSettings(ratio=0.3, agent={"k": 0.05})
     variants = subject_plan.variants_of(settings)
     assert [v.training.key for v in variants] == [
-        "before", "stock", "stock", "stock", "agents", "stock-prior", "stock-prior", "stock-prior",
-        "agents-prior",
+        "before", *["baseline"] * 3, "agents", *["baseline-prior"] * 3, "agents-prior",
     ]  # fmt: skip
     applied = [v.method.recipe for v in variants if v.method.parts]
     trained = subject_plan.training_config(variants[4].training, settings)
@@ -103,8 +102,8 @@ def test_agents_generate_as_they_were_trained() -> None:
         "none",
         "train+generate",
     ]
-    assert {subject_plan.baseline(v, variants) for v in variants[5:]} == {variants[5]}
-    assert {subject_plan.baseline(v, variants) for v in variants[:5]} == {variants[1]}
+    assert {subject_plan.baseline_of(v, variants) for v in variants[5:]} == {variants[5]}
+    assert {subject_plan.baseline_of(v, variants) for v in variants[:5]} == {variants[1]}
 
 
 def invoke(*arguments: Any, code: int = 0) -> str:
@@ -137,14 +136,14 @@ def assert_figures_are_those_of_the_pictures(rows: list[dict[str, Any]], setting
 
     for row, variant in zip(rows, variants, strict=True):
         images, lines = made(variant)
-        _, stock = made(subject_plan.baseline(variant, variants))
+        _, baseline = made(subject_plan.baseline_of(variant, variants))
         assert row["similarity"] == pytest.approx((network(images[:2]) @ views.T).mean().item(), abs=1e-5)
         reader = ConceptReader(CONCEPTS, efficientnet_lite0())
         named = [reader.read(image, read_scene(image))[0] for image in images[2:]]
         right = [name == picture.triple.concept for name, picture in zip(named, others, strict=True)]
         assert row["right"] == np.mean(right)
         assert row["seconds"] == statistics.median(line["seconds"] for line in lines.values())
-        ratios = [stock[i]["cpu_seconds"] / lines[i]["cpu_seconds"] for i in range(4)]
+        ratios = [baseline[i]["cpu_seconds"] / lines[i]["cpu_seconds"] for i in range(4)]
         assert row["speedup"] == pytest.approx(statistics.median(ratios))
 
 
@@ -171,7 +170,7 @@ def test_the_command_trains_once_and_goes_on(
     with Image.open(out / "subject.png") as image:
         assert image.format == "PNG"
     assert isinstance(Recipe.load(out / "agents-prior" / "model").attention, Agents)
-    assert not (out / "stock" / "model" / "agentsd.yaml").exists()
+    assert not (out / "baseline" / "model" / "agentsd.yaml").exists()
     assert not list(out.glob("*/model/checkpoint-*"))
 
     made = []
@@ -181,13 +180,13 @@ def test_the_command_trains_once_and_goes_on(
     invoke(*tiny)
     assert not made
     assert read(out) == rows
-    lost = next((out / "stock-prior").rglob("00003.png"))
+    lost = next((out / "baseline-prior").rglob("00003.png"))
     before = lost.read_bytes()
     lost.unlink()
     invoke(*tiny)
     assert len(made) == 1
     assert lost.read_bytes() == before
-    (out / "stock" / "trained.json").unlink()
+    (out / "baseline" / "trained.json").unlink()
     printed = invoke(*tiny, "--learning-rate", 2e-3, code=2)
     assert "(learning_rate: 0.001 there, 0.002 now); choose another --out" in printed
 

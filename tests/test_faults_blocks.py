@@ -24,7 +24,7 @@ def test_a_setting_beside_a_recipe_is_refused(pipe, beside):
 
 
 def test_a_block_inside_another_puts_the_outer_patch_back(pipe, sample):
-    before, stock = snapshot(pipe.unet), sample(pipe)
+    before, baseline = snapshot(pipe.unet), sample(pipe)
     with apply_agentsd(pipe, mode="fast") as outer:
         first = sample(pipe)
         with apply_agentsd(pipe, mode="turbo", ratio=0.6) as inner:
@@ -36,8 +36,8 @@ def test_a_block_inside_another_puts_the_outer_patch_back(pipe, sample):
         assert pipe.unet._agentsd is outer
         assert torch.equal(sample(pipe), first)
     assert snapshot(pipe.unet) == before
-    assert torch.equal(sample(pipe), stock)
-    assert not any(torch.equal(a, b) for a, b in [(first, second), (second, third), (third, stock)])
+    assert torch.equal(sample(pipe), baseline)
+    assert not any(torch.equal(a, b) for a, b in [(first, second), (second, third), (third, baseline)])
 
 
 def test_plain_patches_in_a_row_keep_no_older_one_alive(pipe):

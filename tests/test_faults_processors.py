@@ -12,7 +12,7 @@ from agentsd.attention.processor import is_ours
 
 
 def test_the_default_processors_can_be_set_while_patched(pipe, sample):
-    stock = sample(pipe)
+    baseline = sample(pipe)
     apply_agentsd(pipe, mode="fast")
     patched = sample(pipe)
     pipe.unet.set_default_attn_processor()
@@ -20,7 +20,7 @@ def test_the_default_processors_can_be_set_while_patched(pipe, sample):
     assert any(is_ours(p) for p in pipe.unet.attn_processors.values())
     remove_agentsd(pipe)
     assert not any(is_ours(p) for p in pipe.unet.attn_processors.values())
-    torch.testing.assert_close(sample(pipe), stock, rtol=0, atol=1e-4)
+    torch.testing.assert_close(sample(pipe), baseline, rtol=0, atol=1e-4)
 
 
 def test_hooks_find_a_patched_processor_by_its_class():

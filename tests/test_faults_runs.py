@@ -148,4 +148,4 @@ def test_a_guidance_cut_off_opens_no_new_run(make_pipeline, sample):
     sample(pipe, num_inference_steps=6, **callback)
     assert batches == [2] * 3 + [1] * 3
     for seen in phases.values():
-        assert seen == ["agent"] + ["stock"] * 5
+        assert seen == ["agent"] + ["baseline"] * 5

@@ -96,12 +96,12 @@ def test_a_strided_loop_is_planned_by_its_own_stride(every):
 def test_a_loop_of_ints_on_a_scheduler_that_was_never_set(make_pipeline):
     pipe = make_pipeline(scheduler=ddim())
     own = ddim(20)
-    stock = loop(make_unet(), own, [int(t) for t in own.timesteps])
+    baseline = loop(make_unet(), own, [int(t) for t in own.timesteps])
     handle = apply_agentsd(pipe, recipe=STEPS)
     with pytest.warns(UserWarning, match="skip some of the scheduler's list"):
         made = loop(pipe.unet, own, [int(t) for t in own.timesteps])
     assert handle.summary().startswith("FFfFfFfF")  # 50 places of the 1,000 at a time, from the second on
-    assert same(made[:2], stock[:2])
+    assert same(made[:2], baseline[:2])
     irregular = [t for t in (999, 900, 820, 650, 610, 333, 300, 120, 11)]
     handle = apply_agentsd(pipe, recipe=STEPS)
     with warnings.catch_warnings():
@@ -126,11 +126,11 @@ def test_a_list_that_is_walked_in_another_order(order):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made = loop(unet, scheduler, asked)
-    stock = loop(make_unet(), scheduler, asked)
+    baseline = loop(make_unet(), scheduler, asked)
     # A list of its own is a run of its own, in whatever order: its first four steps are computed.
     # Numbers that are on no known list stay whole.
-    assert same(made[:4], stock[:4])
-    assert order != "from the middle, then the start" or same(made, stock)
+    assert same(made[:4], baseline[:4])
+    assert order != "from the middle, then the start" or same(made, baseline)
 
 
 def test_runs_that_take_turns_are_computed():

@@ -95,7 +95,7 @@ def test_threads_that_take_turns_each_get_their_own_picture(make_pipeline, recip
 
 def test_a_thread_that_was_interrupted_in_a_call_keeps_no_other_out(pipe, sample):
     expected = sample(pipe)
-    apply_agentsd(pipe, ratio=0.0, early_frac=0.0, mode="exact")  # stock's picture
+    apply_agentsd(pipe, ratio=0.0, early_frac=0.0, mode="exact")  # the baseline's picture
 
     def interrupt(module, args):
         hook.remove()

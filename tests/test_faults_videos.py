@@ -28,7 +28,7 @@ def test_attention_over_time_is_left_alone():
         with torch.no_grad():
             return unet(latent, torch.tensor(999), text).sample
 
-    stock = run()
+    baseline = run()
     handle = apply_agentsd(unet, recipe=Recipe(Agents(), levels=3))
     phases = watch_phases(handle)
     assert handle.layer_names
@@ -39,10 +39,10 @@ def test_attention_over_time_is_left_alone():
         warnings.simplefilter("error")  # no layer got other tokens than its level has
         patched = run()
     assert patched.isfinite().all()
-    assert not torch.equal(patched, stock)
+    assert not torch.equal(patched, baseline)
     assert all(seen == ["agent"] for name, seen in phases.items() if not name.startswith("mid_block"))
     handle.remove()
-    assert torch.equal(run(), stock)
+    assert torch.equal(run(), baseline)
 
 
 def test_videos_are_in_stages_of_their_own():

@@ -93,14 +93,14 @@ STEPS = {
 )
 def test_a_lora_and_loaded_weights_leave_the_base_weights(pipe, sample, tmp_path, order):
     folder = trained_folder(tmp_path)
-    base, stock = {k: v.clone() for k, v in pipe.unet.state_dict().items()}, sample(pipe)
+    base, baseline = {k: v.clone() for k, v in pipe.unet.state_dict().items()}, sample(pipe)
     for step in order.split():
         STEPS[step](pipe, folder)
     after = pipe.unet.state_dict()
     assert after.keys() == base.keys()
     for name, weight in base.items():
         torch.testing.assert_close(after[name], weight, rtol=0, atol=1e-6)
-    torch.testing.assert_close(sample(pipe), stock, rtol=0, atol=1e-3)
+    torch.testing.assert_close(sample(pipe), baseline, rtol=0, atol=1e-3)
 
 
 def test_a_fused_lora_acts_after_the_removal(pipe, make_pipeline, sample, tmp_path):
@@ -116,13 +116,13 @@ def test_a_fused_lora_acts_after_the_removal(pipe, make_pipeline, sample, tmp_pa
 
 def test_a_block_inside_another_puts_trained_weights_back(tmp_path):
     unet = make_unet()
-    stock = call(unet)
+    baseline = call(unet)
     with apply_agentsd(unet, recipe=trained_folder(tmp_path)):
         trained = call(unet)
         with apply_agentsd(unet, mode="fast"):
             assert not torch.equal(call(unet), trained)
         assert torch.equal(call(unet), trained)
-    assert torch.equal(call(unet), stock)
+    assert torch.equal(call(unet), baseline)
 
 
 # D17: weights that sequential offloading keeps elsewhere
@@ -144,7 +144,7 @@ def test_trained_weights_are_refused_where_the_model_is_offloaded(sample, make_p
 
 
 def test_loaded_weights_are_taken_out_once_offloading_ends(pipe, sample, tmp_path):
-    stock = sample(pipe)
+    baseline = sample(pipe)
     folder = trained_folder(tmp_path)
     apply_agentsd(pipe, recipe=folder)
     cpu_offload(pipe.unet)
@@ -154,7 +154,7 @@ def test_loaded_weights_are_taken_out_once_offloading_ends(pipe, sample, tmp_pat
     assert torch.equal(sample(pipe), trained)
     remove_hook_from_module(pipe.unet, recurse=True)
     remove_agentsd(pipe)
-    assert torch.equal(sample(pipe), stock)
+    assert torch.equal(sample(pipe), baseline)
 
 
 # D18: weights beside a recipe's file
@@ -178,9 +178,9 @@ def test_weights_beside_a_recipes_file_are_loaded(pipe, make_pipeline, sample, t
 
 
 def test_a_file_of_weights_may_change_while_they_are_in_use(pipe, sample, tmp_path):
-    stock, folder = sample(pipe), trained_folder(tmp_path)
+    baseline, folder = sample(pipe), trained_folder(tmp_path)
     with apply_agentsd(pipe, recipe=folder):
         picture = sample(pipe)
         os.truncate(folder / "agentsd.safetensors", 0)
         assert torch.equal(sample(pipe), picture)
-    assert torch.equal(sample(pipe), stock)
+    assert torch.equal(sample(pipe), baseline)

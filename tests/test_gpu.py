@@ -74,7 +74,7 @@ def test_cpu_offloading(make_pipeline, sample, offload, patch_first):
     assert not torch.equal(sample(pipe), patched)
 
 
-def test_peak_memory_is_not_above_stock():
+def test_peak_memory_is_not_above_baseline():
     """At 96x96 latents, where the score matrix of the ranking would be the largest tensor."""
 
     def peak(unet):
@@ -85,6 +85,6 @@ def test_peak_memory_is_not_above_stock():
         return torch.cuda.max_memory_allocated()
 
     unet = make_unet(block_out_channels=(64, 128, 128), norm_num_groups=8).to("cuda", torch.float16)
-    stock = peak(unet)
+    baseline = peak(unet)
     apply_agentsd(unet, mode="fast")
-    assert peak(unet) <= stock
+    assert peak(unet) <= baseline

@@ -40,20 +40,20 @@ def build(make_pipeline, tokenizer):
 def test_host(build, name):
     """Both phases run in every patched layer, the picture changes, and all of it can be undone."""
     pipe, run = build(name)
-    stock = run()
+    baseline = run()
     processors = dict(pipe.unet.attn_processors)
     for mode, later in (("exact", "merge"), ("fast", "downsample")):
         handle = apply_agentsd(pipe, mode=mode)
         seen = watch_phases(handle)
         patched = run()
         assert patched.isfinite().all()
-        assert not torch.equal(patched, stock)
+        assert not torch.equal(patched, baseline)
         for phases in seen.values():
             assert set(phases) == {"agent", later}
         assert not any("motion_modules" in layer for layer in handle.layer_names)
         assert torch.equal(run(), patched)
     remove_agentsd(pipe)
-    assert torch.equal(run(), stock)
+    assert torch.equal(run(), baseline)
     assert {k: id(v) for k, v in pipe.unet.attn_processors.items()} == {
         k: id(v) for k, v in processors.items()
     }
@@ -61,7 +61,7 @@ def test_host(build, name):
 
 def test_the_controlnets_own_attention_is_patched_only_when_asked(build):
     pipe, run = build("ControlNet")
-    stock = run()
+    baseline = run()
     before = dict(pipe.controlnet.attn_processors)
     apply_agentsd(pipe, mode="fast")
     unet_only = run()
@@ -73,7 +73,7 @@ def test_the_controlnets_own_attention_is_patched_only_when_asked(build):
     handle.remove()
     assert torch.equal(run(), unet_only)
     remove_agentsd(pipe)
-    assert torch.equal(run(), stock)
+    assert torch.equal(run(), baseline)
 
 
 def test_textual_inversion_after_the_patch(make_pipeline, sample):
@@ -129,16 +129,16 @@ def test_modular_sdxl_calls_the_unet_once_for_each_guidance_branch(tokenizer):
         inputs = {"prompt": "a cat", "height": 32, "width": 32, "num_inference_steps": 5}
         return pipe(generator=rng, output="images", output_type="latent", **inputs)
 
-    stock = run()
+    baseline = run()
     handle = apply_agentsd(pipe, recipe=Recipe(Phases(Agents(cells="random"), Downsample())))
     seen = watch_phases(handle)
     patched = run()
-    assert not torch.equal(patched, stock)
+    assert not torch.equal(patched, baseline)
     for phases in seen.values():  # five steps, two of them early, two branches
         assert phases == ["agent"] * 4 + ["downsample"] * 6
     assert torch.equal(run(), patched)
     remove_agentsd(pipe)
-    assert torch.equal(run(), stock)
+    assert torch.equal(run(), baseline)
 
 
 def test_masks_and_cross_attention_are_untouched():
@@ -153,10 +153,10 @@ def test_masks_and_cross_attention_are_untouched():
         with torch.no_grad():
             return attn(tokens, attention_mask=mask), attn(tokens, encoder_hidden_states=other)
 
-    stock = outputs()
+    baseline = outputs()
     cross = {n: p for n, p in unet.attn_processors.items() if "attn2" in n}
     handle = apply_agentsd(unet, mode="fast")
     handle._groups[0].begin(torch.empty(2, 4, 16, 16), 999.0, (0, 0))
     assert handle._layers[0].work.plan is not None
-    assert all(torch.equal(a, b) for a, b in zip(outputs(), stock, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(outputs(), baseline, strict=True))
     assert {n: p for n, p in unet.attn_processors.items() if "attn2" in n} == cross

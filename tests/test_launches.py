@@ -1,4 +1,4 @@
-"""What a guided call of SD 1.5's structure asks of the device, beside stock: counted, not timed."""
+"""What a guided call of SD 1.5's structure asks of the device, beside the baseline: counted, not timed."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def launches(unet: Any, place: int) -> Counter[str]:
 
 
 def added(unet: Any, mode: str, place: int) -> dict[str, int]:
-    """What a mode adds to stock's, or takes from it, in its second call of a run's kind."""
-    stock = launches(unet, place)
+    """What a mode adds to the baseline's, or takes from it, in its second call of a run's kind."""
+    baseline = launches(unet, place)
     with apply_agentsd(unet, mode=mode):
         launches(unet, place)
         patched = launches(unet, place)
-    differences = {name: patched[name] - stock[name] for name in patched | stock}
+    differences = {name: patched[name] - baseline[name] for name in patched | baseline}
     return {name: count for name, count in differences.items() if count}
 
 
-def test_stock_is_what_it_was(unet):
+def test_baseline_is_what_it_was(unet):
     assert launches(unet, EARLY).total() == 726
 
 
@@ -61,7 +61,7 @@ def test_early_steps_of_fast_mode_are_counted_op_by_op(unet):
         "_scaled_dot_product_flash_attention_for_cpu": 1,  # gather beside broadcast
         "add": 1,  # + kV
         "index_select": 1,  # unmerge
-        "div": -1,  # stock divides by a rescale factor of 1
+        "div": -1,  # baseline divides by a rescale factor of 1
     }
     each_ranking = {
         "cat": 1,  # positions of sources, then destinations
@@ -95,15 +95,15 @@ def test_early_steps_of_fast_mode_are_counted_op_by_op(unet):
 
 @pytest.mark.parametrize(("operator", "each_layer"), [(Downsample(4), 3), (Agents(), 5)])
 def test_between_two_residuals_nothing_is_ranked(unet, operator, each_layer):
-    """To stock's 726 launches ten layers add 30 or 50: keys or agents, the residual's line, the sum."""
+    """To baseline's 726 launches ten layers add 30 or 50: keys or agents, the residual's line, the sum."""
     latent, text = torch.randn(2, 4, 64, 64), torch.randn(2, 77, 32)
-    stock, scheduler = launches(unet, EARLY), DDIMScheduler()
+    baseline, scheduler = launches(unet, EARLY), DDIMScheduler()
     scheduler.set_timesteps(20)
     with torch.no_grad(), apply_agentsd(unet, recipe=Recipe(operator, residual=ResidualSharing())):
         for t in scheduler.timesteps[:5]:
             with Launches() as mode:
                 unet(latent, t, text)
-    more = {name: mode.counts[name] - stock[name] for name in mode.counts | stock}
+    more = {name: mode.counts[name] - baseline[name] for name in mode.counts | baseline}
     assert sum(more.values()) == 10 * each_layer + 1  # a timestep that is an integer is copied
     assert more["lerp"] == 10
     assert not more.get("sort")

@@ -109,17 +109,17 @@ def test_every_token_an_agent_of_pooled_queries():
     """With as many pooled agents as half the tokens or more, attention stays plain, as with merged ones."""
     unet = make_unet()
     x = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(0))
-    stock = run(unet, [x], PooledAgents(256))
+    baseline = run(unet, [x], PooledAgents(256))
     with torch.no_grad():
         text = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(1))
-        assert torch.equal(unet(x, torch.tensor(900), text).sample, stock[0])
-    assert torch.equal(run(unet, [x], PooledAgents(128))[0], stock[0])
-    assert not torch.equal(run(unet, [x], PooledAgents(127))[0], stock[0])
+        assert torch.equal(unet(x, torch.tensor(900), text).sample, baseline[0])
+    assert torch.equal(run(unet, [x], PooledAgents(128))[0], baseline[0])
+    assert not torch.equal(run(unet, [x], PooledAgents(127))[0], baseline[0])
 
 
 @pytest.mark.parametrize("late", [None, Downsample()])
 def test_the_last_stage_is_the_later_phase(pipe, sample, late):
-    stock = sample(pipe)
+    baseline = sample(pipe)
     # all distances pass a threshold of 1000 times the first: only the calls without one run agents
     early = PooledAgents(4, ratio=0.4)
     with apply_agentsd(pipe, recipe=Recipe(ByDistance((early, late), (1000.0,)))):
@@ -128,7 +128,7 @@ def test_the_last_stage_is_the_later_phase(pipe, sample, late):
         throughout = sample(pipe)
     with apply_agentsd(pipe, recipe=Recipe(early)):
         assert torch.equal(sample(pipe), throughout)
-    assert not torch.equal(short, stock)
+    assert not torch.equal(short, baseline)
     assert not torch.equal(short, throughout)
 
 

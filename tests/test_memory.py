@@ -74,16 +74,16 @@ def peak(unet, side: int, t: int) -> int:
 
 
 @pytest.mark.usefixtures("fake")
-def test_the_patch_takes_no_more_memory_than_stock(monkeypatch):
+def test_the_patch_takes_no_more_memory_than_baseline(monkeypatch):
     """But for the indices of what is merged, about a thousandth; at 512, 1024 and 2048 px."""
     unet = UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8).eval()
     for side in (64, 128, 256):
-        stock = peak(unet, side, 999)
+        baseline = peak(unet, side, 999)
         for recipe in (EXACT, FAST, Recipe(Phases(Agents(), Merge())), TURBO):
             with apply_agentsd(unet, recipe=recipe):
-                assert peak(unet, side, 999) < (0.8 if recipe is TURBO else 1.0015) * stock
-                assert peak(unet, side, 1) < 1.0015 * stock
+                assert peak(unet, side, 999) < (0.8 if recipe is TURBO else 1.0015) * baseline
+                assert peak(unet, side, 1) < 1.0015 * baseline
     # The score matrix as a whole would be larger than everything else.
     monkeypatch.setattr(matching, "SCORE_BUDGET", 2**60)
     with apply_agentsd(unet, mode="exact"):
-        assert peak(unet, side, 1) > 1.5 * stock
+        assert peak(unet, side, 1) > 1.5 * baseline

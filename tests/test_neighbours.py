@@ -10,7 +10,7 @@ from tiny import WIDTH, make_image_encoder, make_image_processor
 from agentsd import apply_agentsd, remove_agentsd
 from agentsd.attention.processor import is_ours
 
-# Each of these sets every processor anew; two at a time break a stock pipeline too.
+# Each of these sets every processor anew; two at a time break a baseline pipeline too.
 REPLACE = {"IP-Adapter", "fused QKV", "attention slicing", "unfused attention"}
 
 

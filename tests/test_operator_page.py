@@ -62,13 +62,13 @@ def test_a_layer_attends_to_averages(page, size, stride):
     attn = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
     seen = {}
     attn.register_forward_hook(lambda m, args, out: seen.update(x=args[0], out=out))
-    stock = call(unet, size=size)
+    baseline = call(unet, size=size)
     with apply_agentsd(unet, recipe=Recipe(page.AverageKeys(stride))):
-        assert not torch.equal(call(unet, size=size), stock)
+        assert not torch.equal(call(unet, size=size), baseline)
     with torch.no_grad():
         expected = averaged_attention(attn, seen["x"], *size, stride)
     torch.testing.assert_close(seen["out"].double(), expected, rtol=0, atol=1e-6)
-    assert torch.equal(call(unet, size=size), stock)
+    assert torch.equal(call(unet, size=size), baseline)
 
 
 def test_it_is_an_operator_like_the_packages_own(page, tmp_path):

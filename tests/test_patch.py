@@ -59,18 +59,18 @@ def test_apply_twice_equals_once_and_takes_the_new_settings(pipe, sample):
     assert snapshot(pipe.unet) == before
 
 
-def test_nothing_to_do_is_bit_identical_to_stock(pipe, sample):
-    stock = sample(pipe)
+def test_nothing_to_do_is_bit_identical_to_baseline(pipe, sample):
+    baseline = sample(pipe)
     for nothing in (Merge(ratio=0), Phases(Agents(), Merge(ratio=0), 0), Phases(Agents(), None, 0)):
         with apply_agentsd(pipe, recipe=Recipe(nothing)):
-            assert torch.equal(sample(pipe), stock)
+            assert torch.equal(sample(pipe), baseline)
     with apply_agentsd(pipe, recipe=Recipe(Phases(Agents(), None))):
-        assert not torch.equal(sample(pipe), stock)
+        assert not torch.equal(sample(pipe), baseline)
 
 
 @pytest.mark.parametrize("ratio", [0.2, 0.5])
 def test_token_merging_alone_is_the_tomesd_packages(pipe, sample, ratio):
-    stock = sample(pipe)
+    baseline = sample(pipe)
     tomesd.apply_patch(pipe, ratio=ratio, use_rand=False)
     their_call, theirs = call(pipe.unet), sample(pipe)
     tomesd.remove_patch(pipe)
@@ -79,7 +79,7 @@ def test_token_merging_alone_is_the_tomesd_packages(pipe, sample, ratio):
         ours_call, ours = call(pipe.unet), sample(pipe)
     torch.testing.assert_close(ours_call, their_call, rtol=0, atol=2e-6)
     # over a run of 6 calls rounding grows with the latents
-    assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max() < 1e-2 * (stock - theirs).abs().max()
+    assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max() < 1e-2 * (baseline - theirs).abs().max()
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.4])
@@ -123,8 +123,8 @@ def test_the_finest_attention_level_is_counted_from_the_model():
     names = apply_agentsd(sdxl, recipe=replace(FAST, levels=1)).layer_names
     assert len(names) == 2 + 2 * 2
     assert {name.split(".")[0] + name.split(".")[1] for name in names} == {"down_blocks1", "up_blocks1"}
-    stock = make_sdxl_unet()
-    assert not torch.equal(call(sdxl), call(stock))
+    baseline = make_sdxl_unet()
+    assert not torch.equal(call(sdxl), call(baseline))
     assert len(apply_agentsd(make_unet(), recipe=replace(FAST, levels=2)).layer_names) == 3 + 3
 
 
@@ -293,7 +293,7 @@ def test_tomesd_and_strange_processors_are_refused(pipe):
 @pytest.mark.parametrize("operator", [Merge(0.5, cells="first"), Downsample()])
 def test_the_processor_that_was_there_does_the_later_steps(pipe, sample, operator):
     recipe = Recipe(Phases(Agents(0.5, cells="first"), operator, early_frac=0))
-    stock = sample(pipe)
+    baseline = sample(pipe)
     pipe.unet.set_attn_processor(AttnProcessor())
     apply_agentsd(pipe, recipe=recipe)
     kinds = {type(p.wrapped) for p in pipe.unet.attn_processors.values() if is_ours(p)}
@@ -303,7 +303,7 @@ def test_the_processor_that_was_there_does_the_later_steps(pipe, sample, operato
     pipe.unet.set_attn_processor(AttnProcessor2_0())
     apply_agentsd(pipe, recipe=recipe)
     torch.testing.assert_close(sample(pipe), with_unfused, rtol=0, atol=1e-4)
-    assert not torch.allclose(with_unfused, stock, atol=1e-3)
+    assert not torch.allclose(with_unfused, baseline, atol=1e-3)
 
 
 def test_no_tensor_is_kept_and_the_model_is_let_go():

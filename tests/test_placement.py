@@ -9,33 +9,33 @@ from packaging import version
 from agentsd import apply_agentsd, remove_agentsd
 
 
-def test_saving_a_patched_pipeline_saves_a_stock_one(pipe, sample, tmp_path):
-    stock = sample(pipe)
+def test_saving_a_patched_pipeline_saves_a_baseline_one(pipe, sample, tmp_path):
+    baseline = sample(pipe)
     apply_agentsd(pipe, mode="fast")
     patched = sample(pipe)
     pipe.save_pretrained(tmp_path)
     assert "agentsd" not in "".join(p.read_text() for p in tmp_path.rglob("*.json"))
     loaded = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path)
     loaded.set_progress_bar_config(disable=True)
-    assert torch.equal(sample(loaded), stock)
+    assert torch.equal(sample(loaded), baseline)
     apply_agentsd(loaded, mode="fast")
     assert torch.equal(sample(loaded), patched)
 
 
 def test_pipelines_that_share_a_unet_share_the_patch(pipe, sample):
-    stock = sample(pipe)
+    baseline = sample(pipe)
     other = diffusers.AutoPipelineForImage2Image.from_pipe(pipe)
     assert other.unet is pipe.unet
     apply_agentsd(pipe, mode="fast")
-    assert not torch.equal(sample(pipe), stock)
+    assert not torch.equal(sample(pipe), baseline)
     remove_agentsd(other)
-    assert torch.equal(sample(pipe), stock)
+    assert torch.equal(sample(pipe), baseline)
 
 
 @pytest.mark.parametrize("patch_first", [True, False])
 @pytest.mark.parametrize("offload", ["group", "casting"])
 def test_group_offloading_and_layerwise_casting(pipe, sample, offload, patch_first):
-    stock = sample(pipe)
+    baseline = sample(pipe)
     if patch_first:
         apply_agentsd(pipe, mode="fast")
     if offload == "group":
@@ -52,7 +52,7 @@ def test_group_offloading_and_layerwise_casting(pipe, sample, offload, patch_fir
     plain = sample(pipe)
     assert not torch.equal(patched, plain)
     if offload == "group":
-        assert torch.equal(plain, stock)
+        assert torch.equal(plain, baseline)
         apply_agentsd(pipe, mode="fast")
         assert torch.equal(sample(pipe), patched)
 
@@ -61,7 +61,7 @@ def test_group_offloading_and_layerwise_casting(pipe, sample, offload, patch_fir
 @pytest.mark.parametrize("kind", ["model", "sequential"])
 def test_accelerates_offloading_hooks(pipe, sample, kind, patch_first):
     """What enable_model_cpu_offload and enable_sequential_cpu_offload put on a U-Net, run on the CPU."""
-    stock = sample(pipe)
+    baseline = sample(pipe)
     if patch_first:
         apply_agentsd(pipe, mode="fast")
     if kind == "model":
@@ -71,9 +71,9 @@ def test_accelerates_offloading_hooks(pipe, sample, kind, patch_first):
     if not patch_first:
         apply_agentsd(pipe, mode="fast")
     patched = sample(pipe)
-    assert not torch.equal(patched, stock)
+    assert not torch.equal(patched, baseline)
     remove_agentsd(pipe)
-    assert torch.equal(sample(pipe), stock)
+    assert torch.equal(sample(pipe), baseline)
     with apply_agentsd(pipe, mode="fast"):
         assert torch.equal(sample(pipe), patched)
 

@@ -15,7 +15,7 @@ from reuse_twin import Twin
 from tiny import call, snapshot, watch_phases
 
 from agentsd import Merge, Recipe, ReuseGuidance, ReuseSteps, apply_agentsd, calibrate, remove_agentsd
-from agentsd.calibration.cost import multiply_adds
+from agentsd.calibration.cost import macs
 from agentsd.hosts.models import weights_digest
 from agentsd.modules import AgentModule, FocusedLinear
 from agentsd.recipe import DOWNSAMPLE, EXACT, FAST, REUSE, TURBO
@@ -98,19 +98,20 @@ def test_its_layers_are_quantised(quantize):
 def test_a_recipe(host, make_pipeline, name):
     """It gives what it gives on plain layers of the same weights, gives it again, and is undone to the bit.
 
-    As near as 8 times stock's distance to stock on those layers: some quantised ones round their input too.
+    As near as 8 times the baseline's distance to the baseline on those layers: some quantised ones round
+    their input too.
     """
-    stock, before = run(host), snapshot(host.unet)
+    baseline, before = run(host), snapshot(host.unet)
     handle = apply_agentsd(host, recipe=RECIPES[name])
     picture = run(host)
     assert torch.equal(run(host), picture)
     handle.remove()
-    assert torch.equal(run(host), stock)
+    assert torch.equal(run(host), baseline)
     assert snapshot(host.unet) == before
     plain = make_pipeline(unet=dequantized(host.unet))
-    rounding = distance(run(plain), stock)
+    rounding = distance(run(plain), baseline)
     apply_agentsd(plain, recipe=RECIPES[name])
-    assert distance(picture, stock) > 1e-4
+    assert distance(picture, baseline) > 1e-4
     assert distance(picture, run(plain)) < 1e-4 + 8 * rounding
 
 
@@ -119,11 +120,11 @@ def test_a_layer(quantize, mode, t):
     """The first layer, which few roundings come before, gives what one of plain weights gives."""
     unet = quantize(wide_unet())
     plain = dequantized(unet)
-    stock = first_layer(unet, t)
+    baseline = first_layer(unet, t)
     for model in (unet, plain):
         apply_agentsd(model, mode=mode)
     given = first_layer(unet, t)
-    assert distance(given, stock) > 0.1
+    assert distance(given, baseline) > 0.1
     assert distance(given, first_layer(plain, t)) < 0.02
 
 
@@ -145,10 +146,10 @@ def test_quantised_before_or_after_the_patch(quantize, host, make_pipeline, reci
 
 
 def test_what_leaves_nothing_out_changes_no_bit(host):
-    stock = run(host)
+    baseline = run(host)
     nothing = Recipe(Merge(0.0), steps=ReuseSteps(1), guidance=ReuseGuidance(1))
     apply_agentsd(host, recipe=nothing)
-    assert torch.equal(run(host), stock)
+    assert torch.equal(run(host), baseline)
 
 
 def test_calls_left_out_are_those_of_a_twin(host):
@@ -164,13 +165,13 @@ def test_calls_left_out_are_those_of_a_twin(host):
     assert distance(picture, expected) < 1e-3  # a half batch is rounded a little otherwise
 
 
-def test_multiply_adds_are_those_of_plain_layers(quantize):
+def test_macs_are_those_of_plain_layers(quantize):
     unet, plain = quantize(wide_unet()), wide_unet()
     for recipe in (None, FAST):
         for model in (unet, plain):
             if recipe is not None:
                 apply_agentsd(model, recipe=recipe)
-        assert multiply_adds(lambda: call(unet)) == multiply_adds(lambda: call(plain))
+        assert macs(lambda: call(unet)) == macs(lambda: call(plain))
 
 
 def test_a_digest_tells_weights_apart(quantize):
@@ -187,11 +188,11 @@ def test_a_digest_tells_weights_apart(quantize):
 def test_calibration_promises_what_plain_layers_count(host, make_pipeline):
     found = calibrate(host, ["a cat"], speedup=1.4, operators=(), num_inference_steps=8)
     plain = make_pipeline(unet=dequantized(host.unet))
-    stock = work(plain)
+    baseline = work(plain)
     apply_agentsd(plain, recipe=found)
     promised = found.measured["promises"]["speedup"]
     assert promised >= 1.4
-    assert stock / work(plain) == pytest.approx(promised)
+    assert baseline / work(plain) == pytest.approx(promised)
 
 
 @pytest.mark.quantized
@@ -204,12 +205,12 @@ def test_a_model_that_diffusers_quantises_as_it_loads_it(tmp_path):
         tmp_path, quantization_config=config, torch_dtype=torch.float32
     )
     unet = PACKAGES["torchao, 8 bit weights"](wide_unet())
-    stock = call(unet)
+    baseline = call(unet)
     for model in (loaded, unet):
         apply_agentsd(model, mode="fast")
     assert torch.equal(call(loaded), call(unet))
     remove_agentsd(loaded)
-    assert torch.equal(call(loaded), stock)
+    assert torch.equal(call(loaded), baseline)
 
 
 def test_training_is_refused(host, tmp_path):
@@ -237,12 +238,12 @@ def test_trained_weights_are_refused(host, tmp_path):
 def test_trained_weights_that_are_quantised_later(quantize, tmp_path):
     """They are served, and what they took the place of is gone: that is said, and nothing is changed."""
     unet = wide_unet()
-    stock = call(unet)
+    baseline = call(unet)
     folder, trained = trained_folder(tmp_path)
     handle = apply_agentsd(unet, recipe=folder)
     quantize(unet)
     served = call(unet)
-    assert distance(served, trained) < 0.5 * distance(served, stock)
+    assert distance(served, trained) < 0.5 * distance(served, baseline)
     before = snapshot(unet)
     for undo in (handle.remove, lambda: remove_agentsd(unet), lambda: apply_agentsd(unet, mode="fast")):
         with pytest.raises(ValueError, match="and can't be taken out again: load the model anew"):

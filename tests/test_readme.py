@@ -24,7 +24,7 @@ def test_figures_are_those_of_the_results(page: str) -> None:
 
 
 def test_a_figure_that_differs_is_put_right() -> None:
-    text = "<!-- figures of gate-demo -->\n<!--=stock cost-->7<!--=-->, <!--=fast r=0.4 worth-->?<!--=-->"
+    text = "<!-- figures of gate-demo -->\n<!--=baseline cost-->7<!--=-->, <!--=fast r=0.4 gain-->?<!--=-->"
     first, second = re.findall(r"-->([^<]+)<!--=-->", FIGURES["written"](text))
     assert first == "1.00"
     assert re.fullmatch(r"\d\.\d\d \(\d\.\d\d-\d\.\d\d\)", second)
@@ -33,19 +33,19 @@ def test_a_figure_that_differs_is_put_right() -> None:
 def test_how_many_pictures_show_a_loss() -> None:
     """Of 32 a ratio whose interval ends at 1 is just seen, and half as wide a one would be of a quarter."""
     kinds = FIGURES["KINDS"]
-    just = {"to converged": {"value": 2.0, "low": 1.0, "high": 4.0}}
+    just = {"to reference image": {"value": 2.0, "low": 1.0, "high": 4.0}}
     assert kinds["shown-perceptual"](just, {}) == "32"
-    narrow = {"to converged": {"value": 2.0, "low": 2.0**0.5, "high": 2.0**1.5}}
+    narrow = {"to reference image": {"value": 2.0, "low": 2.0**0.5, "high": 2.0**1.5}}
     assert kinds["shown-perceptual"](narrow, {}) == "8"
-    assert kinds["shown-kernel"]({"kernel": {"value": 2.0, "low": -2.0, "high": 6.0}}, {}) == "128"
-    assert kinds["shown-kernel"]({"kernel": {"value": -0.1, "low": -2.0, "high": 2.0}}, {}) == "-"
+    assert kinds["shown-kid"]({"kid": {"value": 2.0, "low": -2.0, "high": 6.0}}, {}) == "128"
+    assert kinds["shown-kid"]({"kid": {"value": -0.1, "low": -2.0, "high": 2.0}}, {}) == "-"
 
 
 def test_a_promise_is_kept_where_both_intervals_end_below_the_loss_of_12_steps() -> None:
-    rows = {"stock@12": {"kernel_change": 0.006, "frechet_change": 1.0}}
-    row = {"kernel_change": 0.0, "kernel_change_error": 0.003, "frechet_change": 0.0}
-    assert FIGURES["KINDS"]["kept"](row | {"frechet_change_error": 0.5}, rows) == "yes"
-    assert FIGURES["KINDS"]["kept"](row | {"frechet_change_error": 0.52}, rows) == "no"
+    rows = {"baseline@12": {"kid_change": 0.006, "fd_change": 1.0}}
+    row = {"kid_change": 0.0, "kid_change_error": 0.003, "fd_change": 0.0}
+    assert FIGURES["KINDS"]["kept"](row | {"fd_change_error": 0.5}, rows) == "yes"
+    assert FIGURES["KINDS"]["kept"](row | {"fd_change_error": 0.52}, rows) == "no"
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -209,9 +209,9 @@ def test_a_file_by_hand_needs_no_settings_and_no_figures(tmp_path):
     path.write_text(f"version: 1\nlayers:\n  {MID}: agents\n  {DOWN}: {{merge: }}\n")
     assert Recipe.load(path) == Recipe(layers={MID: Agents(), DOWN: Merge()})
     path.write_text(f"version: 1\nlayers:\n  {MID}: agents\n  {UP}:\n")
-    with pytest.raises(ValueError, match="would run stock attention: leave them out"):
+    with pytest.raises(ValueError, match="would run full attention: leave them out"):
         Recipe.load(path)
-    path.write_text("version: 1\nattention: {early: agents, late: stock}\n")
+    path.write_text("version: 1\nattention: {early: agents, late: full}\n")
     assert Recipe.load(path) == Recipe(Phases(Agents(), None))
 
 
@@ -249,7 +249,7 @@ def test_ones_own_operator_is_read_and_written(tmp_path, monkeypatch):
         ("version: 1\nattention: {agents: {}, merge: {}}", "name one of agents, pooled_agents"),
         ("version: 1\nattention: {early: agents, lat: merge}", "'lat' is unknown; the settings are early"),
         ("version: 1\nattention: {early: agents, late: agents}", "early and late are both"),
-        ("version: 1\nattention: {stages: [agents, stock]}", "thresholds"),
+        ("version: 1\nattention: {stages: [agents, full]}", "thresholds"),
         ("version: 1\nattention: {stages: 3, thresholds: [0.5]}", "stages=3: pass a list or a tuple"),
         ("version: 1\nattention: agent", r"\['agent'\]: name one of agents, pooled_agents, merge"),
         ("version: 1\nlayers: {a: 5}", "5: name an operator"),
@@ -307,7 +307,7 @@ def test_settings_by_layer_stand_alone(pipe):
 
 
 def test_only_the_named_layers_are_patched_and_all_is_undone(pipe, sample, tmp_path):
-    before, stock = snapshot(pipe.unet), sample(pipe)
+    before, baseline = snapshot(pipe.unet), sample(pipe)
     layers = Recipe(layers={UP: MERGE_ALL, DOWN: AGENTS})
     handle = apply_agentsd(pipe, recipe=layers)
     assert handle.layer_names == [DOWN, UP]
@@ -315,18 +315,18 @@ def test_only_the_named_layers_are_patched_and_all_is_undone(pipe, sample, tmp_p
     patched = {name for name, module in pipe.unet.named_modules() if hasattr(module, "_agentsd")}
     assert patched == {"", DOWN, UP}
     picture = sample(pipe)
-    assert not torch.equal(picture, stock)
+    assert not torch.equal(picture, baseline)
     handle.remove()
     assert snapshot(pipe.unet) == before
     with apply_agentsd(pipe, recipe=layers.save(tmp_path / "layers.yaml")):
         assert torch.equal(sample(pipe), picture)
-    assert torch.equal(sample(pipe), stock)
+    assert torch.equal(sample(pipe), baseline)
 
 
-def test_a_layer_that_does_nothing_is_bit_equal_to_stock(pipe, sample):
-    stock = sample(pipe)
+def test_a_layer_that_does_nothing_is_bit_equal_to_baseline(pipe, sample):
+    baseline = sample(pipe)
     with apply_agentsd(pipe, recipe=Recipe(layers={UP: UNTOUCHED, MID: UNTOUCHED})):
-        assert torch.equal(sample(pipe), stock)
+        assert torch.equal(sample(pipe), baseline)
 
 
 @pytest.mark.parametrize("schedule", [FAST.attention, Agents(0.2)])
@@ -339,7 +339,7 @@ def test_all_layers_alike_are_one_schedule(pipe, sample, schedule):
 
 
 def output_of(unet, name, schedule, t):
-    """What the named layer makes of the inputs it got, under that alone: replayed on a stock model."""
+    """What the named layer makes of the inputs it got, under that alone: replayed on a baseline model."""
     block = unet.get_submodule(name.removesuffix(".attn1"))
     seen = {}
     hooks = [

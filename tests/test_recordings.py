@@ -54,7 +54,7 @@ RECIPES: dict[str, Recipe] = {
     "merge in every step": Recipe(OLD_MERGE, levels=1),
     "merge later": _fast(Merge()),
     "late ratio": _exact(Merge(0.25, ranking="layer"), ratio=0.5),
-    "stock later": _fast(None),
+    "baseline later": _fast(None),
     "agents later": Recipe(Agents(**OLD), levels=1),
     "one level": _fast(levels=1),
     "few agents": _fast(early=Agents(stride=2, at_most=9)),

@@ -61,7 +61,7 @@ def test_an_exception_in_a_call_leaves_the_next_run_clean(ddim, sample, place, e
 
 
 def test_an_interrupted_call_is_undone_by_removal(ddim, sample):
-    before, stock = snapshot(ddim.unet), sample(ddim, **RUN)
+    before, baseline = snapshot(ddim.unet), sample(ddim, **RUN)
     handle = apply_agentsd(ddim, recipe=BOTH)
     calls = []
 
@@ -77,7 +77,7 @@ def test_an_interrupted_call_is_undone_by_removal(ddim, sample):
     assert not whole(ddim.unet)  # nobody was told of the interrupt
     handle.remove()
     assert snapshot(ddim.unet) == before
-    assert torch.equal(sample(ddim, **RUN), stock)
+    assert torch.equal(sample(ddim, **RUN), baseline)
 
 
 def test_states_are_let_go_when_a_run_ends_or_breaks_off(ddim, sample):
@@ -187,13 +187,13 @@ def test_a_prompt_that_changes_in_the_middle_is_computed_whole(ddim, sample):
 
 def test_text_that_is_new_in_each_call_keeps_the_run_whole(ddim):
     handle = apply_agentsd(ddim, recipe=BOTH)
-    stock = make_unet()
+    baseline = make_unet()
     caller = Guided()
 
     def run():
         for i in range(10):
             caller.text = caller.text.clone()
-            assert torch.equal(caller(ddim.unet, i), caller(stock, i))
+            assert torch.equal(caller(ddim.unet, i), caller(baseline, i))
 
     with pytest.warns(UserWarning, match="another text, or its text as a new tensor"):
         run()
@@ -201,23 +201,23 @@ def test_text_that_is_new_in_each_call_keeps_the_run_whole(ddim):
 
 
 def test_a_run_without_a_list_of_steps_is_whole(sample):
-    unet, stock, caller = make_unet(), make_unet(), Guided()
+    unet, baseline, caller = make_unet(), make_unet(), Guided()
     caller.timesteps = [int(t) for t in caller.timesteps]
     apply_agentsd(unet, recipe=BOTH)
     with pytest.warns(UserWarning, match=r"pass elements of scheduler.timesteps to the U-Net"):
         outs = [caller(unet, i) for i in range(10)]
-    assert all(torch.equal(out, caller(stock, i)) for i, out in enumerate(outs))
+    assert all(torch.equal(out, caller(baseline, i)) for i, out in enumerate(outs))
 
 
 def test_under_gradients_a_call_is_whole():
-    unet, stock, caller = make_unet(), make_unet(), Guided()
+    unet, baseline, caller = make_unet(), make_unet(), Guided()
     handle = apply_agentsd(unet, recipe=BOTH)
-    for model in (unet, stock):
+    for model in (unet, baseline):
         for i in range(3):
             with pytest.warns(UserWarning, match="gradients are on") if (model, i) == (unet, 0) else no_op():
                 out = model(caller.latents[i], caller.timesteps[i], caller.text).sample
         out.square().mean().backward()
-    for ours, theirs in zip(unet.parameters(), stock.parameters(), strict=True):
+    for ours, theirs in zip(unet.parameters(), baseline.parameters(), strict=True):
         assert (ours.grad is None and theirs.grad is None) or torch.equal(ours.grad, theirs.grad)
     assert handle.summary().startswith("FFF ")
     assert not kept(handle)
@@ -271,10 +271,10 @@ def test_two_pipelines_on_one_unet_by_turns(make_pipeline, ddim, sample):
     assert not any(torch.equal(a, b) for a, b in zip(alone, expected, strict=True))
     assert torch.equal(sample(ddim, **RUN), expected[0])
 
-    one, two, stock = Guided(), Guided(seed=1), make_unet()
+    one, two, baseline = Guided(), Guided(seed=1), make_unet()
     for i in range(10):  # a run that is broken into begins anew, with a full call
         for caller in (one, two):
-            assert torch.equal(caller(ddim.unet, i), caller(stock, i))
+            assert torch.equal(caller(ddim.unet, i), caller(baseline, i))
 
 
 def test_threads_that_take_turns_each_have_their_own_states(make_pipeline):
@@ -304,7 +304,7 @@ def test_threads_that_take_turns_each_have_their_own_states(make_pipeline):
 
 
 def test_applied_and_removed_in_the_middle_of_a_run(ddim, sample):
-    stock, seen = sample(ddim, **RUN), []
+    baseline, seen = sample(ddim, **RUN), []
 
     def step(pipe, i, t, tensors):
         if i == 1:
@@ -316,8 +316,8 @@ def test_applied_and_removed_in_the_middle_of_a_run(ddim, sample):
 
     picture = sample(ddim, **RUN, callback_on_step_end=step)
     assert seen[0].summary().startswith("FfHh ")
-    assert not torch.equal(picture, stock)
-    assert torch.equal(sample(ddim, **RUN), stock)
+    assert not torch.equal(picture, baseline)
+    assert torch.equal(sample(ddim, **RUN), baseline)
 
 
 def test_modular_guiders_call_once_for_each_pass(tokenizer):
@@ -342,11 +342,11 @@ def test_modular_guiders_call_once_for_each_pass(tokenizer):
         inputs = {"prompt": "a cat", "height": 32, "width": 32, "num_inference_steps": 8}
         return pipe(generator=rng, output="images", output_type="latent", **inputs)
 
-    stock = run()
+    baseline = run()
     handle = apply_agentsd(pipe, recipe=Recipe(steps=ReuseSteps(2)))
     picture = run()
     assert handle.summary().split()[0] == "FFff" * 4
-    assert (picture - stock).norm() < 0.3 * stock.norm()
+    assert (picture - baseline).norm() < 0.3 * baseline.norm()
     assert torch.equal(run(), picture)
 
 

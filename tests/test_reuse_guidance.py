@@ -30,19 +30,19 @@ def test_a_half_call_is_the_conditional_pass_and_the_kept_difference():
     assert handle.summary().startswith("FH ")
 
 
-def test_the_true_difference_gives_stocks_picture(make_pipeline, sample):
+def test_the_true_difference_gives_baselines_picture(make_pipeline, sample):
     pipe, twin = ddim(make_pipeline), make_unet()
-    stock = sample(pipe, **RUN)
+    baseline = sample(pipe, **RUN)
     handle = apply_agentsd(pipe, recipe=HALVES)
     picture = sample(pipe, **RUN)
-    assert not torch.allclose(picture, stock, atol=1e-3)
+    assert not torch.allclose(picture, baseline, atol=1e-3)
 
     def tell_true_difference(unet, args, kwargs):
         for stream in handle._calls.reuse._kept.streams.values():
             stream.difference = difference_of(twin(*args, **kwargs)[0])
 
     pipe.unet.register_forward_pre_hook(tell_true_difference, with_kwargs=True, prepend=True)
-    torch.testing.assert_close(sample(pipe, **RUN), stock, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sample(pipe, **RUN), baseline, rtol=1e-4, atol=1e-4)
     assert handle.summary().startswith("FHFHFHFHFH ")
 
 
@@ -142,14 +142,14 @@ def test_without_guidance_nothing_is_halved_and_it_is_said(make_pipeline):
     one = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(0))
     two = {"prompt": ["a cat", "a dog"], "latents": torch.cat([one] * 2), "guidance_scale": 1.0}
     for settings in ({"guidance_scale": 1.0}, two):  # two prompts on the same latents, as guidance has them
-        stock = run(pipe, **settings)
+        baseline = run(pipe, **settings)
         with apply_agentsd(pipe, recipe=HALVES) as handle:
             with pytest.warns(UserWarning, match="no guidance of two passes was found"):
-                assert torch.equal(run(pipe, **settings), stock)
+                assert torch.equal(run(pipe, **settings), baseline)
             assert handle.summary() == "FFFFFFFFFF  (10 calls: 10 full)"
         alone = apply_agentsd(pipe.unet, recipe=HALVES)  # it knows no pipeline to ask
         with alone, pytest.warns(UserWarning, match="no guidance of two passes was found"):
-            assert torch.equal(run(pipe, **settings), stock)
+            assert torch.equal(run(pipe, **settings), baseline)
 
 
 @pytest.mark.parametrize(
@@ -169,16 +169,16 @@ def test_without_guidance_nothing_is_halved_and_it_is_said(make_pipeline):
 )
 def test_full_and_whole_calls_are_planned_together(make_pipeline, sample, steps, guidance, symbols):
     pipe = ddim(make_pipeline, unet=deep_unet())
-    before, stock = snapshot(pipe.unet), sample(pipe, **RUN)
+    before, baseline = snapshot(pipe.unet), sample(pipe, **RUN)
     recipe = Recipe(steps=steps and ReuseSteps(**steps), guidance=ReuseGuidance(**guidance))
     handle = apply_agentsd(pipe, recipe=recipe)
     picture = sample(pipe, **RUN)
     assert handle.summary().split()[0] == symbols
-    assert torch.equal(picture, stock) == (set(symbols) == {"F"})
+    assert torch.equal(picture, baseline) == (set(symbols) == {"F"})
     assert torch.equal(sample(pipe, **RUN), picture)
     handle.remove()
     assert snapshot(pipe.unet) == before
-    assert torch.equal(sample(pipe, **RUN), stock)
+    assert torch.equal(sample(pipe, **RUN), baseline)
 
 
 def test_a_cheap_half_call_has_the_conditional_passs_own_states():

@@ -172,10 +172,10 @@ def test_residuals_are_shared_in_each_host(build, name):
 @pytest.mark.parametrize("name", WHOLE)
 def test_few_step_models_stay_whole_and_say_so(build, name):
     pipe, run = build(name)
-    stock = run()
+    baseline = run()
     handle = apply_agentsd(pipe, recipe=BOTH)
     with pytest.warns(UserWarning, match=WHOLE[name]):
-        assert torch.equal(run(), stock)
+        assert torch.equal(run(), baseline)
     assert set(handle.summary().split()[0]) == {"F"}
 
 
@@ -257,10 +257,10 @@ def test_marigold(make_pipeline, mode):
         return pipe(PICTURE, num_inference_steps=10, generator=rng, **sizes).latent
 
     if mode is None:
-        stock = run()
+        baseline = run()
         with apply_agentsd(pipe, mode="fast"):
-            assert not torch.equal(run(), stock)
-        assert torch.equal(run(), stock)
+            assert not torch.equal(run(), baseline)
+        assert torch.equal(run(), baseline)
     else:
         assert check(pipe, run, "no guidance of two passes") == "FfFfFfFfFf"
 
@@ -312,10 +312,10 @@ def test_panorama_stays_whole_and_says_so(make_pipeline):
         sizes = {"height": 128, "width": 160}
         return pipe("a cat", num_inference_steps=8, output_type="latent", generator=rng, **sizes).images
 
-    stock = run()
+    baseline = run()
     handle = apply_agentsd(pipe, recipe=BOTH)
     with pytest.warns(UserWarning, match="nothing more is left out of this run"):
-        assert torch.equal(run(), stock)
+        assert torch.equal(run(), baseline)
     assert set(handle.summary().split()[0]) == {"F"}
 
 
@@ -325,9 +325,9 @@ def test_a_processor_that_looks_at_each_call_keeps_it_whole(pipe, sample):
 
     attn = pipe.unet.mid_block.attentions[0].transformer_blocks[0].attn2
     attn.set_processor(Watch())
-    stock = sample(pipe, num_inference_steps=8)
+    baseline = sample(pipe, num_inference_steps=8)
     apply_agentsd(pipe, recipe=BOTH)
     rng = torch.Generator().manual_seed(0)
     with pytest.warns(UserWarning, match="mid_block.*has a Watch, which may have to see each call"):
         picture = pipe("a cat", num_inference_steps=8, output_type="latent", generator=rng).images
-    assert torch.equal(picture, stock)
+    assert torch.equal(picture, baseline)

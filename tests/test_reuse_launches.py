@@ -7,7 +7,7 @@ from launches import Launches
 
 from agentsd import Recipe, ReuseGuidance, ReuseSteps, apply_agentsd
 
-STOCK = 727  # launches of a whole call
+BASELINE = 727  # launches of a whole call
 LAST_LAYERS = 60  # of a cheap one
 WAITS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")
 
@@ -38,13 +38,13 @@ def run(unet, recipe, calls):
 
 def test_launches_of_each_kind_of_call(unet):
     """A few for what a call leaves and takes."""
-    assert run(unet, Recipe(steps=ReuseSteps(1)), 2)[1][1].total() == STOCK
+    assert run(unet, Recipe(steps=ReuseSteps(1)), 2)[1][1].total() == BASELINE
     recipe = Recipe(steps=ReuseSteps(2, corrected=False), guidance=ReuseGuidance())
     symbols, counts = run(unet, recipe, 12)
     assert symbols == "FfHhFfHhFfHh"
     later = dict(zip(symbols[8:], (c.total() for c in counts[8:]), strict=True))
-    assert later["F"] == STOCK + 3  # two states kept, a difference
-    assert later["H"] == STOCK + 3  # one kept, subtracted, joined
+    assert later["F"] == BASELINE + 3  # two states kept, a difference
+    assert later["H"] == BASELINE + 3  # one kept, subtracted, joined
     assert later["f"] == LAST_LAYERS + 4  # two lines, joined; a difference
     assert later["h"] == LAST_LAYERS + 3  # one line; subtracted, joined
 
@@ -58,8 +58,8 @@ def test_launches_of_a_correction(unet):
     assert later["f"] == LAST_LAYERS + 4 + 2  # as before; the latent and the prediction cloned
     assert later["h"] == LAST_LAYERS + 3 + 2
     # After h: a line, subtracted, a factor, one more, joined to both passes, added.
-    assert later["F"] == STOCK + 3 + LAST_LAYERS + 6
-    assert later["H"] == STOCK + 3 + LAST_LAYERS + 7  # after f, whose half latent is cloned
+    assert later["F"] == BASELINE + 3 + LAST_LAYERS + 6
+    assert later["H"] == BASELINE + 3 + LAST_LAYERS + 7  # after f, whose half latent is cloned
 
 
 @pytest.mark.parametrize("cheap", [1, 2])
@@ -69,7 +69,7 @@ def test_launches_of_a_correction_without_guidance(unet, cheap):
     assert counts[-2].total() == LAST_LAYERS + 3  # a line; the latent and the prediction cloned
     # One state kept; for each cheap call a line, subtracted, a factor; between two a factor and a sum; at the
     # end a factor and a sum.
-    assert counts[-1].total() == STOCK + 1 + cheap * (LAST_LAYERS + 3) + (cheap - 1) * 2 + 2
+    assert counts[-1].total() == BASELINE + 1 + cheap * (LAST_LAYERS + 3) + (cheap - 1) * 2 + 2
 
 
 @pytest.mark.parametrize("order", [0, 1])

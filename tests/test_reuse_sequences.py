@@ -31,7 +31,7 @@ from agentsd.recipe import REUSE
 
 SEQUENCES = int(os.environ.get("AGENTSD_SEQUENCES", "300"))
 RECIPES = {
-    "stock": None,
+    "baseline": None,
     "reuse": REUSE,
     "steps": Recipe(steps=ReuseSteps(2, late_every=3)),
     "two layers": Recipe(steps=ReuseSteps(3, order=0, layers=2)),
@@ -189,7 +189,7 @@ def test_a_run_gives_what_it_gives_on_a_fresh_model(specs, in_threads):
                 made = run(host, spec)
             assert len(made) == len(expected(spec))
             assert all(torch.equal(a, b) for a, b in zip(made, expected(spec), strict=True))
-            if before != "stock":
+            if before != "baseline":
                 event("".join(sorted(set(host.unet._agentsd.summary().split()[0]))))
     remove_agentsd(host)
     assert not any("forward" in vars(module) for module in host.unet.modules())

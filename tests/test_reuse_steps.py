@@ -184,20 +184,20 @@ def test_deepcache_gives_the_same_pictures(make_pipeline, sample, interval):
         diffusers.EulerDiscreteScheduler,
     ],
 )
-def test_every_step_full_is_bit_equal_to_stock(make_pipeline, sample, scheduler):
+def test_every_step_full_is_bit_equal_to_baseline(make_pipeline, sample, scheduler):
     pipe = make_pipeline(scheduler=scheduler.from_config(diffusers.PNDMScheduler(**BETAS).config))
-    before, stock = snapshot(pipe.unet), sample(pipe, **RUN)
+    before, baseline = snapshot(pipe.unet), sample(pipe, **RUN)
     with apply_agentsd(pipe, recipe=Recipe(steps=ReuseSteps(1))) as handle:
-        assert torch.equal(sample(pipe, **RUN), stock)
+        assert torch.equal(sample(pipe, **RUN), baseline)
         assert set(handle.summary().split()[0]) == {"F"}
     handle = apply_agentsd(pipe, mode="reuse")
     picture = sample(pipe, **RUN)
-    assert not torch.equal(picture, stock)
+    assert not torch.equal(picture, baseline)
     assert torch.equal(sample(pipe, **RUN), picture)
     assert not handle._calls.reuse._kept.streams
     handle.remove()
     assert snapshot(pipe.unet) == before
-    assert torch.equal(sample(pipe, **RUN), stock)
+    assert torch.equal(sample(pipe, **RUN), baseline)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_attention_runs_where_its_layer_does(make_pipeline, sample, attention):
 
 def test_few_steps_stay_whole_and_say_so_once(make_pipeline, sample):
     pipe = make_pipeline()
-    stock = sample(pipe, num_inference_steps=7)
+    baseline = sample(pipe, num_inference_steps=7)
     handle = apply_agentsd(pipe, mode="reuse")
     with pytest.warns(UserWarning, match="a run of 7 steps has none to spare"):
         picture = pipe(
@@ -257,9 +257,9 @@ def test_few_steps_stay_whole_and_say_so_once(make_pipeline, sample):
             output_type="latent",
             generator=torch.Generator().manual_seed(0),
         ).images
-    assert torch.equal(picture, stock)
+    assert torch.equal(picture, baseline)
     assert handle.summary() == "FFFFFFFF  (8 calls: 8 full)"
-    assert torch.equal(sample(pipe, num_inference_steps=7), stock)  # not said again
+    assert torch.equal(sample(pipe, num_inference_steps=7), baseline)  # not said again
     sample(pipe, **RUN)
     assert "f" in handle.summary().split()[0]
 

@@ -41,14 +41,14 @@ def test_transformers_with_plain_self_attention(make, inputs):
         with torch.no_grad():
             return model(latent, timestep=torch.tensor([t, t]), **inputs).sample
 
-    stock = run(999), run(1)
+    baseline = run(999), run(1)
     handle = apply_agentsd(model, ratio=0.2, mode="fast")
     seen = watch_phases(handle)
-    for t, before in zip((999, 1), stock, strict=True):
+    for t, before in zip((999, 1), baseline, strict=True):
         assert not torch.equal(run(t), before)
     assert list(seen.values()) == [["agent", "downsample"]] * 2
     handle.remove()
-    assert torch.equal(run(999), stock[0])
+    assert torch.equal(run(999), baseline[0])
 
 
 def test_dit_pipeline():
@@ -62,10 +62,10 @@ def test_dit_pipeline():
             [1], num_inference_steps=5, output_type="np", generator=torch.Generator().manual_seed(0)
         ).images
 
-    stock = run()
+    baseline = run()
     with apply_agentsd(pipe, ratio=0.2, mode="fast"):
-        assert abs(run() - stock).max() > 0
-    assert (run() == stock).all()
+        assert abs(run() - baseline).max() > 0
+    assert (run() == baseline).all()
 
 
 def test_a_transformer_of_another_kind_is_refused():

@@ -162,7 +162,7 @@ PHASES = {
     "CorePlan": "agent",
     "MergePlan": "merge",
     "DownsamplePlan": "downsample",
-    "NoneType": "stock",
+    "NoneType": "baseline",
 }
 
 

@@ -97,7 +97,7 @@ class Operator:
         return False
 
     def plan(self, place: Place) -> Plan | None:
-        """The plan of a call; None is stock attention (no whole cell, nothing to merge)."""
+        """The plan of a call; None is full attention (no whole cell, nothing to merge)."""
         raise NotImplementedError
 
 

@@ -20,7 +20,7 @@ class Work:
 
     Attributes:
         grid: height and width in tokens that they are expected to get.
-        plan: of the operator that runs; None is stock attention.
+        plan: of the operator that runs; None is full attention.
     """
 
     grid: tuple[int, int] = (0, 0)

@@ -25,7 +25,7 @@ OPERATORS: tuple[Operator, ...] = (
     Merge(0.5, ranking="layer"),
     Agents(0.25, at_most=None, agent_ratio=0.95, ranking="layer"),
 )
-"""What is tried beside stock attention, in each layer and phase; layers rank their own tokens."""
+"""What is tried beside full attention, in each layer and phase; layers rank their own tokens."""
 
 
 GRAIN = 1e-3
@@ -46,7 +46,7 @@ class Effect(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """What the layers run in a phase; those not named run stock attention.
+    """What the layers run in a phase; those not named run full attention.
 
     Attributes:
         loss: mean square of the change of a call's guided output, as if the layers' losses added up.
@@ -93,7 +93,7 @@ def _metered(unet: Any, sites: Sequence[Site], call: Call, cost: Cost) -> tuple[
 def choices_of(
     effects: Mapping[str, Mapping[Operator, Effect]], cheap: Callable[[str], bool], most: int
 ) -> list[Choice]:
-    """For some prices of a loss, what the layers run together; stock first, then the more saved.
+    """For some prices of a loss, what the layers run together; baseline first, then the more saved.
 
     At a price each layer takes what loses least less the price of what it saves. So no other combination of
     as much saving loses less, as far as losses and savings add up.
@@ -122,7 +122,8 @@ def choices_of(
 
 
 def _edges(name: str, tried: Mapping[Operator, Effect]) -> Iterator[tuple[float, str, Operator, Effect]]:
-    """Of a layer's lower hull of loss over what is saved, from stock on: slope, and where the edge ends."""
+    """Of a layer's lower hull of loss over what is saved, from baseline on: slope, and where the edge
+    ends."""
     here = Effect(0.0, 0.0)
     while ahead := {o: e for o, e in tried.items() if e.saved > max(here.saved, GRAIN)}:
 
@@ -143,7 +144,7 @@ def _spread(choices: Sequence[Choice], most: int) -> list[Choice]:
 
 
 def layers_of(chosen: Mapping[bool, Choice], early_frac: float) -> dict[str, Schedule]:
-    """What each layer runs that is not stock in both phases; `chosen` has the early phase under True."""
+    """What each layer runs that is not baseline in both phases; `chosen` has the early phase under True."""
     layers: dict[str, Schedule] = {}
     early, late = ((chosen.get(phase) or Choice()).does for phase in (True, False))
     for name in dict.fromkeys([*early, *late]):

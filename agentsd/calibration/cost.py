@@ -1,4 +1,4 @@
-"""What a call costs: exact counts of its multiply-adds, or seconds."""
+"""What a call costs: exact counts of its MACs, or seconds."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from ..hosts.models import is_quantized
 
-Cost = Literal["time", "multiply_adds"]
+Cost = Literal["time", "macs"]
 
 
 def cost_of(cost: Cost, device: torch.device, run: Callable[[], Any]) -> float:
-    """Multiply-adds of one call of `run`, or its CPU seconds; on a GPU seconds, when it has finished."""
-    if cost == "multiply_adds":
-        return multiply_adds(run)
+    """MACs of one call of `run`, or its CPU seconds; on a GPU seconds, when it has finished."""
+    if cost == "macs":
+        return macs(run)
     start = _now(device)
     run()
     return _now(device) - start
@@ -34,8 +34,8 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def multiply_adds(run: Callable[[], Any]) -> int:
-    """Multiply-adds of the matrix products, convolutions and attention in one call of `run`.
+def macs(run: Callable[[], Any]) -> int:
+    """MACs of the matrix products, convolutions and attention in one call of `run`.
 
     Only eager code is seen; fused attention on a CPU and quantised linear layers are counted as well.
     """
@@ -52,7 +52,7 @@ class _Quantized:
     """Counts what torch's counter does not: products of quantised layers in operations of their own.
 
     Attributes:
-        unseen: multiply-adds that the counter missed.
+        unseen: MACs that the counter missed.
     """
 
     def __init__(self, counter: FlopCounterMode) -> None:

@@ -1,4 +1,4 @@
-"""What a plan is to beat: stock in fewer steps, at the sampler's noise levels and at chosen ones."""
+"""What a plan is to beat: baseline in fewer steps, at the sampler's noise levels and at chosen ones."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def takes_levels(pipe: Any, levels: Sequence[float]) -> bool:
 def rivals(
     pipe: Any, runs: Runs, measured: Measured, numbers: Sequence[int], exact: float
 ) -> list[list[dict[str, Any]]]:
-    """Figures of stock in the two numbers of steps around `exact`, a list for each way to space them."""
+    """Figures of the baseline in the two numbers of steps around `exact`, a list for each way to space
+    them."""
     counts = sorted({max(2, math.floor(exact)), max(2, math.ceil(exact))})
     spaced = [_row(runs, numbers, count, num_inference_steps=count) for count in counts]
     by_order = [chosen_levels(measured, order) for order in (0, 1)]
@@ -74,8 +75,8 @@ def _row(runs: Runs, numbers: Sequence[int], count: int, **changes: Any) -> dict
 
 
 def _distances(figures: Figures) -> dict[str, Any]:
-    converged = {} if figures.converged is None else {"converged": figures.converged}
-    return {"speedup": figures.speedup, "distance": figures.distance, **converged}
+    reference = {} if figures.reference is None else {"reference_distance": figures.reference}
+    return {"speedup": figures.speedup, "distance": figures.distance, **reference}
 
 
 def at_cost(rows: Sequence[dict[str, Any]], exact: float, name: str) -> float:
@@ -91,16 +92,16 @@ def promises(
 ) -> dict[str, Any]:
     """The figures of a recipe and of its rivals, and whether one of them ends as near at its cost.
 
-    That goes by the distance to converged runs, where there are any: in fewer steps a run strays from those
-    and from stock's in the same direction, so that its distance to stock's own latents flatters it.
+    That goes by the distance to reference runs, where there are any: in fewer steps a run strays from those
+    and from baseline's in the same direction, so that its distance to the baseline's own latents flatters it.
     """
     figures = runs.compare(recipe, numbers)
     exact = len(measured.levels) / figures.speedup
     families = rivals(pipe, runs, measured, numbers, exact)
     found = {"prompts": len(numbers), **_distances(figures)}
-    name = "distance" if figures.converged is None else "converged"
-    if figures.converged is not None:
-        found["stock_converged"] = runs.stock_converged()
+    name = "distance" if figures.reference is None else "reference_distance"
+    if figures.reference is not None:
+        found["baseline_reference"] = runs.baseline_reference()
     return found | {
         "fewer_steps": [row for rows in families for row in rows],
         "beaten_by_fewer_steps": min(at_cost(rows, exact, name) for rows in families) <= found[name],

@@ -45,7 +45,7 @@ def check_arguments(
     check("held_out", held_out, not isinstance(held_out, str), "pass a list of prompts, or leave it out")
     if both := sorted(set(prompts) & set(held_out)):
         raise ValueError(f"held_out={both}: they are among the prompts, pass others")
-    check("cost", cost, cost in ("time", "multiply_adds"), "choose 'time' or 'multiply_adds'")
+    check("cost", cost, cost in ("time", "macs"), "choose 'time' or 'macs'")
     for operator in operators:
         check("operators", operator, isinstance(operator, Operator), "pass operators, as [Downsample()]")
         untrained = not operator.needs_core

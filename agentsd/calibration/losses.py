@@ -1,4 +1,4 @@
-"""What a call loses that is cheap or half, by what it is made from: measured on recorded stock calls."""
+"""What a call loses that is cheap or half, by what it is made from: measured on recorded baseline calls."""
 
 from __future__ import annotations
 

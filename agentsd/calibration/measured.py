@@ -1,4 +1,4 @@
-"""What the calls of a run lose and cost by what they leave out: measured on stock runs of every prompt."""
+"""What the calls of a run lose and cost by what they leave out: measured on baseline runs of every prompt."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROBES = 5
 RECORDED = 2
 """Prompts whose runs' calls are recorded, at most."""
 SMALL = 0.01
-"""Share of a full call's cost below which a layer stays stock."""
+"""Share of a full call's cost below which a layer stays baseline."""
 CHOICES = 4
 """What the layers of a phase may run together, at most."""
 UNITS = 100
@@ -99,7 +99,7 @@ class Measured:
         self._left_out.end()
 
     def begin(self) -> None:
-        """Run stock once, and measure what calls cost."""
+        """Run baseline once, and measure what calls cost."""
         facts = self._get("calls", self._facts)
         self._steps: list[int] = facts["steps"]
         if (count := self._steps[-1] + 1) < FEWEST:
@@ -130,7 +130,7 @@ class Measured:
         return PROBES + self._count * (2 + len(self._steps) + trials)
 
     def _calls(self, number: int) -> list[Call]:
-        """A stock run's calls; those of one run are held."""
+        """A baseline run's calls; those of one run are held."""
         if self._recorded[0] != number:
             calls: list[Call] = []
 
@@ -141,7 +141,7 @@ class Measured:
                 calls.extend(found)
                 return latents
 
-            self._runs.stock(number, run)
+            self._runs.baseline(number, run)
             if not calls:  # its latents are known
                 run()
             self._recorded = number, calls
@@ -179,7 +179,7 @@ class Measured:
             does[str(number)] = partial(self._all_run, operator, call)
         with torch.no_grad():
             spent: dict[str, list[float]] = {symbol: [] for symbol in does}
-            for _ in range(1 if self._cost == "multiply_adds" else 5):  # in turn
+            for _ in range(1 if self._cost == "macs" else 5):  # in turn
                 for symbol, run in does.items():
                     spent[symbol].append(cost_of(self._cost, self._unet.device, run))
         return {symbol: median(all_) for symbol, all_ in spent.items()}
@@ -216,19 +216,19 @@ class Measured:
             places = [place for place, step in enumerate(self._steps) if self.early[step] == phase]
             place = places[len(places) // 2]
             name = f"attention {number} {place}"
-            stock = self._get(name, partial(self._stock_layers, number, place))
+            baseline = self._get(name, partial(self._baseline_layers, number, place))
             for site in self._sites:
                 effects[site.name, phase] = {}
-                if stock[site.name] < SMALL * self._prices["F"]:
+                if baseline[site.name] < SMALL * self._prices["F"]:
                     continue
                 for operator in self._operators:
                     trial = partial(self._try, number, place, site, operator)
                     loss, spent = self._get(f"{name} {site.name} {operator}", trial)
-                    saved = (stock[site.name] - spent) / self._prices["F"]
+                    saved = (baseline[site.name] - spent) / self._prices["F"]
                     effects[site.name, phase][operator] = Effect(loss, saved)
         return effects
 
-    def _stock_layers(self, number: int, place: int) -> dict[str, float]:
+    def _baseline_layers(self, number: int, place: int) -> dict[str, float]:
         return cost_of_layers(self._unet, self._sites, self._calls(number)[place], self._cost)
 
     def _try(self, number: int, place: int, site: Site, operator: Operator) -> tuple[float, float]:
@@ -306,8 +306,8 @@ class Measured:
         return sum(math.sqrt(self._share(step, symbol, fulls, whole)) for step in steps) ** 2
 
     @property
-    def stock_cost(self) -> int:
-        """Of a stock run, in units."""
+    def baseline_cost(self) -> int:
+        """Of a baseline run, in units."""
         return UNITS * len(self._steps)
 
     @property

@@ -1,4 +1,4 @@
-"""A stock run's U-Net calls, step by step, with the state that cheap calls are made from."""
+"""A baseline run's U-Net calls, step by step, with the state that cheap calls are made from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..steps.run import RunReader
 
 @dataclass(frozen=True)
 class Call:
-    """A U-Net call of a stock run.
+    """A U-Net call of a baseline run.
 
     Attributes:
         step: the number of its noise level in the run.

@@ -1,10 +1,12 @@
-"""Whole runs of a pipeline beside stock's: what they cost, and how far their latents end from stock's."""
+"""Whole runs of a pipeline beside the baseline's: what they cost, and how far their latents end from the
+baseline's."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from hashlib import sha256
 from statistics import geometric_mean, median
 from typing import Any, NamedTuple
@@ -25,17 +27,17 @@ class Figures(NamedTuple):
     """What runs under a recipe, or of fewer steps, gain and lose.
 
     Attributes:
-        speedup: cost of stock's U-Net calls over theirs.
-        distance: root mean square of the change of the final latents, over that of stock's latents; a
+        speedup: cost of the baseline's U-Net calls over theirs.
+        distance: root mean square of the change of the final latents, over that of the baseline's latents; a
             geometric mean over the runs, as one that goes another way would outweigh all others.
-        converged: the same to the latents of many more steps, where those were run.
+        reference: the same to the latents of many more steps, where those were run.
         calls: what the U-Net's calls of the last run were, a symbol each; empty without a recipe.
         levels: the run's noise levels, in training timesteps.
     """
 
     speedup: float
     distance: float
-    converged: float | None
+    reference: float | None
     calls: str
     levels: list[float]
 
@@ -48,12 +50,12 @@ class Runs:
         unet: its U-Net.
         cost: what is counted.
         prompts: one for each run.
-        counted: runs whose multiply-adds are counted; time is taken of all.
+        counted: runs whose MACs are counted; time is taken of all.
         seed: of the first run.
         settings: of the pipeline's call.
         journal: of what was measured.
-        judged: runs that are compared with converged ones too.
-        converged_steps: steps of those; None makes none.
+        judged: runs that are compared with reference ones too.
+        reference_steps: steps of those; None makes none.
     """
 
     def __init__(
@@ -67,12 +69,12 @@ class Runs:
         settings: dict[str, Any],
         journal: Journal,
         judged: Sequence[int],
-        converged_steps: int | None,
+        reference_steps: int | None,
     ) -> None:
         self._pipe, self._unet, self._cost = pipe, unet, cost
         self._prompts, self._counted, self._seed = prompts, counted, seed
         self._settings, self._journal = settings, journal
-        self._judged, self._converged_steps = judged, converged_steps
+        self._judged, self._reference_steps = judged, reference_steps
 
     def run(self, number: int, **changes: Any) -> Tensor:
         """(B, C, H, W) the final latents of a prompt's run."""
@@ -83,8 +85,8 @@ class Runs:
         ]
         return latents
 
-    def stock(self, number: int, run: Callable[[], Tensor] | None = None) -> tuple[Tensor, float | None]:
-        """A stock run's latents (B, C, H, W) and the cost of its calls, where that is counted.
+    def baseline(self, number: int, run: Callable[[], Tensor] | None = None) -> tuple[Tensor, float | None]:
+        """A baseline run's latents (B, C, H, W) and the cost of its calls, where that is counted.
 
         Args:
             number: the prompt's.
@@ -97,47 +99,47 @@ class Runs:
             spent = median(costs) * len(costs) if costs else None
             return {"latents": latents.float().tolist(), "spent": spent}
 
-        found = self._journal.get(f"stock {number}", measure)
+        found = self._journal.get(f"baseline {number}", measure)
         return torch.tensor(found["latents"]), found["spent"]
 
     def power(self, numbers: Sequence[int]) -> float:
-        """Sum of the mean squares of stock's final latents."""
-        return sum(mean_square(self.stock(number)[0]) for number in numbers)
+        """Sum of the mean squares of the baseline's final latents."""
+        return sum(mean_square(self.baseline(number)[0]) for number in numbers)
 
-    def stock_converged(self) -> float | None:
-        """The distance of the judged stock runs to converged ones."""
-        return _mean([self._to_converged(n, self.stock(n)[0]) for n in self._judged])
+    def baseline_reference(self) -> float | None:
+        """The distance of the judged baseline runs to reference ones."""
+        return _mean([self._to_reference(n, self.baseline(n)[0]) for n in self._judged])
 
-    def _to_converged(self, number: int, latents: Tensor) -> tuple[float, float] | None:
-        """Mean squares of the change to a converged run's latents, and of those."""
-        if self._converged_steps is None or number not in self._judged:
+    def _to_reference(self, number: int, latents: Tensor) -> tuple[float, float] | None:
+        """Mean squares of the change to a reference run's latents, and of those."""
+        if self._reference_steps is None or number not in self._judged:
             return None
 
         def measure() -> Any:
-            return self.run(number, num_inference_steps=self._converged_steps).float().tolist()
+            return self.run(number, num_inference_steps=self._reference_steps).float().tolist()
 
-        converged = torch.tensor(self._journal.get(f"converged {number}", measure))
-        return mean_square(latents - converged), mean_square(converged)
+        reference = torch.tensor(self._journal.get(f"reference {number}", measure))
+        return mean_square(latents - reference), mean_square(reference)
 
     def compare(self, recipe: Recipe | None, numbers: Sequence[int], **changes: Any) -> Figures:
-        """Run prompts under a recipe, or with changed settings, and compare them with stock's runs."""
+        """Run prompts under a recipe, or with changed settings, and compare them with the baseline's runs."""
         of = repr((None if recipe is None else recipe.to_mapping(), changes))
         key = sha256(of.encode()).hexdigest()[:16]
         rows = [
-            self._journal.get(f"run {number} {key}", lambda n=number: self._beside_stock(n, recipe, changes))  # type: ignore[misc]
+            self._journal.get(f"run {number} {key}", partial(self._beside_baseline, number, recipe, changes))
             for number in numbers
         ]
         counted = [i for i, row in enumerate(rows) if row["spent"] is not None]
-        stock = sum(self.stock(numbers[i])[1] or 0.0 for i in counted)
+        baseline = sum(self.baseline(numbers[i])[1] or 0.0 for i in counted)
         return Figures(
-            stock / sum(rows[i]["spent"] for i in counted),
+            baseline / sum(rows[i]["spent"] for i in counted),
             _mean([(row["moved"], self.power([n])) for row, n in zip(rows, numbers, strict=True)]) or 0.0,
-            _mean([row["to_converged"] for row in rows]),
+            _mean([row["to_reference"] for row in rows]),
             rows[-1]["calls"],
             rows[-1]["levels"],
         )
 
-    def _beside_stock(self, number: int, recipe: Recipe | None, changes: dict[str, Any]) -> dict[str, Any]:
+    def _beside_baseline(self, number: int, recipe: Recipe | None, changes: dict[str, Any]) -> dict[str, Any]:
         with nullcontext() if recipe is None else apply_agentsd(self._pipe, recipe=recipe) as handle:
             latents, costs = self._metered(number, lambda: self.run(number, **changes))
             calls = "" if handle is None else handle.summary().split()[0]
@@ -145,8 +147,8 @@ class Runs:
         latents = latents.float().cpu()
         return {
             "spent": sum(costs) if costs else None,
-            "moved": mean_square(latents - self.stock(number)[0]),
-            "to_converged": self._to_converged(number, latents),
+            "moved": mean_square(latents - self.baseline(number)[0]),
+            "to_reference": self._to_reference(number, latents),
             "calls": calls,
             "levels": levels,
         }
@@ -154,7 +156,7 @@ class Runs:
     def _metered(self, number: int, run: Callable[[], Tensor]) -> tuple[Tensor, list[float]]:
         """What `run` returns, and what each U-Net call cost, where that is counted."""
         spent: list[float] = []
-        if self._cost == "multiply_adds" and number not in self._counted:
+        if self._cost == "macs" and number not in self._counted:
             return run(), []
 
         def forward(host: Any, *args: Any, **kwargs: Any) -> Any:
@@ -189,7 +191,7 @@ class Runs:
 
         with standing_in(self._unet, forward):
             latents = self.run(0)
-        return mean_square(latents.float().cpu() - self.stock(0)[0])
+        return mean_square(latents.float().cpu() - self.baseline(0)[0])
 
 
 def _mean(pairs: Sequence[Sequence[float] | None]) -> float | None:

@@ -44,8 +44,8 @@ def calibrate(
     speedup: float | None = None,
     max_distance: float | None = None,
     held_out: Sequence[str] = (),
-    converged_steps: int | None = None,
-    cost: Cost = "multiply_adds",
+    reference_steps: int | None = None,
+    cost: Cost = "macs",
     operators: Sequence[Operator] = OPERATORS,
     early_frac: float = 0.4,
     num_inference_steps: int = 25,
@@ -57,7 +57,7 @@ def calibrate(
 ) -> Recipe:
     """Plan a run: which calls are full or cheap, whole or half, and what each self-attention layer runs.
 
-    On recorded stock runs it is measured what a call would lose, by the last full calls and the last whole
+    On recorded baseline runs it is measured what a call would lose, by the last full calls and the last whole
     one that it is made from, and what each operator would lose in each layer and phase. As if losses added
     up, the plans of least loss are found for every cost; the best of them are run, and the one that meets
     the goal with the least distance (or the fastest) is returned. Its steps are kept by noise level, so that
@@ -67,12 +67,12 @@ def calibrate(
         pipe: a diffusers text-to-image pipeline (or another that takes prompts first) with a Stable Diffusion
             `unet` that is not compiled yet; it is left as it was.
         prompts: what to run; a handful that is like the prompts to come.
-        speedup: the goal: the cost of a stock run's U-Net calls over what it is to be; more than 1.
-        max_distance: or the goal: the largest `Figures.distance` of the final latents to stock's.
+        speedup: the goal: the cost of a baseline run's U-Net calls over what it is to be; more than 1.
+        max_distance: or the goal: the largest `Figures.distance` of the final latents to the baseline's.
         held_out: prompts that nothing is chosen by; what the recipe promises is measured on them.
-        converged_steps: so many more steps, such as 100, lead to the latents that fewer steps and the recipe
-            are compared by; without it they are by stock's own.
-        cost: what counts as cost: "multiply_adds" (exact) or "time" (CPU seconds; on a GPU seconds), which
+        reference_steps: so many more steps, such as 100, lead to the latents that fewer steps and the recipe
+            are compared by; without it they are by the baseline's own.
+        cost: what counts as cost: "macs" (exact) or "time" (CPU seconds; on a GPU seconds), which
             needs a machine that does nothing else.
         operators: of self-attention that are tried, with settings of their own; none plans calls alone.
         early_frac: share of the steps in which layers may run something else than in the later ones.
@@ -83,7 +83,8 @@ def calibrate(
 
     Returns:
         A recipe for `apply_agentsd(pipe, recipe=...)`. Its `measured` has the "goal", the "plan" (a symbol a
-        step, as `AgentHandle.summary`), what it "promises" (with stock in "fewer_steps" that cost about as
+        step, as `AgentHandle.summary`), what it "promises" (with the baseline in "fewer_steps" that cost
+        about as
         much, their noise levels, and whether the plan is "beaten_by_fewer_steps"), what was "found" on the
         prompts it was chosen by, and what it was "made_on".
 
@@ -96,7 +97,7 @@ def calibrate(
     check_goal(speedup, max_distance)
     check_arguments(prompts, held_out, cost, operators, early_frac, call_kwargs)
     way_out = f"pass more than num_inference_steps={num_inference_steps}, such as 100"
-    check("converged_steps", converged_steps, (converged_steps or math.inf) > num_inference_steps, way_out)
+    check("reference_steps", reference_steps, (reference_steps or math.inf) > num_inference_steps, way_out)
     unet = free_unet(pipe, operators, num_inference_steps)
     made_on = {
         "model": _name_of(pipe),
@@ -113,7 +114,7 @@ def calibrate(
     }
     of = made_on | {
         "held_out": list(held_out),
-        "converged_steps": converged_steps,
+        "reference_steps": reference_steps,
         "operators": [repr(operator) for operator in operators],
         "early_frac": early_frac,
         "sampler_settings": {n: plain(v) for n, v in pipe.scheduler.config.items() if n[0] != "_"},
@@ -125,7 +126,7 @@ def calibrate(
     with _telling(pipe, on_step) as tell:
         journal = Journal(None if resume is None else Path(resume), of, tell)
         every, counted = [*prompts, *held_out], (0, len(prompts))
-        runs = Runs(pipe, unet, cost, every, counted, seed, settings, journal, judged, converged_steps)
+        runs = Runs(pipe, unet, cost, every, counted, seed, settings, journal, judged, reference_steps)
         with Measured(
             pipe, unet, runs, len(prompts), journal, cost, guidance_scale, operators, early_frac
         ) as measured:
@@ -135,7 +136,7 @@ def calibrate(
             measured.measure()
         kinds = plans_of(measured, early_frac)
         if speedup is not None:
-            best = _of_speedup(kinds, measured.stock_cost, speedup, runs, own)
+            best = _of_speedup(kinds, measured.baseline_cost, speedup, runs, own)
         else:
             best = _of_distance(kinds, max_distance or 0.0, runs, own)
         figures = runs.compare(best.recipe, own)
@@ -147,10 +148,10 @@ def calibrate(
             "found": {
                 "speedup": figures.speedup,
                 "distance": figures.distance,
-                "predicted_speedup": measured.stock_cost / best.plan.cost,
+                "predicted_speedup": measured.baseline_cost / best.plan.cost,
                 "predicted_distance": best.distance,
             },
-            "made_on": made_on | {"size": [side * n for n in runs.stock(0)[0].shape[-2:]]},
+            "made_on": made_on | {"size": [side * n for n in runs.baseline(0)[0].shape[-2:]]},
         }
         journal.finish()
     return replace(best.recipe, measured=found)
@@ -198,16 +199,16 @@ def _check_reach(measured: Measured, goal: float) -> None:
         max_age=MAX_AGE,
         max_kept=MAX_KEPT,
     )
-    most = measured.stock_cost / plans[-1].cost
+    most = measured.baseline_cost / plans[-1].cost
     if goal > _MARGIN * most:
         raise ValueError(f"speedup={goal} cannot be met in these runs: the greatest is about {most:.2f}")
 
 
 def _of_speedup(
-    kinds: list[list[Found]], stock: int, goal: float, runs: Runs, numbers: Sequence[int]
+    kinds: list[list[Found]], baseline: int, goal: float, runs: Runs, numbers: Sequence[int]
 ) -> Found:
-    """Of the best plans of each kind that are fast enough, the one that ends nearest to stock."""
-    budget = stock / goal
+    """Of the best plans of each kind that are fast enough, the one that ends nearest to the baseline."""
+    budget = baseline / goal
     most = 0.0
     for _ in range(TRIES):
         fitting = [next((one for one in kind if one.plan.cost <= budget), None) for kind in kinds]
@@ -220,17 +221,17 @@ def _of_speedup(
             return min(meets, key=lambda pair: pair[1].distance)[0]
         most = max(figures.speedup for _, figures in seen)
         budget *= min(0.98, 0.99 * most / goal)
-    reach = stock / min(one.plan.cost for kind in kinds for one in kind)
+    reach = baseline / min(one.plan.cost for kind in kinds for one in kind)
     if reach < goal:
         raise ValueError(f"speedup={goal} cannot be met in these runs: the greatest is about {reach:.2f}")
     raise ValueError(
         f"speedup={goal} was predicted, but the plans that were run had {most:.2f} at most: ask for less, or "
-        "on a machine that does other things too pass cost='multiply_adds'"
+        "on a machine that does other things too pass cost='macs'"
     )
 
 
 def _of_distance(kinds: list[list[Found]], goal: float, runs: Runs, numbers: Sequence[int]) -> Found:
-    """Of the plans that no other beats, the fastest one that is seen to end near enough to stock.
+    """Of the plans that no other beats, the fastest one that is seen to end near enough to the baseline.
 
     By bisection on the first prompt, among plans with attention and among those without; then dearer ones
     are run on all prompts until one meets the goal.

@@ -71,8 +71,8 @@ def fill_class_folder(pipe: Any, config: DreamBoothConfig, on_picture: Callable[
         os.replace(partial, folder / f"class-{have + i:05d}.png")
         on_picture()
 
-    stock = config.model_copy(update={"apply": "none", "seed": config.seed + have})
-    generate(pipe, config.class_prompt, max(0, config.num_class_images - have), stock, write)
+    baseline = config.model_copy(update={"apply": "none", "seed": config.seed + have})
+    generate(pipe, config.class_prompt, max(0, config.num_class_images - have), baseline, write)
 
 
 def save_sheet(pictures: list[Image.Image], path: Path) -> None:

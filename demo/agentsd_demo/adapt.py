@@ -30,7 +30,7 @@ KINDS: dict[str, Callable[[], Schedule]] = {
     "module-without-convolution": lambda: AgentModule(convolution=False),
     "focused": FocusedLinear,
     "attnzero": AttnZero,
-    "stock": lambda: Phases(None, Downsample(), early_frac=1.0),  # in every step; for comparison
+    "baseline": lambda: Phases(None, Downsample(), early_frac=1.0),  # in every step; for comparison
 }
 
 
@@ -65,7 +65,7 @@ def main(
     lr: Annotated[float, typer.Option(help="learning rate, with a warm-up and a cosine to 0")] = 2e-4,
     device: Annotated[str, typer.Option(help="cpu, cuda ...")] = "cpu",
 ) -> None:
-    """Finetune one kind of attention in every step, or stock attention for comparison."""
+    """Finetune one kind of attention in every step, or full attention for comparison."""
     if attention not in KINDS:
         raise typer.BadParameter(f"{attention!r}: choose one of {', '.join(KINDS)}", param_hint="--attention")
     recipe = Recipe(KINDS[attention](), levels=levels)

@@ -139,14 +139,14 @@ def command(settings: ProfileSettings, console: Console) -> None:
 
 
 def methods_of(settings: ProfileSettings) -> list[Method]:
-    """Return the methods, stock first if it is measured.
+    """Return the methods, baseline first if it is measured.
 
     Raises:
         EvalError: one has no cost within a U-Net call, or none is left.
     """
-    methods = expand(settings.methods, [settings.ratio], settings)[0 if settings.stock else 1 :]
+    methods = expand(settings.methods, [settings.ratio], settings)[0 if settings.baseline else 1 :]
     if not methods:
-        raise EvalError("--no-stock leaves no method to measure: name one with --method, or leave it out")
+        raise EvalError("--no-baseline leaves no method to measure: name one with --method, or leave it out")
     if wrong := [method.name for method in methods if not method.within_a_call]:
         raise EvalError(f"{wrong[0]} saves whole U-Net calls, not parts of one; see `agentsd-eval latency`")
     return methods

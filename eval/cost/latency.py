@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from agentsd.calibration.cost import multiply_adds
+from agentsd.calibration.cost import macs
 
 from ..pages.cost_table import columns_of
 from ..pages.maker import describe_run
@@ -54,10 +54,11 @@ def cases_of(settings: LatencySettings, pipe: Any) -> list[Case]:
 
 
 def methods_of(settings: LatencySettings) -> list[Method]:
-    """Return every method under every backend, stock first under each. Raises EvalError on an unknown one."""
+    """Return every method under every backend, baseline first under each. Raises EvalError on an unknown
+    one."""
     methods = []
     for backend in settings.backends:
-        named = [parse_method(n, settings.ratio, settings, backend) for n in ("stock", *settings.methods)]
+        named = [parse_method(n, settings.ratio, settings, backend) for n in ("baseline", *settings.methods)]
         methods += [named[0], *fewer(settings.fewer_steps, settings, backend), *named[1:]]
     return list(dict.fromkeys(methods))
 
@@ -72,8 +73,9 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row of figures for each case and method.
 
-    The methods take turns within a case (A B C A B C), after a warm-up round in which multiply-adds are
-    counted, if they are; a speed-up is the median over the rounds of stock's time over the method's. A method
+    The methods take turns within a case (A B C A B C), after a warm-up round in which MACs are
+    counted, if they are; a speed-up is the median over the rounds of the baseline's time over the method's.
+    A method
     that needs more memory than the GPU has gets a row without figures. `tick` is called after each round.
     """
     for method in methods:
@@ -120,7 +122,7 @@ def _measure_case(
             **untimed[method],
         }
         for name, backend in (("speedup", method.backend), ("speedup_over_sdpa", "sdpa")):
-            row |= _speedup(name, seconds, _stock(methods, backend), method, device)
+            row |= _speedup(name, seconds, _baseline(methods, backend), method, device)
         yield row
 
 
@@ -174,7 +176,7 @@ def _untimed(method: Method, pipe: Any, case: Case, settings: LatencySettings) -
     """Return what a call takes beside time, uncompiled; nothing where the GPU's memory doesn't do."""
     try:
         return {
-            "multiply_adds": _operations(method, pipe, case, settings) if settings.count else None,
+            "macs": _operations(method, pipe, case, settings) if settings.count else None,
             "memory_per_image": _memory(method, pipe, case, settings),
             "saved_for_backward": _saved_for_backward(method, pipe, case),
         }
@@ -184,11 +186,11 @@ def _untimed(method: Method, pipe: Any, case: Case, settings: LatencySettings) -
 
 
 def _operations(method: Method, pipe: Any, case: Case, settings: LatencySettings) -> int:
-    """Return the multiply-adds of one call."""
+    """Return the MACs of one call."""
     run = workload(pipe, case, settings, method.steps)
     with method.applied(_target(pipe, case)) as reseed:
         reseed(0)
-        return multiply_adds(run)
+        return macs(run)
 
 
 def _memory(method: Method, pipe: Any, case: Case, settings: LatencySettings) -> float | None:
@@ -203,21 +205,21 @@ def _memory(method: Method, pipe: Any, case: Case, settings: LatencySettings) ->
     return memory_per_image(call, case.batch, pipe.unet.device)
 
 
-def _stock(methods: list[Method], backend: Backend | str) -> Method | None:
-    return next((m for m in methods if m.is_stock and m.backend == backend), None)
+def _baseline(methods: list[Method], backend: Backend | str) -> Method | None:
+    return next((m for m in methods if m.is_baseline and m.backend == backend), None)
 
 
 def _speedup(
     name: str,
     seconds: dict[Method, list[Seconds]],
-    stock: Method | None,
+    baseline: Method | None,
     method: Method,
     device: torch.device,
 ) -> dict[str, float | None]:
-    """Return the median, least and greatest paired ratio of stock's time to the method's."""
-    if stock is None or not {stock, method} <= seconds.keys():
+    """Return the median, least and greatest paired ratio of the baseline's time to the method's."""
+    if baseline is None or not {baseline, method} <= seconds.keys():
         return {name: None, f"{name}_low": None, f"{name}_high": None}
-    rounds = zip(seconds[stock], seconds[method], strict=True)
+    rounds = zip(seconds[baseline], seconds[method], strict=True)
     ratios = [theirs.charged(device) / ours.charged(device) for theirs, ours in rounds]
     return {name: statistics.median(ratios), f"{name}_low": min(ratios), f"{name}_high": max(ratios)}
 

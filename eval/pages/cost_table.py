@@ -26,7 +26,7 @@ def columns_of(rows: Sequence[Row], clock: str) -> list[Column]:
         Column(f"speed-up ({clock} time)", _speedup_text("speedup")),
     ]
     if backends != {"sdpa"}:
-        columns.append(Column("over SDPA stock", _speedup_text("speedup_over_sdpa")))
+        columns.append(Column("over SDPA baseline", _speedup_text("speedup_over_sdpa")))
     columns.append(Column("GMACs", _giga))
     for title, key in (("GB/image", "memory_per_image"), ("GB saved for backward", "saved_for_backward")):
         if any(row.get(key) is not None for row in rows):
@@ -35,7 +35,7 @@ def columns_of(rows: Sequence[Row], clock: str) -> list[Column]:
 
 
 def _giga(row: Row) -> str:
-    return "-" if row.get("multiply_adds") is None else f"{row['multiply_adds'] / 1e9:.1f}"
+    return "-" if row.get("macs") is None else f"{row['macs'] / 1e9:.1f}"
 
 
 def _speedup_text(key: str) -> Callable[[Row], str]:

@@ -1,4 +1,4 @@
-"""The frontier: distance to the converged picture against cost, with the line of fewer steps."""
+"""The frontier: distance to the reference image against cost, with the line of fewer steps."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ _MARKERS = "osD^vPX*<>hp"
 
 def has_frontier(rows: Sequence[Row]) -> bool:
     """Whether rows have distances and costs to be drawn, fewer steps among them."""
-    return sum(_is_plain(row) for row in rows if has_place(row, "converged")) >= 2
+    return sum(_is_plain(row) for row in rows if has_place(row, "reference_distance")) >= 2
 
 
 def draw_frontier(rows: Sequence[Row], title: str) -> bytes:
@@ -20,17 +20,18 @@ def draw_frontier(rows: Sequence[Row], title: str) -> bytes:
     return plot_bytes(frontier(rows, title))
 
 
-def frontier(rows: Sequence[Row], title: str = "", key: str = "converged") -> Figure:
-    """Return the plot; `key` is the distance, to the "converged" picture or "perceptual" (to stock's).
+def frontier(rows: Sequence[Row], title: str = "", key: str = "reference_distance") -> Figure:
+    """Return the plot; `key` is the distance: "reference_distance" or "baseline_distance"
+    (to the baseline's).
 
     What is drawn for a row has an id that begins with `name_of` its label.
     """
     figure = Figure(figsize=(8, 5.2), layout="constrained")
     axes = figure.subplots()
     drawn = [row for row in rows if has_place(row, key)]
-    stock = next(row["multiply_adds"] for row in rows if row["method"] == "stock")
-    plain = sorted((row for row in drawn if _is_plain(row)), key=lambda row: row["multiply_adds"])
-    across, up = [row["multiply_adds"] / stock for row in plain], [1e3 * row[key] for row in plain]
+    baseline = next(row["macs"] for row in rows if row["method"] == "baseline")
+    plain = sorted((row for row in drawn if _is_plain(row)), key=lambda row: row["macs"])
+    across, up = [row["macs"] / baseline for row in plain], [1e3 * row[key] for row in plain]
     axes.plot(across, up, "-o", color="#222222", ms=4, label="fewer steps", zorder=3)
     axes.fill_between(across, up, 1e-9, color="#2a7f4f", alpha=0.07, lw=0)
     for row, x, y in zip(plain, across, up, strict=True):
@@ -38,7 +39,7 @@ def frontier(rows: Sequence[Row], title: str = "", key: str = "converged") -> Fi
         axes.annotate(name, (x, y), textcoords="offset points", xytext=(4, 5), fontsize=8, color="#222222")
     others = [row for row in drawn if not _is_plain(row)]
     for i, row in enumerate(others):
-        x, y = row["multiply_adds"] / stock, 1e3 * row[key]
+        x, y = row["macs"] / baseline, 1e3 * row[key]
         bars = [[y - 1e3 * row[f"{key}_low"]], [1e3 * row[f"{key}_high"] - y]]
         marker = _MARKERS[i // 10 % len(_MARKERS)]
         label = row.get("label") or row["method"]
@@ -47,8 +48,8 @@ def frontier(rows: Sequence[Row], title: str = "", key: str = "converged") -> Fi
             artist.set_gid(f"{name_of(label)}-{number}")
     values = [1e3 * row[key] for row in drawn]
     axes.set(yscale="log", ylim=(0.7 * min(values), 1.4 * max(values)), title=title)
-    axes.set_xlabel("multiply-adds of a picture, all steps of stock = 1")
-    where = "the converged picture" if key == "converged" else "stock's picture"
+    axes.set_xlabel("MACs of a picture, all steps of baseline = 1")
+    where = "the reference image" if key == "reference_distance" else "the baseline's picture"
     axes.set_ylabel(f"perceptual distance x1000 to {where}")
     axes.grid(alpha=0.3, which="both", lw=0.5)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
@@ -64,9 +65,9 @@ def name_of(label: str) -> str:
 
 
 def _is_plain(row: Row) -> bool:
-    return row["method"].partition("@")[0] == "stock"
+    return row["method"].partition("@")[0] == "baseline"
 
 
 def has_place(row: Row, key: str) -> bool:
     """Whether a row has a cost, and a distance that a logarithmic axis has a place for."""
-    return bool(row.get(key)) and row.get("multiply_adds") is not None
+    return bool(row.get(key)) and row.get("macs") is not None

@@ -8,7 +8,7 @@ from .output import plot_bytes
 from .rows import Row
 
 COLOURS = {"seen": "#2a7f4f", "not told apart": "#888888", "out of order": "#b3261e"}
-_PANELS = (("to converged", "log", 1), ("to stock", "log", 1), ("kernel", "linear", 0))
+_PANELS = (("to reference image", "log", 1), ("to the baseline", "log", 1), ("kid", "linear", 0))
 
 
 def pair_of(row: Row) -> str:

@@ -18,7 +18,8 @@ def row_label(row: Row) -> str:
 
 
 def change(key: str, form: str, factor: float = 1.0, count: str = "images") -> Callable[[Row], str]:
-    """Return a column's text: the change against stock with its 95% half-width, "≈" if inside the noise.
+    """Return a column's text: the change against the baseline with its 95% half-width, "≈" if inside the
+    noise.
 
     It is told of no fewer than `FEWEST` pictures, by the row's `count` or one of the figure's own.
     """
@@ -50,7 +51,7 @@ def interval(key: str) -> Callable[[Row], str]:
     return text
 
 
-def worth(key: str) -> Callable[[Row], str]:
+def gain(key: str) -> Callable[[Row], str]:
     """Return a column's text: what fewer steps cost at this distance, over the row's own cost."""
 
     def text(row: Row) -> str:
@@ -71,19 +72,19 @@ def tables_of(rows: Sequence[Row], features: str | None) -> dict[str, list[Colum
     tables = {
         "perceptual distance x1000 to the same seed's pictures (95%)": [
             Column("images", figure("images", "d")),
-            Column("to converged", interval("converged")),
-            Column("to stock", interval("perceptual")),
-            Column("worth, by time", worth("worth_time")),
-            Column("worth, by multiply-adds", worth("worth_multiply_adds")),
-            Column("PSNR to stock, dB", figure("psnr", ".2f")),
-            Column("grain / stock's", figure("grain", ".3f")),
+            Column("to reference image", interval("reference_distance")),
+            Column("to the baseline", interval("baseline_distance")),
+            Column("gain, by time", gain("gain_seconds")),
+            Column("gain, by MACs", gain("gain_macs")),
+            Column("PSNR to the baseline, dB", figure("psnr", ".2f")),
+            Column("high-frequency energy / baseline's", figure("high_frequency", ".3f")),
         ],
         "distance of distributions": [
-            Column("kernel x1000 ± s.e.", _kernel),
-            Column("kernel change", change("kernel", ".2f", 1e3)),
-            Column("kernel to stock's other seeds", change("kernel_seeds", ".2f", 1e3)),
-            Column(distance_name(features), figure("frechet", ".4g")),
-            Column("Fréchet change", change("frechet", ".3g")),
+            Column("KID x1000 ± s.e.", _kernel),
+            Column("KID change", change("kid", ".2f", 1e3)),
+            Column("KID to the baseline's other seeds", change("kid_seeds", ".2f", 1e3)),
+            Column(distance_name(features), figure("fd", ".4g")),
+            Column("FD change", change("fd", ".3g")),
             Column("diversity", figure("diversity", ".4f")),
         ],
         "right concepts": [
@@ -119,22 +120,22 @@ def tables_of(rows: Sequence[Row], features: str | None) -> dict[str, list[Colum
 
 
 def _giga(row: Row) -> str:
-    return "-" if row.get("multiply_adds") is None else f"{row['multiply_adds'] / 1e9:.1f}"
+    return "-" if row.get("macs") is None else f"{row['macs'] / 1e9:.1f}"
 
 
 def _kernel(row: Row) -> str:
-    if row.get("kernel") is None:
+    if row.get("kid") is None:
         return "-"
-    error = f" ± {1e3 * row['kernel_error']:.2f}" if row.get("images", FEWEST) >= FEWEST else ""
-    return f"{1e3 * row['kernel']:.2f}{error}"
+    error = f" ± {1e3 * row['kid_error']:.2f}" if row.get("images", FEWEST) >= FEWEST else ""
+    return f"{1e3 * row['kid']:.2f}{error}"
 
 
 NOTE = (
-    "change: against stock, same seeds, ± half of a 95% interval; ≈ marks a change inside the noise. "
-    "Perceptual distances are geometric means. Worth: what fewer steps of the same sampler cost at the same "
-    "distance, over the row's own cost; a row marked no is not worth having. > and <: fewer steps were not "
+    "change: against the baseline, same seeds, ± half of a 95% interval; ≈ marks a change inside the noise. "
+    "Perceptual distances are geometric means. Gain: what fewer steps of the same sampler cost at the same "
+    "distance, over the row's own cost; a row marked no is the worse buy. > and <: fewer steps were not "
     "measured that near, or that far. Distances are of EfficientNet-Lite0's features. Speed-ups are against "
-    "stock with the attention named in the row."
+    "baseline with the attention named in the row."
 )
 
 
@@ -148,4 +149,4 @@ def plan(rows: Sequence[Row]) -> str | None:
             f"{min(few)} pictures a row are too few to judge by: take {FEWEST} at least, 256 for an answer."
         )
     needed = [row["pictures_for_2_percent"] for row in told]
-    return f"A 2% difference in Fréchet distance shows at 95% from about {max(needed)} pictures a row on."
+    return f"A 2% difference in FD shows at 95% from about {max(needed)} pictures a row on."

@@ -102,7 +102,9 @@ def _part(folder: Path, name: str, pictures: int, run: Row) -> dict[str, Any]:
     if name not in _OF_QUALITY:
         return part | _written(folder, name, run["command"])
     tables = quality_table.tables_of(rows, run["settings"]["features"])
-    keys = [key for key in ("converged", "perceptual") if any(has_place(row, key) for row in rows)]
+    keys = [
+        key for key in ("reference_distance", "baseline_distance") if any(has_place(row, key) for row in rows)
+    ]
     return part | {
         "headline": _gain_and_loss(rows, run.get("clock", "CPU")),
         "tables": [_table(title, rows, columns) for title, columns in tables.items()],
@@ -152,9 +154,9 @@ def _written(folder: Path, name: str, command: str) -> dict[str, Any]:
 
 
 def _best(rows: Sequence[Row]) -> Row | None:
-    """Return the row of most worth; where none has a worth, the fastest."""
-    own = [row for row in rows if row["method"].partition("@")[0] != "stock" and "@" not in row["method"]]
-    for key in ("worth_multiply_adds", "speedup"):
+    """Return the row of the highest gain; where none has a gain, the fastest."""
+    own = [row for row in rows if row["method"].partition("@")[0] != "baseline" and "@" not in row["method"]]
+    for key in ("gain_macs", "speedup"):
         if told := [row for row in own if row.get(key) is not None]:
             return max(told, key=lambda row: row[key])
     return None
@@ -166,12 +168,14 @@ def _gain_and_loss(rows: Sequence[Row], clock: str) -> str | None:
         return None
     told = [f"{quality_table.row_label(row)}:"]
     if row.get("speedup") is not None:
-        told.append(f"{row['speedup']:.2f}x as fast as stock ({clock} time),")
-    if row.get("worth_multiply_adds") is not None:
-        stock = next(row for row in rows if row["method"] == "stock")
-        distance, worth = quality_table.interval("converged"), quality_table.worth("worth_multiply_adds")
-        told.append(f"distance x1000 to the converged picture {distance(row)}, stock's {distance(stock)};")
-        told.append(f"worth {worth(row)} by multiply-adds.")
+        told.append(f"{row['speedup']:.2f}x as fast as baseline ({clock} time),")
+    if row.get("gain_macs") is not None:
+        baseline = next(row for row in rows if row["method"] == "baseline")
+        distance, gain = quality_table.interval("reference_distance"), quality_table.gain("gain_macs")
+        told.append(
+            f"distance x1000 to the reference image {distance(row)}, the baseline's {distance(baseline)};"
+        )
+        told.append(f"gain over fewer steps {gain(row)} by MACs.")
     else:
         told.append(
             "no loss was measured." if row.get("psnr") is None else f"{row['psnr']:.1f} dB PSNR to it."
@@ -180,13 +184,13 @@ def _gain_and_loss(rows: Sequence[Row], clock: str) -> str | None:
 
 
 def _gain(rows: Sequence[Row], clock: str) -> str | None:
-    timed = [row for row in rows if row["method"] != "stock" and row.get("speedup") is not None]
+    timed = [row for row in rows if row["method"] != "baseline" and row.get("speedup") is not None]
     whole = [row for row in timed if row["scope"] == "pipeline"] or timed
     if not whole:
         return None
     row = max(whole, key=lambda row: row["speedup"])
     interval = f"{row['speedup']:.2f}x ({row['speedup_low']:.2f}-{row['speedup_high']:.2f})"
-    gain = f"{method_text(row)}: {interval} as fast as stock ({clock} time; {_case(row)})."
+    gain = f"{method_text(row)}: {interval} as fast as baseline ({clock} time; {_case(row)})."
     return f"{gain} No loss is measured here."
 
 
@@ -206,7 +210,7 @@ def _speeds(rows: Sequence[Row], clock: str) -> Markup:
         labels.append(f"{method_text(row)}{backend}" + (f", {_case(row)}" if several else ""))
     axes.axvline(1, color="#222222", lw=1)
     axes.set_yticks(range(len(shown)), labels, fontsize=8)
-    axes.set_xlabel(f"speed-up ({clock} time), stock with the same attention = 1")
+    axes.set_xlabel(f"speed-up ({clock} time), baseline with the same attention = 1")
     axes.grid(alpha=0.3, axis="x")
     return _svg(figure)
 

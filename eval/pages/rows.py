@@ -43,8 +43,8 @@ def method_text(row: Row) -> str:
 
 
 def distance_name(features: str | None) -> str:
-    """Return what the Frechet distance on a feature network is called; only Inception's is FID."""
-    return "FID" if features == "inception" else f"Fréchet ({features}, 48 components)"
+    """Return what the FD on a feature network is called; only Inception's is FID."""
+    return "FID" if features == "inception" else f"FD ({features}, 48 components)"
 
 
 def write_rows(

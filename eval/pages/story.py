@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from .output import plot_bytes
 from .rows import Row
 
-COSTS = {"multiply_adds": "multiply-adds of a picture", "time": "time of a picture"}
-"""What is drawn across, a panel each; stock's run of all steps is 1."""
+COSTS = {"macs": "MACs of a picture", "seconds": "time of a picture"}
+"""What is drawn across, a panel each; the baseline's run of all steps is 1."""
 _LINES = ("#222222", "#8a6d3b", "#5b3a8a", "#2a7f4f")
 _MARKERS = "osD^vP"
 
@@ -25,8 +25,9 @@ def family_of(label: str) -> str:
 def draw_story(rows: Sequence[Row], title: str) -> bytes:
     """Return a PNG with a panel for each cost.
 
-    A row has a `label`, its run's `sampler`, `cost_multiply_adds` and `cost_time` (of stock's run of all
-    steps), `converged` and its interval `converged_low` and `converged_high`. Rows of one method and sampler
+    A row has a `label`, its run's `sampler`, `cost_macs` and `cost_seconds` (of the baseline's run of all
+    steps), `reference` and its interval `reference_distance_low` and `reference_distance_high`. Rows of one
+    method and sampler
     are joined by a line. Methods keep their colour under every sampler, and samplers have a marker each.
     """
     figure = Figure(figsize=(10, 6.4), layout="constrained")
@@ -37,13 +38,13 @@ def draw_story(rows: Sequence[Row], title: str) -> bytes:
         for number, sampler in enumerate(samplers):
             of_it = [row for row in rows if row["sampler"] == sampler]
             _draw_sampler(axes, of_it, cost, number, families)
-        axes.set(xscale="log", yscale="log", xlabel=f"{name}, all steps of stock = 1")
+        axes.set(xscale="log", yscale="log", xlabel=f"{name}, all steps of baseline = 1")
         axes.grid(alpha=0.3, which="both", lw=0.5)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(lambda value, _: f"{value:g}")
             axis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "235" else "")
         axes.tick_params(which="both", labelsize=9)
-    panels[0].set_ylabel("perceptual distance x1000 to the sampler's converged picture")
+    panels[0].set_ylabel("perceptual distance x1000 to the sampler's reference image")
     handles, labels = panels[0].get_legend_handles_labels()
     shown = dict(zip(labels, handles, strict=True))
     figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=4, frameon=False)
@@ -52,8 +53,8 @@ def draw_story(rows: Sequence[Row], title: str) -> bytes:
 
 
 def is_plain(row: Row) -> bool:
-    """Whether a row is stock, of however many steps."""
-    return family_of(row["label"]) == "stock"
+    """Whether a row is the baseline, of however many steps."""
+    return family_of(row["label"]) == "baseline"
 
 
 def _draw_sampler(axes: Axes, rows: Sequence[Row], cost: str, number: int, families: Sequence[str]) -> None:
@@ -62,8 +63,8 @@ def _draw_sampler(axes: Axes, rows: Sequence[Row], cost: str, number: int, famil
     drawn = sorted((row for row in rows if row[place]), key=lambda r: (family_of(r["label"]), r[place]))
     for family, group in groupby(drawn, key=lambda row: family_of(row["label"])):
         each = list(group)
-        across, up = [row[place] for row in each], [1e3 * row["converged"] for row in each]
-        if family == "stock":
+        across, up = [row[place] for row in each], [1e3 * row["reference_distance"] for row in each]
+        if family == "baseline":
             label = f"fewer steps, {each[0]['sampler']}"
             axes.plot(across, up, "-", marker=".", color=line, lw=2, label=label, zorder=3)
             for row, x, y in zip(each, across, up, strict=True):
@@ -71,7 +72,8 @@ def _draw_sampler(axes: Axes, rows: Sequence[Row], cost: str, number: int, famil
                 axes.annotate(steps, (x, y), textcoords="offset points", xytext=(-13, -10), fontsize=8)
             continue
         ends = [
-            [1e3 * abs(row["converged"] - row[f"converged_{end}"]) for row in each] for end in ("low", "high")
+            [1e3 * abs(row["reference_distance"] - row[f"reference_distance_{end}"]) for row in each]
+            for end in ("low", "high")
         ]
         colour = f"C{families.index(family) % 10}"
         face = colour if families.index(family) < 10 else "none"

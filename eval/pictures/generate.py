@@ -18,7 +18,7 @@ from .sampling import Seconds, sample, size_of, warm_up
 from .store import Store
 
 RETIMED = 8
-"""Of stock pictures from an earlier session, how many batches are timed again, for new rows' speed-ups."""
+"""Of baseline pictures from an earlier session, how many batches are timed again, for new rows' speed-ups."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def generate(
     """Make every picture of this process's share that isn't on disk, unharmed, already.
 
     Methods take turns at each batch, so that their times compare and a run stopped early has the same
-    pictures of each. Rows that join stock's pictures later get them timed again, a few batches of them.
+    pictures of each. Rows that join baseline's pictures later get them timed again, a few batches of them.
     `tick` is called with the number of pictures that are done.
     """
     done = {method: store.intact(method) for method in methods}

@@ -44,9 +44,9 @@ class Method:
 
     @property
     def name(self) -> str:
-        """The parts joined by "+", or "stock"; "@" stands before a number of steps of its own."""
+        """The parts joined by "+", or "baseline"; "@" stands before a number of steps of its own."""
         steps = "" if self.steps is None else f"@{self.steps}"
-        return ("+".join(self.parts) or "stock") + steps
+        return ("+".join(self.parts) or "baseline") + steps
 
     @property
     def key(self) -> str:
@@ -70,7 +70,7 @@ class Method:
         return self.name if self.ratio is None else f"{self.name} r={self.ratio:g}"
 
     @property
-    def is_stock(self) -> bool:
+    def is_baseline(self) -> bool:
         """Whether nothing is changed, not even the number of steps."""
         return not self.parts and self.steps is None
 
@@ -119,23 +119,23 @@ class Method:
 def parse_method(
     text: str, ratio: float | None, settings: Settings, backend: Backend | None = None
 ) -> Method:
-    """Return the method named by `text`, such as "fast+deepcache" or "stock@20"; "stock" has no parts.
+    """Return the method named by `text`, such as "fast+deepcache" or "baseline@20"; "baseline" has no parts.
 
     A method that has no ratio drops it, and so it does with `settings.agent`. Raises EvalError on an unknown
     name.
     """
     joined, at, count = text.partition("@")
     if at and not re.fullmatch(r"[1-9]\d{0,2}|1000", count):
-        raise EvalError(f"{text!r}: after the @ stands a number of steps, as in stock@20")
-    parts = () if joined == "stock" else tuple(joined.split("+"))
-    known = {*settings.named, *(part for part in parts if is_method(part))} - {"stock"}
+        raise EvalError(f"{text!r}: after the @ stands a number of steps, as in baseline@20")
+    parts = () if joined == "baseline" else tuple(joined.split("+"))
+    known = {*settings.named, *(part for part in parts if is_method(part))} - {"baseline"}
     if unknown := [part for part in parts if part not in known]:
         names = [*OTHERS, *MODES, *settings.named]
         near = difflib.get_close_matches(unknown[0], names, 1)
         meant = f"did you mean {near[0]}? " if near else ""
         raise EvalError(
             f"unknown method {unknown[0]!r} in {text!r}; {meant}use {', '.join(names)}, "
-            "a composition such as fast+deepcache, or fewer steps such as stock@20"
+            "a composition such as fast+deepcache, or fewer steps such as baseline@20"
         )
     kinds = [(numbered(part) or (part,))[0] for part in parts]
     beside = kinds.count("deepcache")
@@ -173,17 +173,17 @@ def _has(recipe: Recipe, setting: str, value: Any) -> bool:
 
 
 def fewer(shares: FewerSteps, settings: Settings, backend: Backend | None = None) -> list[Method]:
-    """Return stock in each share of the steps: the baseline that costs nothing to have."""
-    stock = parse_method("stock", None, settings, backend)
+    """Return baseline in each share of the steps: the baseline that costs nothing to have."""
+    baseline = parse_method("baseline", None, settings, backend)
     counts = [max(1, round(share * settings.steps)) for share in shares]
-    return [replace(stock, steps=count) for count in dict.fromkeys(counts) if count < settings.steps]
+    return [replace(baseline, steps=count) for count in dict.fromkeys(counts) if count < settings.steps]
 
 
 def expand(
     names: Sequence[str], ratios: Sequence[float], settings: Settings, fewer_steps: FewerSteps = ()
 ) -> list[Method]:
-    """Return "stock" first, then in fewer steps, then every method at every ratio, without repeats."""
-    methods = [parse_method("stock", None, settings), *fewer(fewer_steps, settings)]
+    """Return "baseline" first, then in fewer steps, then every method at every ratio, without repeats."""
+    methods = [parse_method("baseline", None, settings), *fewer(fewer_steps, settings)]
     for name in names:
         for ratio in ratios:
             method = parse_method(name, ratio, settings)

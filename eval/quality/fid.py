@@ -48,9 +48,9 @@ def sets_of(places: Sequence[Path], settings: FidSettings) -> list[list[Path] | 
 def distances(
     sets: Sequence[list[Path] | np.ndarray], settings: FidSettings, tick: Callable[[int], None]
 ) -> Row:
-    """Return the Frechet and kernel distance of two sets.
+    """Return the Frechet and KID of two sets.
 
-    Pictures are taken as they are (Inception resizes them itself). The kernel distance takes as many of
+    Pictures are taken as they are (Inception resizes them itself). The KID takes as many of
     each as the smaller set has. `tick` is called with the number of pictures done.
     """
     check_writable(settings.cache / "features")
@@ -69,12 +69,12 @@ def distances(
     count = min(len(a), len(b))
     row: Row = {"images": f"{len(a)} / {len(b)}"}
     fits = (metrics.fit(frechet_features(part, settings.features)) for part in (a, b))
-    row["frechet"] = metrics.frechet_distance(*fits)
+    row["fd"] = metrics.frechet_distance(*fits)
     if count >= 3:
         random = np.random.default_rng(0)
         picked = [part[random.permutation(len(part))[:count]] for part in (a, b)]
         kernel = metrics.kernel_distance(*picked)
-        row |= {"kernel": 1e3 * kernel.value, "kernel_error": 1e3 * kernel.error}
+        row |= {"kid": 1e3 * kernel.value, "kid_error": 1e3 * kernel.error}
     return row
 
 
@@ -82,7 +82,7 @@ def columns(settings: FidSettings) -> list[Column]:
     """Return the columns to print."""
     return [
         Column("images", figure("images", "")),
-        Column(distance_name(settings.features), figure("frechet", ".3f")),
-        Column("kernel x1000", figure("kernel", ".3f")),
-        Column("s.e.", figure("kernel_error", ".3f")),
+        Column(distance_name(settings.features), figure("fd", ".3f")),
+        Column("KID x1000", figure("kid", ".3f")),
+        Column("s.e.", figure("kid_error", ".3f")),
     ]

@@ -1,4 +1,4 @@
-"""The quality figures of a row: distances to real, stock's and converged pictures, and what they show."""
+"""The quality figures of a row: distances to real, baseline's and reference images, and what they show."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from .scenes import place_distance, read_pictures
 from .summary import summary_of
 
 _SPLITS = 5
-_FEWEST = 3  # pictures that a kernel distance without one of them needs
+_FEWEST = 3  # pictures that a KID without one of them needs
 Row = dict[str, Any]
 Tick = Callable[[int], Any]
 Harm = Callable[[Image.Image], Image.Image]
@@ -35,22 +35,22 @@ Harm = Callable[[Image.Image], Image.Image]
 
 @dataclass(frozen=True)
 class Compared:
-    """What rows are compared with, all of it made by stock.
+    """What rows are compared with, all of it made by the baseline.
 
     Attributes:
-        stock: the method without any.
-        converged: stock of many steps, or None.
-        others: stock's pictures of the same prompts under other seeds, or none.
+        baseline: the method without any.
+        reference: baseline of many steps, or None.
+        others: the baseline's pictures of the same prompts under other seeds, or none.
     """
 
-    stock: Method
-    converged: Method | None = None
+    baseline: Method
+    reference: Method | None = None
     others: Sequence[Picture] = ()
 
 
 @dataclass
 class Judge:
-    """Figures of every method of a run against the same real pictures and the same stock pictures."""
+    """Figures of every method of a run against the same real pictures and the same baseline pictures."""
 
     settings: RunSettings
     pictures: Sequence[Picture]
@@ -103,9 +103,9 @@ class Judge:
             "ratio": None,
             "backend": None,
             "images": count,
-            "frechet": float(np.mean(frechet)),
-            "kernel": float(np.mean(kernel)),
-            "kernel_error": float(np.std(kernel, ddof=1)),
+            "fd": float(np.mean(frechet)),
+            "kid": float(np.mean(kernel)),
+            "kid_error": float(np.std(kernel, ddof=1)),
         }
 
     def judge(
@@ -116,9 +116,11 @@ class Judge:
         tick: Tick,
         harms: Mapping[str, Harm] = MappingProxyType({}),
     ) -> tuple[list[Row], list[Row]]:
-        """Return a row for each method and then for each harm to stock's pictures, and one for each picture.
+        """Return a row for each method and then for each harm to the baseline's pictures, and one for each
+        picture.
 
-        The features of stock's pictures, the default's and a folder's real ones are written to `features/` in
+        The features of the baseline's pictures, the default's and a folder's real ones are written to
+        `features/` in
         the run's folder: what is small enough to be kept with a table.
         """
 
@@ -127,27 +129,27 @@ class Judge:
             found = features_of(self.network, paths, self._cache) if paths else np.zeros((0, 0))
             return Shown(method.key, [Image.open(path).convert("RGB") for path in paths], found)
 
-        stock = shown_by(compared.stock)
+        baseline = shown_by(compared.baseline)
         against = Against(
-            stock,
-            Looks(self._stages, stock.images),
-            None if compared.converged is None else Looks(self._stages, shown_by(compared.converged).images),
-            metrics.KernelSet(shown_by(compared.stock, compared.others).features)
+            baseline,
+            Looks(self._stages, baseline.images),
+            None if compared.reference is None else Looks(self._stages, shown_by(compared.reference).images),
+            metrics.KernelSet(shown_by(compared.baseline, compared.others).features)
             if len(compared.others) >= _FEWEST
             else None,
         )
         rows, singles = [], []
         kept = {} if self.real is None or self.real.cache else {"real": self.real_features}
         for method in methods:
-            shown = stock if method == compared.stock else shown_by(method)
+            shown = baseline if method == compared.baseline else shown_by(method)
             row, single = self.row_of(shown, against)
             rows.append(row)
             singles += single
-            if method.is_stock or method.is_default:
+            if method.is_baseline or method.is_default:
                 kept[method.key] = shown.features
             tick(len(self.pictures))
         for name, harm in harms.items():
-            images = [harm(image) for image in stock.images]
+            images = [harm(image) for image in baseline.images]
             row, single = self.row_of(Shown(name, images, self._features_of(images)), against)
             rows.append(row)
             singles += single
@@ -161,10 +163,10 @@ class Judge:
     def row_of(self, shown: "Shown", against: "Against") -> tuple[Row, list[Row]]:
         """Return the figures of a row, and those of each of its pictures."""
         single = self._each(shown, against)
-        if shown is against.stock:
-            against.stock_rows = single
+        if shown is against.baseline:
+            against.baseline_rows = single
         row = self._distribution(shown, against) | summary_of(
-            single, None if shown is against.stock else against.stock_rows
+            single, None if shown is against.baseline else against.baseline_rows
         )
         if self.real is not None and self.real.measures is not None:
             seen = [(r["x"], r["y"], r["side"]) for r in single if r.get("side") is not None]
@@ -175,57 +177,58 @@ class Judge:
     def _each(self, shown: "Shown", against: "Against") -> list[Row]:
         """Return the figures of each picture alone."""
         looks = Looks(self._stages, shown.images)
-        is_stock = shown is against.stock
+        is_baseline = shown is against.baseline
         nothing: Sequence[Any] = [None] * len(shown.images)
-        to_stock = nothing if is_stock else looks.distance(against.looks)
-        converged = nothing if against.converged is None else looks.distance(against.converged)
+        to_baseline = nothing if is_baseline else looks.distance(against.looks)
+        reference = nothing if against.reference is None else looks.distance(against.reference)
         fits = nothing if self._clip is None else self._clip(shown.images, [p.prompt for p in self.pictures])
         read: Sequence[Row] = [{}] * len(shown.images)
         if self._reader is not None:
             read = read_pictures(shown.images, [p.triple for p in self.pictures if p.triple], self._reader)
         rows = []
         for i, (picture, ours) in enumerate(zip(self.pictures, shown.images, strict=True)):
-            theirs = against.stock.images[i]
+            theirs = against.baseline.images[i]
             row: Row = {
                 "method": shown.key,
                 "index": picture.index,
                 "seed": picture.seed,
                 "prompt": picture.prompt,
                 "split": picture.split,
-                "perceptual": _number(to_stock[i]),
-                "converged": _number(converged[i]),
-                "psnr": None if is_stock else fidelity.psnr(ours, theirs),
-                "ssim": None if is_stock else fidelity.ssim(ours, theirs),
-                "grain": grain(ours),
+                "baseline_distance": _number(to_baseline[i]),
+                "reference_distance": _number(reference[i]),
+                "psnr": None if is_baseline else fidelity.psnr(ours, theirs),
+                "ssim": None if is_baseline else fidelity.ssim(ours, theirs),
+                "high_frequency": grain(ours),
                 "clip": _number(fits[i]),
             }
             rows.append(row | read[i])
         return rows
 
     def _distribution(self, shown: "Shown", against: "Against") -> Row:
-        """Return distances to real pictures and to stock's other seeds, and their differences to stock's."""
-        count, is_stock = len(shown.images), shown is against.stock
+        """Return distances to real pictures and to the baseline's other seeds, and their differences to the
+        baseline's."""
+        count, is_baseline = len(shown.images), shown is against.baseline
         row: Row = {"diversity": metrics.diversity(shown.features)}
         if self.real is not None:
             sample, other = (
                 metrics.FrechetSample(self._projected(s.features), self._reference)
-                for s in (shown, against.stock)
+                for s in (shown, against.baseline)
             )
             everyone = np.arange(count)
-            row["frechet"] = sample.distance(everyone)
-            if not is_stock:
+            row["fd"] = sample.distance(everyone)
+            if not is_baseline:
                 error = metrics.frechet_difference_error(sample, other, count, self.settings.bootstrap)
-                row["frechet_change"] = row["frechet"] - other.distance(everyone)
-                row["frechet_change_error"] = error
-                row["pictures_for_2_percent"] = metrics.pictures_needed(row["frechet"], error, count)
+                row["fd_change"] = row["fd"] - other.distance(everyone)
+                row["fd_change_error"] = error
+                row["pictures_for_2_percent"] = metrics.pictures_needed(row["fd"], error, count)
         if self.real is not None and count >= _FEWEST:
             ours = metrics.kernel_distance(shown.features, self._kernel_reference)
             self.kernels[shown.key] = ours
-            row |= _kernel_row("kernel", ours, None if is_stock else self.kernels[against.stock.key])
+            row |= _kernel_row("kid", ours, None if is_baseline else self.kernels[against.baseline.key])
         if against.others is not None and count >= _FEWEST:
             ours = metrics.kernel_distance(shown.features, against.others)
-            against.stock_kernel = ours if is_stock else against.stock_kernel
-            row |= _kernel_row("kernel_seeds", ours, None if is_stock else against.stock_kernel)
+            against.baseline_kernel = ours if is_baseline else against.baseline_kernel
+            row |= _kernel_row("kid_seeds", ours, None if is_baseline else against.baseline_kernel)
         return row
 
 
@@ -240,16 +243,17 @@ class Shown:
 
 @dataclass
 class Against:
-    """What rows are compared with, read once: stock's pictures, converged ones, and stock's other seeds."""
+    """What rows are compared with, read once: the baseline's pictures, reference ones, and baseline's other
+    seeds."""
 
-    stock: Shown
+    baseline: Shown
     looks: Looks
-    converged: Looks | None
+    reference: Looks | None
     others: metrics.KernelSet | None
-    stock_rows: list[Row] = field(default_factory=list)
-    """Of each stock picture, once stock's own row is made; it comes first."""
-    stock_kernel: metrics.KernelDistance | None = None
-    """Of stock's pictures to those of its other seeds, likewise."""
+    baseline_rows: list[Row] = field(default_factory=list)
+    """Of each baseline picture, once the baseline's own row is made; it comes first."""
+    baseline_kernel: metrics.KernelDistance | None = None
+    """Of the baseline's pictures to those of its other seeds, likewise."""
 
 
 def scene_reader(pictures: Sequence[Picture], device: torch.device) -> Any:
@@ -274,10 +278,10 @@ def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def _kernel_row(name: str, ours: metrics.KernelDistance, stock: metrics.KernelDistance | None) -> Row:
-    """A kernel distance as `name`, and its change against stock's."""
+def _kernel_row(name: str, ours: metrics.KernelDistance, baseline: metrics.KernelDistance | None) -> Row:
+    """A KID as `name`, and its change against the baseline's."""
     row = {name: ours.value, f"{name}_error": ours.error}
-    if stock is not None:
-        row[f"{name}_change"] = ours.value - stock.value
-        row[f"{name}_change_error"] = ours.difference_error(stock)
+    if baseline is not None:
+        row[f"{name}_change"] = ours.value - baseline.value
+        row[f"{name}_change_error"] = ours.difference_error(baseline)
     return row

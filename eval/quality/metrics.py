@@ -54,7 +54,7 @@ class FrechetSample:
         self._gram = self._features @ reference.covariance @ self._features.T
 
     def distance(self, picked: Array) -> float:
-        """Return the Frechet distance of the pictures of indices `picked` (M,), repeats allowed."""
+        """Return the FD of the pictures of indices `picked` (M,), repeats allowed."""
         count = len(picked)
         sample = self._features[picked]
         mean = sample.mean(axis=0)
@@ -106,7 +106,7 @@ class KernelSet:
 
 
 def kernel_distance(generated: Array | KernelSet, real: Array | KernelSet) -> KernelDistance:
-    """Return the kernel distance of features (N, D) and (M, D), N and M at least 3.
+    """Return the KID of features (N, D) and (M, D), N and M at least 3.
 
     The kernel is (x.y / D + 1)^3 (Binkowski et al. 2018, KID), over all pairs rather than subsets. A set
     that is compared with many is made a KernelSet once.

@@ -1,4 +1,4 @@
-"""A fixed basis of few components, in which a Fréchet distance has full rank with few pictures."""
+"""A fixed basis of few components, in which a FD has full rank with few pictures."""
 
 import hashlib
 from functools import cache
@@ -40,5 +40,5 @@ def project(features: np.ndarray, basis: np.ndarray) -> np.ndarray:
 
 
 def frechet_features(features: np.ndarray, network: str) -> np.ndarray:
-    """Return what a Fréchet distance is of: Inception's features as they are (FID), others in the basis."""
+    """Return what a FD is of: Inception's features as they are (FID), others in the basis."""
     return features if network == "inception" else project(features, load_basis())

@@ -1,4 +1,5 @@
-"""A row's figures from those of its pictures: means, their errors, and changes against stock's same seeds."""
+"""A row's figures from those of its pictures: means, their errors, and changes against the baseline's same
+seeds."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,13 +19,13 @@ _SHARES = (
 )
 
 
-def summary_of(rows: Sequence[Row], stock: Sequence[Row] | None) -> Row:
-    """Return means over the pictures; `stock` are the same seeds' rows, or None for stock's own.
+def summary_of(rows: Sequence[Row], baseline: Sequence[Row] | None) -> Row:
+    """Return means over the pictures; `baseline` are the same seeds' rows, or None for the baseline's own.
 
     Perceptual distances and grain are geometric means: a few pictures of a run become another picture.
     """
     means: Row = {}
-    for key in ("perceptual", "converged"):
+    for key in ("baseline_distance", "reference_distance"):
         values = np.array([row[key] for row in rows if row.get(key) is not None])
         if len(values) > 1:
             logs = np.log(np.maximum(values, 1e-12))
@@ -36,28 +37,30 @@ def summary_of(rows: Sequence[Row], stock: Sequence[Row] | None) -> Row:
         values = np.array([row[key] for row in rows if row.get(key) is not None])
         if len(values):
             means[key] = float(values.mean())
-    if stock is not None and all(row.get("grain") for row in (*rows, *stock)):
-        ratios = np.log([row["grain"] / old["grain"] for row, old in zip(rows, stock, strict=True)])
-        means["grain"] = float(np.exp(ratios.mean()))
+    if baseline is not None and all(row.get("high_frequency") for row in (*rows, *baseline)):
+        ratios = np.log(
+            [row["high_frequency"] / old["high_frequency"] for row, old in zip(rows, baseline, strict=True)]
+        )
+        means["high_frequency"] = float(np.exp(ratios.mean()))
         if len(ratios) > 1:
-            means["grain_error"] = float(means["grain"] * metrics.standard_error(ratios))
+            means["high_frequency_error"] = float(means["high_frequency"] * metrics.standard_error(ratios))
     for key, split in _SHARES:
-        means |= _share(rows, stock, key, split)
+        means |= _share(rows, baseline, key, split)
     return means
 
 
-def _share(rows: Sequence[Row], stock: Sequence[Row] | None, key: str, split: str | None) -> Row:
+def _share(rows: Sequence[Row], baseline: Sequence[Row] | None, key: str, split: str | None) -> Row:
     name = key if split is None else f"{key} {split}".replace(" ", "_")
     pairs = [
         (ours[key], theirs[key])
-        for ours, theirs in zip(rows, rows if stock is None else stock, strict=True)
+        for ours, theirs in zip(rows, rows if baseline is None else baseline, strict=True)
         if split in (None, ours["split"]) and ours.get(key) is not None
     ]
     if not pairs:
         return {}
     values = np.array(pairs, dtype=np.float64)
     share: Row = {name: float(values[:, 0].mean()), f"{name}_count": len(pairs)}
-    if stock is not None:
+    if baseline is not None:
         change = values[:, 0] - values[:, 1]
         share[f"{name}_change"] = float(change.mean())
         if len(pairs) > 1:

@@ -1,4 +1,4 @@
-"""A page in the browser: stock and a recipe side by side, from one seed on one model."""
+"""A page in the browser: baseline and a recipe side by side, from one seed on one model."""
 
 import errno
 import math
@@ -27,7 +27,7 @@ from ..pictures.sampling import Seconds, sample, size_of, warm_up
 from ..quality.fidelity import psnr
 from ..settings import AppSettings, Scheduler
 
-STOCK = Method(())
+BASELINE = Method(())
 _CHOSEN = "the recipe"
 """What its method is called: a mode's own name would stand for that mode as it is."""
 _SHOWN = 512  # pixels on a side that a smaller picture is enlarged to
@@ -39,7 +39,7 @@ _CSS = ".note { border-left: 4px solid #c4600c; padding: .4em .8em }"
 
 @dataclass(frozen=True)
 class Pair:
-    """Stock's picture and the recipe's, with what each took, and what is to be said of the run."""
+    """The baseline's picture and the recipe's, with what each took, and what is to be said of the run."""
 
     images: tuple[Image.Image, Image.Image]
     seconds: tuple[Seconds, Seconds]
@@ -90,16 +90,16 @@ class Maker:
     def _sampled(self, method: Method, picture: Picture, settings: AppSettings) -> Pair:
         told = ["no call yet"]
         if (size := size_of(self._pipe, settings)) not in self._warm:
-            warm_up(self._pipe, STOCK, [picture], settings)
+            warm_up(self._pipe, BASELINE, [picture], settings)
             self._warm.add(size)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            [stock], stock_seconds = sample(self._pipe, STOCK, [picture], settings)
+            [baseline], baseline_seconds = sample(self._pipe, BASELINE, [picture], settings)
             [own], own_seconds = sample(self._pipe, method, [picture], settings, told.append)
         notes = [text for w in caught if (text := str(w.message)).startswith("agentsd: ")]
         if settings.model == "demo" and (words := unknown_words(self._pipe.tokenizer, [picture.prompt])):
             notes.append(f"the embedded model was never taught {', '.join(map(repr, words))}")
-        return Pair((stock, own), (stock_seconds, own_seconds), told[-1], notes)
+        return Pair((baseline, own), (baseline_seconds, own_seconds), told[-1], notes)
 
 
 def command(settings: AppSettings, console: Console) -> None:
@@ -138,7 +138,7 @@ def build(maker: Maker) -> gr.Blocks:
     height, width = maker.size
     with gr.Blocks(title="agentsd", analytics_enabled=False) as page:
         model = "the embedded model" if settings.model == "demo" else settings.model
-        gr.Markdown(f"# agentsd\nStock and a recipe from one seed: {model} on {maker.device}.")
+        gr.Markdown(f"# agentsd\nBaseline and a recipe from one seed: {model} on {maker.device}.")
         with gr.Row():
             with gr.Column(scale=2, min_width=300):
                 prompt = gr.Textbox(maker.first_prompt(), label="prompt", lines=2)
@@ -172,7 +172,7 @@ def build(maker: Maker) -> gr.Blocks:
             with gr.Column(scale=3, min_width=300):
                 note = gr.HTML(visible=False)
                 slider = gr.ImageSlider(
-                    label="left stock, right the recipe",
+                    label="left baseline, right the recipe",
                     format="png",
                     interactive=False,
                     buttons=["fullscreen"],
@@ -222,13 +222,13 @@ def build(maker: Maker) -> gr.Blocks:
 
 def figures_of(pair: Pair, mode: str, device: torch.device) -> str:
     """Return the seconds, the gain, the difference, and what each call was, as HTML."""
-    stock, own = pair.seconds
-    gain = stock.charged(device) / own.charged(device)
+    baseline, own = pair.seconds
+    gain = baseline.charged(device) / own.charged(device)
     clock = "" if device.type == "cuda" else " in CPU time"
     near = psnr(*reversed(pair.images))
-    loss = "the same picture" if near == math.inf else f"{near:.1f} dB PSNR to stock"
+    loss = "the same picture" if near == math.inf else f"{near:.1f} dB PSNR to the baseline"
     return (
-        f"<p>stock <b>{stock.wall:.2f} s</b>, {escape(mode)} <b>{own.wall:.2f} s</b>: {gain:.2f}x as "
+        f"<p>baseline <b>{baseline.wall:.2f} s</b>, {escape(mode)} <b>{own.wall:.2f} s</b>: {gain:.2f}x as "
         f"fast{clock}, {loss}. One picture is no measurement.</p>{strip_of(pair.calls)}"
     )
 

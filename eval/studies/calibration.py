@@ -1,4 +1,4 @@
-"""A run planned for a goal on a model and prompts, beside stock in fewer steps."""
+"""A run planned for a goal on a model and prompts, beside the baseline in fewer steps."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ from ..pictures.sampling import size_of
 from ..settings import CalibrateSettings
 from .redundancy import short_name
 
-_CLOCKS = {"time": "time", "multiply_adds": "multiply-adds"}
+_CLOCKS = {"time": "time", "macs": "MACs"}
 
 
 def command(settings: CalibrateSettings, console: Console) -> None:
@@ -52,14 +52,14 @@ def run(pipe: Any, settings: CalibrateSettings, tick: Callable[[int, int], None]
     prompts = [picture.prompt for picture in pictures_to_show(settings)]
     count = len(prompts) - settings.held_out
     try:
-        with parse_method("stock", None, settings).applied(pipe):
+        with parse_method("baseline", None, settings).applied(pipe):
             return calibrate(
                 pipe,
                 prompts[:count],
                 speedup=settings.speedup,
                 max_distance=settings.max_distance,
                 held_out=prompts[count:],
-                converged_steps=settings.converged_steps,
+                reference_steps=settings.reference_steps,
                 cost=settings.cost,
                 operators=OPERATORS if settings.attention else (),
                 num_inference_steps=settings.steps,
@@ -96,7 +96,7 @@ def choices(pipe: Any, found: Recipe) -> Table:
 def _words(operator: Operator | None) -> str:
     """Return "agents, r=0.25" for Agents(0.25)."""
     if operator is None or isinstance(operator, Downsample):
-        return "stock" if operator is None else operator.name
+        return "full" if operator is None else operator.name
     ratio = getattr(operator, "ratio", 0)
     return f"{operator.name}, r={ratio:g}" if ratio else operator.name
 
@@ -107,18 +107,20 @@ def figures(found: Recipe) -> Table:
     rows = [("calibrated", promises)]
     rows += [(fewer(row), row) for row in promises["fewer_steps"]]
     title = f"{made_on['model']}, {made_on['steps']} steps of {made_on['sampler']}"
-    heads = ["runs", f"speed-up ({_CLOCKS[made_on['cost']]})", "distance to stock"]
+    heads = ["runs", f"speed-up ({_CLOCKS[made_on['cost']]})", "distance to the baseline"]
     cells = [[name, f"{row['speedup']:.3f}x", f"{row['distance']:.3g}"] for name, row in rows]
-    if "converged" in promises:
-        heads.append("to converged")
-        cells = [[*line, f"{row['converged']:.3g}"] for line, (_, row) in zip(cells, rows, strict=True)]
-        cells.append(["stock", "1.000x", "0", f"{promises['stock_converged']:.3g}"])
+    if "reference_distance" in promises:
+        heads.append("to reference image")
+        cells = [
+            [*line, f"{row['reference_distance']:.3g}"] for line, (_, row) in zip(cells, rows, strict=True)
+        ]
+        cells.append(["baseline", "1.000x", "0", f"{promises['baseline_reference']:.3g}"])
     return make_table(title, heads, cells)
 
 
 def fewer(row: Row) -> str:
-    """Return what a row of stock in fewer steps is called."""
-    return f"stock, {row['steps']} {'chosen ' if row.get('chosen') else ''}steps"
+    """Return what a row of the baseline in fewer steps is called."""
+    return f"baseline, {row['steps']} {'chosen ' if row.get('chosen') else ''}steps"
 
 
 def note(found: Recipe) -> str:
@@ -131,8 +133,8 @@ def note(found: Recipe) -> str:
     if promises["beaten_by_fewer_steps"]:
         most = max(row["steps"] for row in promises["fewer_steps"])
         rows = [row for row in promises["fewer_steps"] if row["steps"] == most]
-        anchor = "converged runs" if "converged" in promises else "stock's own run"
-        nearest = min(rows, key=lambda row: row.get("converged", row["distance"]))
+        anchor = "reference runs" if "reference_distance" in promises else "the baseline's own run"
+        nearest = min(rows, key=lambda row: row.get("reference_distance", row["distance"]))
         levels = ", ".join(f"{level:g}" for level in nearest["timesteps"])
         lines.append(
             f"Fewer steps of the same sampler end nearer to {anchor} at this cost: use fewer steps, "

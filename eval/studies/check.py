@@ -1,4 +1,5 @@
-"""The recipes on a user's own model, beside stock in fewer steps: a page, and results that can be sent in."""
+"""The recipes on a user's own model, beside the baseline in fewer steps: a page, and results that can be
+sent in."""
 
 import json
 from collections.abc import Sequence
@@ -61,16 +62,16 @@ def completed(settings: CheckSettings) -> CheckSettings:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Return which rows are worth having by time: fewer steps of their distance cost more."""
-    rows = [row for row in rows if row.get("worth_time") is not None]
+    """Return which rows gain over fewer steps by time."""
+    rows = [row for row in rows if row.get("gain_seconds") is not None]
     if not rows:
-        return "No row's worth is known: it takes stock in fewer steps, and recipes."
+        return "No row's gain is known: it takes the baseline in fewer steps, and recipes."
     if (few := min(row["images"] for row in rows)) < FEWEST:
-        return f"{few} pictures a row are too few to say what is worth having: take {FEWEST} or more."
-    worth = [row_label(row) for row in rows if row["worth_time_low"] > 1]
-    if worth:
-        return f"Worth having here, by time, beyond the error: {', '.join(worth)}."
-    return "Nothing here is worth having beyond the error: take fewer steps."
+        return f"{few} pictures a row are too few to say what gains: take {FEWEST} or more."
+    gain = [row_label(row) for row in rows if row["gain_seconds_low"] > 1]
+    if gain:
+        return f"Better than fewer steps here, by time, beyond the error: {', '.join(gain)}."
+    return "Nothing here is better than fewer steps beyond the error: take fewer steps."
 
 
 def results(folder: Path) -> dict[str, Any]:

@@ -24,13 +24,13 @@ from ..settings import CompareSettings
 
 @dataclass(frozen=True)
 class Comparison:
-    """One method of a comparison: its pictures in prompt order, and figures against stock."""
+    """One method of a comparison: its pictures in prompt order, and figures against the baseline."""
 
     method: Method
     pictures: list[Image.Image]
     seconds: list[Seconds]
     speedup: float
-    """Median over the prompts of stock's processor time over this method's (wall time on a GPU)."""
+    """Median over the prompts of the baseline's processor time over this method's (wall time on a GPU)."""
     psnr: float
     """Mean over the prompts, dB."""
     mean_abs: float
@@ -63,7 +63,7 @@ def command(settings: CompareSettings, console: Console) -> None:
 
 
 def methods_of(settings: CompareSettings) -> list[Method]:
-    """Return the methods of the settings, stock first. Raises EvalError on an unknown one."""
+    """Return the methods of the settings, baseline first. Raises EvalError on an unknown one."""
     return expand(settings.methods, [settings.ratio], settings, settings.fewer_steps)
 
 
@@ -92,20 +92,20 @@ def compare(
             images[method] += made
             seconds[method].append(taken)
             tick()
-    stock = methods[0]
-    found = [_against(stock, method, images, seconds, pipe.unet.device) for method in methods]
+    baseline = methods[0]
+    found = [_against(baseline, method, images, seconds, pipe.unet.device) for method in methods]
     return [replace(one, calls=told.get(one.method)) for one in found]
 
 
 def _against(
-    stock: Method,
+    baseline: Method,
     method: Method,
     images: dict[Method, list[Image.Image]],
     seconds: dict[Method, list[Seconds]],
     device: torch.device,
 ) -> Comparison:
-    pairs = list(zip(images[method], images[stock], strict=True))
-    times = zip(seconds[stock], seconds[method], strict=True)
+    pairs = list(zip(images[method], images[baseline], strict=True))
+    times = zip(seconds[baseline], seconds[method], strict=True)
     return Comparison(
         method=method,
         pictures=images[method],

@@ -13,7 +13,7 @@ from ..pages import rows as results
 from ..pages import run_file
 from ..pages.maker import describe_run
 from ..pages.output import check_writable, write_bytes
-from ..pages.quality_table import interval, worth
+from ..pages.quality_table import gain, interval
 from ..pages.rows import Column, Row, figure
 from ..pages.story import draw_story, is_plain
 from ..settings import FrontierSettings
@@ -23,15 +23,15 @@ COLUMNS = [
     Column("method", lambda row: row["label"]),
     Column("sampler", figure("sampler", "")),
     Column("images", figure("images", "d")),
-    Column("cost", figure("cost_multiply_adds", ".2f")),
-    Column("time", figure("cost_time", ".2f")),
-    Column("distance x1000", interval("converged")),
-    Column("worth, by multiply-adds", worth("worth_multiply_adds")),
-    Column("worth, by time", worth("worth_time")),
+    Column("cost", figure("cost_macs", ".2f")),
+    Column("time", figure("cost_seconds", ".2f")),
+    Column("distance x1000", interval("reference_distance")),
+    Column("gain, by MACs", gain("gain_macs")),
+    Column("gain, by time", gain("gain_seconds")),
 ]
 NOTE = (
-    "Cost and time are a picture's, those of stock's run of all steps in the same table being 1. Distance "
-    "x1000 is that to the picture that the sampler converges to, with a 95% interval. Worth is what fewer "
+    "Cost and time are a picture's, those of baseline's run of all steps in the same table being 1. Distance "
+    "x1000 is that to the picture that the sampler converges to, with a 95% interval. Gain is what fewer "
     "steps of the same sampler cost at that distance, over the method's own cost: below 1, take fewer "
     "steps. Tables are of different days."
 )
@@ -54,7 +54,7 @@ def joined(folders: Sequence[Path], methods: Sequence[str]) -> list[Row]:
 
     Args:
         folders: of runs with a table each.
-        methods: labels of rows; without any, all of them. Stock's rows always stand.
+        methods: labels of rows; without any, all of them. The baseline's rows always stand.
 
     Raises:
         EvalError: a folder holds no table, they are of different models or sizes, or a method is in none.
@@ -77,40 +77,43 @@ def joined(folders: Sequence[Path], methods: Sequence[str]) -> list[Row]:
     labels = {label for _, label in found}
     if missing := [name for name in methods if name not in labels]:
         raise EvalError(f"no run has a row {missing[0]!r}; they have {', '.join(sorted(labels))}")
-    return sorted(found.values(), key=lambda row: (row["sampler"], -row["cost_multiply_adds"]))
+    return sorted(found.values(), key=lambda row: (row["sampler"], -row["cost_macs"]))
 
 
 def _read(folder: Path) -> tuple[Row, list[Row]]:
-    """Return a run's file, and the rows of its table that were compared with converged pictures."""
+    """Return a run's file, and the rows of its table that were compared with reference images."""
     run = run_file.read(folder)
     try:
         text = (folder / "table.jsonl").read_text(encoding="utf-8")
     except OSError:
         raise EvalError(f"{folder} holds no table; run agentsd-eval table --out {folder}") from None
     rows = [json.loads(line) for line in text.splitlines()]
-    rows = [row for row in rows if row.get("converged") and row.get("multiply_adds")]
-    if not any(row["method"] == "stock" for row in rows):
-        raise EvalError(f"{folder}: its table has no distance of stock; give it --converged-steps")
+    rows = [row for row in rows if row.get("reference_distance") and row.get("macs")]
+    if not any(row["method"] == "baseline" for row in rows):
+        raise EvalError(f"{folder}: its table has no distance of the baseline; give it --reference-steps")
     return run, rows
 
 
 def _placed(rows: Sequence[Row], sampler: str, steps: int, folder: Path) -> list[Row]:
     """Return what is shown of a table's rows."""
-    stock = next(row["multiply_adds"] for row in rows if row["method"] == "stock")
+    baseline = next(row["macs"] for row in rows if row["method"] == "baseline")
     shown = []
     for row in rows:
         label = row.get("label") or row["method"]
-        worth = {key: value for key, value in row.items() if key.startswith("worth_")}
+        gain = {key: value for key, value in row.items() if key.startswith("gain_")}
         shown.append(
             {
                 "label": label,
                 "sampler": sampler,
                 "steps": int(label.partition("@")[2] or steps),
                 "images": row["images"],
-                "cost_multiply_adds": row["multiply_adds"] / stock,
-                "cost_time": 1 / row["speedup"] if row.get("speedup") else None,
-                **{key: row[key] for key in ("converged", "converged_low", "converged_high")},
-                **worth,
+                "cost_macs": row["macs"] / baseline,
+                "cost_seconds": 1 / row["speedup"] if row.get("speedup") else None,
+                **{
+                    key: row[key]
+                    for key in ("reference_distance", "reference_distance_low", "reference_distance_high")
+                },
+                **gain,
                 "run": folder.name,
             }
         )

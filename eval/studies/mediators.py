@@ -18,7 +18,7 @@ from .table import show
 def command(settings: MediatorSettings, console: Console) -> None:
     """Print the tables, and write them and the plot."""
     rows = show(settings, methods_of(settings), "mediators", console)
-    if any(row.get("frechet") is not None for row in rows):
+    if any(row.get("fd") is not None for row in rows):
         write_bytes(settings.out / "mediators.png", plot_bytes(draw(rows, settings.features)))
         console.print(f"plot: {settings.out / 'mediators.png'}", soft_wrap=True)
 
@@ -41,12 +41,12 @@ def thresholds_of(stages: int, step: float) -> Iterator[tuple[float, ...]]:
 
 
 def methods_of(settings: MediatorSettings) -> list[Method]:
-    """Return stock, then pooled agents with each choice of thresholds."""
+    """Return baseline, then pooled agents with each choice of thresholds."""
     formula = {key: value for key, value in settings.agent.items() if key in ("k", "scale")}
     if unused := sorted(set(settings.agent) - set(formula)):
         raise EvalError(f"--agent {unused[0]}: mediators have k and scale alone; leave it out")
     stages = [{"pooled_agents": {"count": count} | formula} for count in settings.mediator_counts]
-    methods = [parse_method("stock", None, settings), *fewer(settings.fewer_steps, settings)]
+    methods = [parse_method("baseline", None, settings), *fewer(settings.fewer_steps, settings)]
     for thresholds in thresholds_of(len(settings.mediator_counts), settings.mediator_step):
         name = "mediators " + ", ".join(f"{threshold:g}" for threshold in thresholds)
         recipe = {"attention": {"stages": stages, "thresholds": list(thresholds)}}
@@ -66,13 +66,13 @@ def envelope(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def draw(rows: Sequence[Row], features: str | None) -> Figure:
-    """Return distance against multiply-adds: a point for each choice, and the envelope (Fig. 2a)."""
-    have = [row for row in rows if row.get("multiply_adds") and row.get("frechet") is not None]
-    stock = [row for row in have if row["method"].partition("@")[0] == "stock"]
+    """Return distance against MACs: a point for each choice, and the envelope (Fig. 2a)."""
+    have = [row for row in rows if row.get("macs") and row.get("fd") is not None]
+    baseline = [row for row in have if row["method"].partition("@")[0] == "baseline"]
     others = {
-        (row["multiply_adds"] / 1e9, row["frechet"]): row["method"].removeprefix("mediators ")
+        (row["macs"] / 1e9, row["fd"]): row["method"].removeprefix("mediators ")
         for row in have
-        if row not in stock
+        if row not in baseline
     }
     best = envelope(others)
     picture = Figure(figsize=(7, 4.5), layout="constrained")
@@ -81,11 +81,11 @@ def draw(rows: Sequence[Row], features: str | None) -> Figure:
     axes.plot(*np.transpose(best), color="tab:blue", marker="o", ms=4, label="envelope")
     for point in best:
         axes.annotate(others[point], point, (6, -10), textcoords="offset points", fontsize=8)
-    costs, distances = [row["multiply_adds"] / 1e9 for row in stock], [row["frechet"] for row in stock]
-    axes.plot(costs, distances, marker="*", ms=10, color="tab:red", label="stock, also in fewer steps")
-    for row, cost in zip(stock, costs, strict=True):
-        axes.annotate(row["method"], (cost, row["frechet"]), (6, 5), textcoords="offset points", fontsize=8)
-    axes.set_xlabel("multiply-adds for a picture, G")
+    costs, distances = [row["macs"] / 1e9 for row in baseline], [row["fd"] for row in baseline]
+    axes.plot(costs, distances, marker="*", ms=10, color="tab:red", label="baseline, also in fewer steps")
+    for row, cost in zip(baseline, costs, strict=True):
+        axes.annotate(row["method"], (cost, row["fd"]), (6, 5), textcoords="offset points", fontsize=8)
+    axes.set_xlabel("MACs for a picture, G")
     axes.set_ylabel(distance_name(features))
     axes.legend()
     return picture

@@ -25,7 +25,7 @@ RATIOS = (0.25, 0.5, 0.75)
 INTERVALS = (2, 3, 5, 10)
 NOTE = (
     "Each link names a smaller and a greater loss. Of perceptual distances the ratio of the greater one's to "
-    "the smaller one's, a geometric mean over the same seeds; of kernel distances (x1000) their difference; "
+    "the smaller one's, a geometric mean over the same seeds; of KIDs (x1000) their difference; "
     "with a 95% interval. Seen: the interval lies on the right side."
 )
 
@@ -36,8 +36,8 @@ def command(settings: ProofSettings, console: Console) -> None:
     found = measure(settings, methods, "proof", console, HARMS, costs=False)
     if found is None:
         return
-    if "converged" not in found.singles[0] or len(found.singles) // len(found.rows) < 2:
-        raise EvalError("proof: take 2 pictures or more, and --converged-steps")
+    if "reference_distance" not in found.singles[0] or len(found.singles) // len(found.rows) < 2:
+        raise EvalError("proof: take 2 pictures or more, and --reference-steps")
     links = links_of(found, chains | HARM_CHAINS)
     run = found.run
     results.write_rows(settings.out, "proof", links, [COLUMNS], run, NOTE)
@@ -50,17 +50,18 @@ def command(settings: ProofSettings, console: Console) -> None:
 
 
 def rivals(settings: ProofSettings) -> tuple[list[Method], dict[str, list[str]]]:
-    """Return every method that is run, stock first, and the chains of their keys, from least to most loss."""
-    stock = parse_method("stock", None, settings)
+    """Return every method that is run, baseline first, and the chains of their keys, from least to most
+    loss."""
+    baseline = parse_method("baseline", None, settings)
     chains = {
         "steps": [
-            stock if count == settings.steps else parse_method(f"stock@{count}", None, settings)
+            baseline if count == settings.steps else parse_method(f"baseline@{count}", None, settings)
             for count in settings.chain_steps
         ],
         "tomesd": [parse_method("tomesd", ratio, settings) for ratio in RATIOS],
         "DeepCache": [parse_method(f"deepcache-{interval}", None, settings) for interval in INTERVALS],
     }
-    methods = dict.fromkeys([stock, *(method for chain in chains.values() for method in chain)])
+    methods = dict.fromkeys([baseline, *(method for chain in chains.values() for method in chain)])
     return list(methods), {name: [method.key for method in chain] for name, chain in chains.items()}
 
 
@@ -114,16 +115,19 @@ def ratio(less: Sequence[float], more: Sequence[float]) -> Link:
 
 
 def difference(less: KernelDistance, more: KernelDistance) -> Link:
-    """Return the difference of two losses' kernel distances x1000, paired by seed."""
+    """Return the difference of two losses' KIDs x1000, paired by seed."""
     middle, half = 1e3 * (more.value - less.value), 1e3 * Z95 * more.difference_error(less)
     return Link(middle, middle - half, middle + half, none=0.0)
 
 
 def links_of(found: Measured, chains: Mapping[str, Sequence[str]]) -> list[Row]:
     """Return a row for each pair of neighbours in a chain, by each measure that both have."""
-    distances: dict[str, dict[str, list[float]]] = {"to converged": {}, "to stock": {}}
+    distances: dict[str, dict[str, list[float]]] = {"to reference image": {}, "to the baseline": {}}
     for single in found.singles:
-        for measure_name, key in (("to converged", "converged"), ("to stock", "perceptual")):
+        for measure_name, key in (
+            ("to reference image", "reference_distance"),
+            ("to the baseline", "baseline_distance"),
+        ):
             if single[key] is not None:
                 distances[measure_name].setdefault(single["method"], []).append(single[key])
     rows = []
@@ -132,10 +136,10 @@ def links_of(found: Measured, chains: Mapping[str, Sequence[str]]) -> list[Row]:
             links = {
                 name: ratio(of[less], of[more])
                 for name, of in distances.items()
-                if less in of and more in of and (chain, name) != ("steps", "to stock")
+                if less in of and more in of and (chain, name) != ("steps", "to the baseline")
             }
             if less in found.kernels and more in found.kernels:
-                links["kernel"] = difference(found.kernels[less], found.kernels[more])
+                links["kid"] = difference(found.kernels[less], found.kernels[more])
             for name, link in links.items():
                 values = {"value": link.value, "low": link.low, "high": link.high, "verdict": link.verdict}
                 rows.append({"chain": chain, "less": less, "more": more, "measure": name} | values)

@@ -170,19 +170,19 @@ def score_count(pipe: Any, pictures: Sequence[Picture], settings: RedundancySett
 def measure(
     pipe: Any, pictures: Sequence[Picture], settings: RedundancySettings, tick: Callable[[], None]
 ) -> list[Row]:
-    """Make the pictures one by one with stock attention; return a row for each layer and measured step.
+    """Make the pictures one by one with full attention; return a row for each layer and measured step.
 
     A row's `score` is the mean over heads and pictures, its `standard_error` what sampling pairs adds to it
     (0 if all are taken), and `picture_deviation` the standard deviation between pictures. Rows stand in
     the order in which the layers ran. Raises EvalError where there is nothing to measure.
     """
     model, steps = find_model(pipe), steps_of(settings)
-    stock = parse_method("stock", None, settings)
+    baseline = parse_method("baseline", None, settings)
     generator = torch.Generator().manual_seed(settings.seed)
     groups: dict[tuple[str, int], list[Score]] = {}
     for picture in pictures:
         with scored(model, steps, settings, generator, tick) as scores:
-            sample(pipe, stock, [picture], settings)
+            sample(pipe, baseline, [picture], settings)
         for score in scores:
             groups.setdefault((score.site.name, score.step), []).append(score)
     spans = sorted({group[0].site.span for group in groups.values()})
@@ -244,7 +244,7 @@ def note(rows: Sequence[Row], settings: RedundancySettings) -> str:
     """Return what the scores are and how sure."""
     text = (
         "Mean Jensen-Shannon divergence of the attention of two queries, nats: 0 (all alike) to ln 2 = "
-        f"{MAX_SCORE:.3f}; a low score is high redundancy. Stock attention, of the guided batch the "
+        f"{MAX_SCORE:.3f}; a low score is high redundancy. Full attention, of the guided batch the "
         "conditional half."
     )
     if sampled := [row for row in rows if row["pairs"] == "sampled"]:

@@ -31,7 +31,7 @@ class Training:
     @property
     def key(self) -> str:
         """The name of its folder."""
-        kind = "before" if self.apply is None else "stock" if self.apply == "none" else "agents"
+        kind = "before" if self.apply is None else "baseline" if self.apply == "none" else "agents"
         return f"{kind}-prior" if self.prior else kind
 
 
@@ -95,17 +95,17 @@ def training_config(training: Training, settings: SubjectSettings) -> DreamBooth
 def variants_of(settings: SubjectSettings) -> list[Variant]:
     """Return the rows: the model as it came, then those of Fig. 8, without and with prior preservation."""
     every = training_config(TRAININGS[0], settings).recipe
-    stock = parse_method("stock", None, settings)
+    baseline = parse_method("baseline", None, settings)
 
     def agents(share: float) -> Method:
         later = Merge(settings.ratio, ranking="layer", cells="random")
         early = every if share == 1 else Recipe(Phases(every.operators[0], later, share), levels=1)
         return Method(("agents",), settings.ratio, settings.backend, recipe=early)
 
-    rows = [Variant(Training(None), stock, "before finetuning")]
+    rows = [Variant(Training(None), baseline, "before finetuning")]
     for training in TRAININGS:
         if training.apply == "none":
-            rows.append(Variant(training, stock, "stock"))
+            rows.append(Variant(training, baseline, "baseline"))
             for share in (Phases.early_frac, 1.0):
                 rows.append(Variant(training, agents(share), f"generate-only {share:.0%}"))
         else:
@@ -113,8 +113,8 @@ def variants_of(settings: SubjectSettings) -> list[Variant]:
     return rows
 
 
-def baseline(variant: Variant, variants: Sequence[Variant]) -> Variant:
-    """Return the row to compare with: the row "stock" of the same prior."""
+def baseline_of(variant: Variant, variants: Sequence[Variant]) -> Variant:
+    """Return the row to compare with: the row "baseline" of the same prior."""
     training = Training("none", variant.training.prior)
     return next(v for v in variants if v.training == training and not v.method.parts)
 

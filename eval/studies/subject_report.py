@@ -17,7 +17,7 @@ from ..pictures.sampling import Seconds
 from ..pictures.store import Entry
 from ..quality import metrics
 from ..settings import SubjectSettings
-from .subject_plan import Figures, Variant, as_trained, baseline, pictures_of, store_of
+from .subject_plan import Figures, Variant, as_trained, baseline_of, pictures_of, store_of
 
 _COLUMNS, _TILE = 8, 96  # of the drawn grid
 
@@ -28,11 +28,12 @@ def rows_of(
     settings: SubjectSettings,
     device: torch.device,
 ) -> list[Row]:
-    """Return a row for each variant: means, standard errors, paired changes against `baseline`, seconds."""
+    """Return a row for each variant: means, standard errors, paired changes against `baseline_of` it,
+    seconds."""
     entries = {variant: store_of(variant, settings).intact(variant.method) for variant in variants}
     rows = []
     for variant in variants:
-        stock = baseline(variant, variants)
+        baseline = baseline_of(variant, variants)
         row: Row = {
             "variant": variant.name,
             "prior": variant.training.prior,
@@ -40,22 +41,22 @@ def rows_of(
             "other_images": settings.other_prompts,
         }
         for name in ("similarity", "right"):
-            values, theirs = getattr(figures[variant], name), getattr(figures[stock], name)
+            values, theirs = getattr(figures[variant], name), getattr(figures[baseline], name)
             row |= {name: float(values.mean()), f"{name}_error": metrics.standard_error(values)}
-            if variant != stock:
+            if variant != baseline:
                 row[f"{name}_change"] = float((values - theirs).mean())
                 row[f"{name}_change_error"] = metrics.standard_error(values - theirs)
-        rows.append(row | _cost(entries[variant], entries[stock], device))
+        rows.append(row | _cost(entries[variant], entries[baseline], device))
     return rows
 
 
-def _cost(ours: dict[int, Entry], stock: dict[int, Entry], device: torch.device) -> Row:
-    """Return median seconds a picture, and the speed-up over pictures made in one session with stock's."""
+def _cost(ours: dict[int, Entry], baseline: dict[int, Entry], device: torch.device) -> Row:
+    """Return median seconds a picture, and the speed-up over pictures made in one session with baseline's."""
     ratios = [
-        Seconds(stock[i].seconds, stock[i].cpu_seconds).charged(device)
+        Seconds(baseline[i].seconds, baseline[i].cpu_seconds).charged(device)
         / Seconds(ours[i].seconds, ours[i].cpu_seconds).charged(device)
         for i in ours
-        if stock[i].session == ours[i].session
+        if baseline[i].session == ours[i].session
     ]
     return {
         "seconds": statistics.median(entry.seconds for entry in ours.values()),
@@ -115,9 +116,9 @@ def note(views: int) -> str:
     """Return what the figures are and how sure."""
     return (
         f"similarity: mean cosine of EfficientNet-Lite0 features to the subject's {views} views; right: the "
-        "nearest reference is of the prompted concept. generate-only: stock training, agents in so many of "
+        "nearest reference is of the prompted concept. generate-only: plain training, agents in so many of "
         "the steps and token merging in the rest; train+generate: agents in every step of both; prior: with "
-        "prior preservation. change: against stock with the same prior preservation, same seeds, ± half of a "
+        "prior preservation. change: against the baseline of equal prior preservation and seeds, ± half of a "
         "95% interval; ≈ marks a change inside the noise, which is that of the pictures' seeds alone: each "
         "training ran once."
     )

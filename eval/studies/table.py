@@ -12,7 +12,7 @@ import torch
 from accelerate import PartialState
 from rich.console import Console
 
-from agentsd.calibration.cost import multiply_adds
+from agentsd.calibration.cost import macs
 
 from ..cost.memory import memory_per_image
 from ..pages import rows as results
@@ -28,14 +28,14 @@ from ..pictures.prompts import Picture, note_unknown_words, pictures_of
 from ..pictures.sampling import Seconds, sample, size_of
 from ..pictures.store import Entry, Store
 from ..quality.features import check_network
+from ..quality.gain import gain
 from ..quality.judge import Compared, Harm, Judge
 from ..quality.metrics import KernelDistance
 from ..quality.real import load_real
-from ..quality.worth import worth
 from ..settings import RunSettings
 
 OTHERS = 1_000_000
-"""What the seeds and numbers of stock's other pictures are ahead by."""
+"""What the seeds and numbers of baseline's other pictures are ahead by."""
 
 
 def command(settings: RunSettings, console: Console) -> None:
@@ -44,7 +44,7 @@ def command(settings: RunSettings, console: Console) -> None:
 
 
 def table_methods(settings: RunSettings) -> list[Method]:
-    """Return the rows of Table 10: stock, also in fewer steps, then every method at every ratio."""
+    """Return the rows of Table 10: baseline, also in fewer steps, then every method at every ratio."""
     return expand(settings.methods, settings.ratios, settings, settings.fewer_steps)
 
 
@@ -64,7 +64,7 @@ def show(settings: RunSettings, methods: list[Method], name: str, console: Conso
 
 @dataclass(frozen=True)
 class Measured:
-    """A row for each method, a row for each method and picture, and kernel distances by the rows' keys."""
+    """A row for each method, a row for each method and picture, and KIDs by the rows' keys."""
 
     rows: list[Row]
     singles: list[Row]
@@ -94,7 +94,7 @@ def measure(
     harms: Mapping[str, Harm] | None = None,
     costs: bool = True,
 ) -> Measured | None:
-    """Make what pictures are missing, and judge them all; `harms` are done to stock's pictures as well.
+    """Make what pictures are missing, and judge them all; `harms` are done to baseline's pictures as well.
 
     `costs` says whether the rows have what their methods cost, and what they are worth.
 
@@ -124,12 +124,18 @@ def measure(
         if state.is_main_process and real is not None:
             first = bars.add_task("real pictures", total=len(real.pictures))
             judge.read_real(lambda n: bars.advance(first, n))
-        made = [*methods, compared.converged] if compared.converged else methods
+        made = [*methods, compared.reference] if compared.reference else methods
         count = len(pictures) * len(made) + len(compared.others)
         task = bars.add_task("pictures", total=-(-count // share.world))
         generate(pipe, store, made, pictures, settings, share, lambda n: bars.advance(task, n))
         generate(
-            pipe, store, [compared.stock], compared.others, settings, share, lambda n: bars.advance(task, n)
+            pipe,
+            store,
+            [compared.baseline],
+            compared.others,
+            settings,
+            share,
+            lambda n: bars.advance(task, n),
         )
         state.wait_for_everyone()
         if not state.is_main_process:
@@ -140,7 +146,7 @@ def measure(
     if costs:
         for row, cost in zip(rows, _costs(pipe, store, methods, pictures, settings), strict=True):
             row |= cost
-        add_worth(rows, singles, settings.bootstrap)
+        add_gain(rows, singles, settings.bootstrap)
     for harm, row in zip(harms or {}, judged[len(methods) :], strict=True):
         rows.append({"method": harm, "ratio": None, "backend": None, "key": harm, "label": harm} | row)
     if floor := judge.floor():
@@ -148,34 +154,38 @@ def measure(
     return Measured(rows, singles, judge.kernels, describe_run(settings, pipe.unet.device))
 
 
-def compared_of(stock: Method, pictures: Sequence[Picture], settings: RunSettings) -> Compared:
+def compared_of(baseline: Method, pictures: Sequence[Picture], settings: RunSettings) -> Compared:
     """Return what rows are compared with; other seeds begin where no picture's own can be."""
-    converged = settings.converged_steps and replace(stock, steps=settings.converged_steps)
+    reference = settings.reference_steps and replace(baseline, steps=settings.reference_steps)
     others = [
         replace(picture, index=picture.index + OTHERS, seed=picture.seed + OTHERS)
         for picture in pictures
         if settings.other_seeds
     ]
-    return Compared(stock, converged or None, others)
+    return Compared(baseline, reference or None, others)
 
 
-def add_worth(rows: Sequence[Row], singles: Sequence[Row], resamples: int) -> None:
+def add_gain(rows: Sequence[Row], singles: Sequence[Row], resamples: int) -> None:
     """Add to each row what fewer steps of the same sampler would cost at its distance, over its own cost.
 
-    By the distance to converged pictures where there are any, else to stock's; by time and by multiply-adds.
+    By the distance to reference images where there are any, else to the baseline's; by time and by MACs.
     """
-    distance = "converged" if any(single["converged"] is not None for single in singles) else "perceptual"
+    distance = (
+        "reference_distance"
+        if any(single["reference_distance"] is not None for single in singles)
+        else "baseline_distance"
+    )
     found: dict[str, list[float]] = {}
     for single in singles:
         found.setdefault(single["method"], []).append(single[distance])
-    curve = [row for row in rows if row["method"].partition("@")[0] == "stock"]
+    curve = [row for row in rows if row["method"].partition("@")[0] == "baseline"]
     curve = [row for row in curve if None not in found[row["key"]]]
     if len(curve) < 2:
         return
     plain = [np.array(found[row["key"]]) for row in curve]
     costs = {
-        "time": [1 / row["speedup"] if row.get("speedup") else None for row in rows],
-        "multiply_adds": [row["multiply_adds"] for row in rows],
+        "seconds": [1 / row["speedup"] if row.get("speedup") else None for row in rows],
+        "macs": [row["macs"] for row in rows],
     }
     for name, of_rows in costs.items():
         of_curve = [cost for row, cost in zip(rows, of_rows, strict=True) if any(row is c for c in curve)]
@@ -183,12 +193,12 @@ def add_worth(rows: Sequence[Row], singles: Sequence[Row], resamples: int) -> No
             ours = found[row["key"]]
             if cost is None or None in of_curve or None in ours or any(row is c for c in curve):
                 continue
-            value = worth(np.array(ours), cost, plain, of_curve, resamples)
+            value = gain(np.array(ours), cost, plain, of_curve, resamples)
             row |= {
-                f"worth_{name}": value.value,
-                f"worth_{name}_low": value.low,
-                f"worth_{name}_high": value.high,
-                f"worth_{name}_beyond": value.beyond,
+                f"gain_{name}": value.value,
+                f"gain_{name}_low": value.low,
+                f"gain_{name}_high": value.high,
+                f"gain_{name}_beyond": value.beyond,
             }
 
 
@@ -208,13 +218,16 @@ def identity(method: Method) -> Row:
 def _costs(
     pipe: Any, store: Store, methods: Sequence[Method], pictures: Sequence[Picture], settings: RunSettings
 ) -> list[Row]:
-    """Return seconds a picture, speed-up against stock where both ran in one session, and GB a picture."""
+    """Return seconds a picture, speed-up against the baseline where both ran in one session, and GB a
+    picture."""
     device = pipe.unet.device
-    stock = store.timings(methods[0])
+    baseline = store.timings(methods[0])
     rows = []
     for method in methods:
         ours = store.timings(method)
-        both = [_charged(stock[key], device) / _charged(ours[key], device) for key in ours if key in stock]
+        both = [
+            _charged(baseline[key], device) / _charged(ours[key], device) for key in ours if key in baseline
+        ]
 
         def call(batch: int, method: Method = method) -> None:
             wanted = [pictures[i % len(pictures)] for i in range(batch)]
@@ -228,7 +241,7 @@ def _costs(
                 "speedup": statistics.median(both) if both else None,
                 "speedup_batches": len(both),
                 "memory_per_image": memory_per_image(call, settings.batch_size, device),
-                "multiply_adds": multiply_adds(partial(call, counted)) // counted,
+                "macs": macs(partial(call, counted)) // counted,
             }
         )
     return rows

@@ -1,4 +1,4 @@
-"""Worth: the cost of fewer steps that come as near, over a method's own cost."""
+"""Gain: the cost of fewer steps that come as near, over a method's own cost."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ def cost_at(distance: float, costs: Array, distances: Array) -> float:
 
 
 @dataclass(frozen=True)
-class Worth:
-    """What a method is worth, with a 95% interval; below 1 fewer steps are the better buy.
+class Gain:
+    """What a method's gain is, with a 95% interval; below 1 fewer steps are the better buy.
 
     `beyond` says that its distance lies outside of all that fewer steps were measured at ("more" or "less"
     than `value`), or is None.
@@ -38,11 +38,11 @@ class Worth:
     beyond: str | None = None
 
 
-def worth(ours: Array, cost: float, plain: Sequence[Array], costs: Sequence[float], resamples: int) -> Worth:
+def gain(ours: Array, cost: float, plain: Sequence[Array], costs: Sequence[float], resamples: int) -> Gain:
     """Return the cost of fewer steps at a method's distance, over its own cost.
 
     Args:
-        ours: a method's distances (P,) to the converged pictures, one a seed.
+        ours: a method's distances (P,) to the reference images, one a seed.
         cost: what a picture of the method costs.
         plain: for each number of steps of the same sampler, its distances (P,) for the same seeds.
         costs: what a picture of each costs.
@@ -62,4 +62,4 @@ def worth(ours: Array, cost: float, plain: Sequence[Array], costs: Sequence[floa
     low, high = np.quantile(drawn, [0.025, 0.975])
     mean, curve = own.mean(), logs.mean(1)
     beyond = "more" if mean < curve.min() else "less" if mean > curve.max() else None
-    return Worth(value(everyone), float(low), float(high), beyond)
+    return Gain(value(everyone), float(low), float(high), beyond)
