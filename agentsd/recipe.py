@@ -233,29 +233,23 @@ def _file(path: str | Path) -> Path:
     return Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
 
 
-EXACT = Recipe(
+PAPER = Recipe(
     Phases(Agents(at_most=None, agent_ratio=0.95, ranking="layer"), Merge(ranking="layer")), levels=1
 )
 """AgentSD, as in the paper."""
-FAST = Recipe(Phases(Agents(), Downsample()))
-"""One ranking a level, two levels, agents and keys bounded on large grids, keys downsampled later."""
-TURBO = Recipe(Phases(Agents(feed_forward=True), Downsample()))
-"""FAST, and early feed-forward layers on merged tokens."""
-DOWNSAMPLE = Recipe(Downsample())
-"""ToDo's downsampling in every step."""
-REUSE = Recipe(steps=ReuseSteps(every=2, first=4, late_every=3))
-"""Full attention; after four steps one in two is full, and of the second half of those one in three."""
+STEP_CACHING = Recipe(steps=ReuseSteps(every=2, first=4, late_every=3))
+"""Full attention; after four steps one in two is computed, and of the second half of those one in three."""
 AGENTSD = Recipe(
     Phases(Agents(), Downsample(stride=4, at_most=None)),
     residual=ResidualSharing(interval=1, least_tokens=4096),
-    steps=REUSE.steps,
+    steps=STEP_CACHING.steps,
 )
 """Step caching whose cached steps run agents, later downsampled keys, on residuals of the computed ones."""
+DOWNSAMPLE = replace(AGENTSD, attention=Downsample(stride=4, at_most=None))
+"""The same with downsampled keys in all cached steps."""
 MODES: dict[str, Recipe] = {
     "agentsd": AGENTSD,
-    "exact": EXACT,
-    "fast": FAST,
-    "turbo": TURBO,
     "downsample": DOWNSAMPLE,
-    "reuse": REUSE,
+    "step-caching": STEP_CACHING,
+    "paper": PAPER,
 }

@@ -6,7 +6,7 @@ import re
 
 NUMBERED = {"deepcache": 3, "tgate": 10, "forecast": 2}
 """Rivals that take a number, as in "deepcache-5", and the one that is meant where none is named."""
-OTHERS = ("baseline", "tomesd", *NUMBERED, "limit", "limit-all")
+OTHERS = ("baseline", "tomesd", "todo", *NUMBERED, "limit", "limit-all")
 """Methods that are no recipe of this package."""
 
 

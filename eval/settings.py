@@ -38,8 +38,8 @@ Methods = Annotated[
     tuple[str, ...],
     Option("method"),
     Field(
-        description="baseline, a recipe's name (exact, fast, turbo, downsample ...), tomesd, deepcache "
-        "(deepcache-5: interval 5), or two joined, as fast+deepcache; METHOD@STEPS runs so many steps; limit "
+        description="baseline, a mode (agentsd, downsample, step-caching, paper), tomesd, todo, deepcache "
+        "(deepcache-5: interval 5), or two joined: paper+deepcache; METHOD@STEPS runs so many steps; limit "
         "(limit-all): without the finest level's (every) self-attention core, for its cost alone; repeat."
     ),
 ]
@@ -145,7 +145,7 @@ def recipe_of(settings: Mapping[str, Any]) -> Recipe:
             return Recipe.from_mapping({"version": 1} | content)
         if mode is not None and mode not in MODES:
             raise ValueError(f"mode={mode!r}: choose {' or '.join(map(repr, MODES))}")
-        return MODES[mode or "fast"].with_settings(**given)
+        return MODES[mode or "agentsd"].with_settings(**given)
     except TypeError as error:
         raise ValueError(str(error)) from error
 
@@ -170,7 +170,7 @@ class CompareSettings(SamplingSettings):
     """Denoising steps."""
     guidance_scale: Annotated[float, Option("guidance")] = Field(4.0, ge=0)
     """Guidance scale; 1 or less turns it off."""
-    methods: Methods = ("baseline", "tomesd", "fast", "agentsd")
+    methods: Methods = ("baseline", "tomesd", "agentsd", "downsample")
     fewer_steps: FewerSteps = (0.6,)
     ratio: OneRatio = 0.4
     prompts: Prompts = ()
@@ -193,7 +193,7 @@ class AppSettings(SamplingSettings):
     prompt: str | None = None
     """The prompt that it begins with; without it a caption of the embedded model."""
     recipe: str = "agentsd"
-    """The recipe that it begins with: agentsd, exact, fast, turbo, downsample or reuse."""
+    """The recipe that it begins with: agentsd, downsample, step-caching or paper."""
     host: str = "127.0.0.1"
     """The address that it listens on: this machine alone; 0.0.0.0 is every network that it is in."""
     port: int | None = Field(None, ge=1, le=65535)
@@ -210,7 +210,7 @@ class RunSettings(SamplingSettings):
     """Make pictures with each method and ratio, and a row of quality and cost for each (Table 10)."""
 
     hidden: ClassVar[tuple[str, ...]] = ("ablate_ratio", "ablate_values")
-    methods: Methods = ("baseline", "tomesd", "exact")
+    methods: Methods = ("baseline", "tomesd", "paper", "agentsd")
     fewer_steps: FewerSteps = (0.8, 0.6, 0.4)
     ratios: Annotated[tuple[Ratio, ...], Option("ratio")] = (0.1, 0.2, 0.3, 0.4, 0.5)
     """Share of the tokens that is merged: every method at every ratio; repeat."""
@@ -295,7 +295,7 @@ class CheckSettings(RunSettings):
     """A deterministic sampler, so that many steps converge; model is the model's own."""
     steps: int = Field(25, ge=1, le=1000)
     """Denoising steps."""
-    methods: Methods = ("agentsd", "reuse", "downsample")
+    methods: Methods = ("agentsd", "downsample", "step-caching")
     ratios: Annotated[tuple[Ratio, ...], Option("ratio")] = (0.4,)
     fewer_steps: FewerSteps = (0.8, 0.6, 0.4)
     calibrated: tuple[Path, ...] = ()
@@ -339,7 +339,7 @@ class CostSettings(Settings):
 
     arch: Literal["sd15", "sdxl"] | None = None
     """A bare architecture with random weights in place of a model."""
-    methods: Methods = ("baseline", "tomesd", "exact", "fast")
+    methods: Methods = ("baseline", "tomesd", "paper", "agentsd", "downsample", "step-caching")
     ratio: OneRatio = 0.4
     sizes: Annotated[tuple[int, ...], Option("size")] = ()
     """Pixels on a side, multiples of 8; repeat. Without one, the model's own."""

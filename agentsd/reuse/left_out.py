@@ -169,7 +169,7 @@ def _layers(block: Any) -> list[list[tuple[Module, Callable[..., Any]]]]:
 
 
 def _check_blocks(unet: Any) -> None:
-    kind, way_out = type(unet).__name__, 'pass mode="fast", or a recipe without steps'
+    kind, way_out = type(unet).__name__, 'pass mode="paper", or a recipe without steps'
     blocks = [*((block, _DOWN) for block in unet.down_blocks), *((block, _UP) for block in unet.up_blocks)]
     for block, known in blocks:
         if (name := type(block).__name__) not in known:

@@ -100,7 +100,7 @@ class Reuse:
         if not hasattr(unet, "up_blocks"):
             raise ValueError(
                 f"{type(unet).__name__} is no U-Net, and no call of it can be left out: "
-                'pass mode="fast", or a recipe without steps, guidance and residual'
+                'pass mode="paper", or a recipe without steps, guidance and residual'
             )
         self._steps, self._guidance, self._residual, self._layers = steps, guidance, residual, layers
         self.left_out = None if steps is None else LeftOut(unet, steps.layers)

@@ -12,6 +12,7 @@ import tomesd as tomesd_package
 import torch
 from diffusers import StableDiffusionPipeline
 
+from agentsd import Downsample, Recipe, apply_agentsd
 from agentsd.hosts.models import EVERY_LEVEL, find_sites
 
 from ..errors import EvalError
@@ -114,6 +115,13 @@ def tgate(pipe: Any, gate_step: int) -> Iterator[Reseed]:
                 module.__dict__.pop("cache", None)
 
 
+@contextmanager
+def todo(pipe: Any, ratio: None) -> Iterator[Reseed]:
+    """ToDo (Smith et al. 2024): keys and values of every second token each way, in every step."""
+    with apply_agentsd(pipe, recipe=Recipe(Downsample())):
+        yield nothing
+
+
 class _NoCore:
     """A self-attention processor whose values pass straight through; every projection is still computed."""
 
@@ -149,6 +157,7 @@ def forecasting(pipe: Any, every: int) -> Iterator[Reseed]:
 
 RIVALS: dict[str, Rival] = {
     "tomesd": tomesd,
+    "todo": todo,
     "deepcache": deepcache,
     "tgate": tgate,
     "forecast": forecasting,

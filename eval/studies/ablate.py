@@ -26,5 +26,5 @@ def ablation_methods(settings: AblateSettings) -> list[Method]:
     for value in settings.ablate_values or PAPER_VALUES[settings.what]:
         agent = {**settings.agent, _SETTING[settings.what]: value}
         varied = settings.model_copy(update={"agent": agent})
-        methods.append(parse_method("exact", settings.ablate_ratio, varied))
+        methods.append(parse_method("paper", settings.ablate_ratio, varied))
     return methods
