@@ -363,12 +363,13 @@ class LatencySettings(CostSettings):
     """Attention of the baseline and of layers left alone: each method is measured under each; repeat."""
     batches: Annotated[tuple[int, ...], Option("batch")] = (1,)
     """Pictures at once; repeat."""
-    scopes: Annotated[tuple[Literal["forward", "pipeline", "training"], ...], Option("scope")] = (
+    scopes: Annotated[tuple[Literal["forward", "pipeline", "priced", "training"], ...], Option("scope")] = (
         "forward",
         "pipeline",
     )
-    """One guided U-Net call in the early and in the later phase (forward), a whole run (pipeline), or a
-    training step: forward and backward at an early timestep, without guidance and optimizer; repeat."""
+    """One guided U-Net call in the early and in the later phase (forward), a whole run (pipeline), a whole
+    run from one call of each kind (priced), or a training step (training): forward and backward at an early
+    timestep, without guidance and optimizer; repeat."""
     gradient_checkpointing: bool = False
     """In training steps."""
     compile: bool = False

@@ -11,7 +11,7 @@ from .architectures import random_embeds
 
 PHASES = {"forward early": 999, "forward late": 1}
 """The timestep at which a call of each phase is made."""
-Run = Callable[[], Any]
+Run = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def workload(pipe: Any, case: Case, settings: LatencySettings, steps: int | None
 
 
 def forward_call(pipe: Any, case: Case, guidance_scale: float) -> Run:
-    """Return one guided call of the U-Net in the case's phase, on random inputs."""
+    """Return one guided call of the U-Net in the case's phase, or at a timestep, on random inputs."""
     unet = pipe.unet
     guided = 2 if guidance_scale > 1 else 1
     side = case.size // pipe.vae_scale_factor
@@ -49,8 +49,10 @@ def forward_call(pipe: Any, case: Case, guidance_scale: float) -> Run:
     if "pooled_prompt_embeds" in embeds:
         time_ids = torch.tensor([[case.size, case.size, 0, 0, case.size, case.size]] * rows, **like)
         extra["added_cond_kwargs"] = {"text_embeds": embeds["pooled_prompt_embeds"], "time_ids": time_ids}
-    timestep = torch.tensor(PHASES[case.scope], device=unet.device)
-    return lambda: unet(latents, timestep, encoder_hidden_states=embeds["prompt_embeds"], **extra)
+    usual = torch.tensor(PHASES.get(case.scope, 999), device=unet.device)
+    return lambda timestep=usual: unet(
+        latents, timestep, encoder_hidden_states=embeds["prompt_embeds"], **extra
+    )
 
 
 def _training_call(pipe: Any, case: Case) -> Run:

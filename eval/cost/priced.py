@@ -1,0 +1,142 @@
+"""A whole run's seconds from those of its calls, where a run would take a CPU an hour."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from agentsd import Recipe, ReuseSteps, apply_agentsd
+from agentsd.attention.residual import FULL, PLAIN
+from agentsd.hosts.models import find_sites
+from agentsd.recipe import MODES
+from agentsd.reuse.plan import plan_run
+from agentsd.schedule import Phases, stages_of
+
+from ..errors import EvalError
+from ..pictures.methods import Method
+from ..pictures.sampling import Seconds, Stopwatch
+from ..settings import LatencySettings
+from .workload import Case, forward_call
+
+PROBED = 8
+"""Steps of the run whose first calls are timed: step caching takes so many at least."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a call is, as far as its cost goes.
+
+    Attributes:
+        stage: whether it is in the early steps; None where that makes no difference.
+        computed: all layers are computed.
+        attention: of the patched layers (`agentsd.attention.residual`).
+    """
+
+    stage: bool | None = None
+    computed: bool = True
+    attention: str = PLAIN
+
+
+def recipe_of(method: Method) -> Recipe | None:
+    """Return what agentsd runs under a method; None for the baseline. Raises EvalError for other packages.
+
+    DeepCache is step caching that extrapolates and corrects nothing.
+    """
+    if method.interval is not None and len(method.parts) == 1:
+        return Recipe(steps=ReuseSteps(every=method.interval, order=0, corrected=False))
+    mode = next((MODES[part] for part in method.parts if part in MODES), None)
+    recipe = method.recipe or mode
+    if method.parts and (recipe is None or len(method.parts) > 1 or recipe.guidance):
+        raise EvalError(
+            f"{method.label}: a run is priced for the baseline, DeepCache and recipes without guidance "
+            "caching; time this one with --scope pipeline"
+        )
+    settings = dict(method.agent) | ({} if method.ratio is None else {"ratio": method.ratio})
+    return recipe.with_settings(**settings) if recipe and mode and settings else recipe
+
+
+def on_grid(recipe: Recipe | None, tokens: int) -> Recipe | None:
+    """Return what a recipe runs on a grid: without its attention where residuals aren't shared there."""
+    small = recipe and recipe.residual and tokens < recipe.residual.least_tokens
+    return replace(recipe, residual=None, attention=None, levels=None) if recipe and small else recipe
+
+
+def calls_of(recipe: Recipe | None, timesteps: Sequence[float]) -> Counter[Kind]:
+    """Return how many calls of each kind a run on these timesteps makes, corrections among them."""
+    if recipe is None:
+        return Counter({Kind(): len(timesteps)})
+    plan = plan_run(recipe.steps, recipe.guidance, timesteps, recipe.residual)
+    timing = recipe.timing
+    early = round(timing.early_frac * len(timesteps)) if isinstance(timing, Phases) else 0
+    found: Counter[Kind] = Counter()
+    waiting: list[Kind] = []  # cached steps that the next computed one corrects
+    for i, timestep in enumerate(timesteps):
+        step = plan[timestep]
+        kind = Kind(i < early if timing and step.attention != FULL else None, step.full, step.attention)
+        found[kind] += 1
+        if not step.full:
+            waiting.append(kind)
+        elif recipe.steps is not None and recipe.steps.corrected:
+            found.update(waiting)
+            waiting = []
+    return found
+
+
+def prices_of(pipe: Any, recipe: Recipe | None, call: Any) -> dict[Kind, Seconds]:
+    """Return the seconds of a call of each kind but the baseline's.
+
+    Args:
+        pipe: the pipeline, whose scheduler's first steps are run.
+        recipe: what runs.
+        call: takes a timestep and calls the U-Net.
+    """
+    prices: dict[Kind, Seconds] = {}
+    stages = stages_of(recipe.attention) if recipe else ()
+    for number, operator in enumerate(stages):
+        assert recipe is not None
+        stage = number == 0 if len(stages) > 1 else None
+        steps = recipe.steps and replace(recipe.steps, every=2, first=1, late_every=None)
+        residual = recipe.residual and replace(recipe.residual, interval=1 if steps else 2, warmup_steps=1)
+        probe = replace(recipe, attention=operator, steps=steps, residual=residual)
+        pipe.scheduler.set_timesteps(PROBED)
+        plan = plan_run(steps, None, [float(t) for t in pipe.scheduler.timesteps], residual)
+        with apply_agentsd(pipe, recipe=probe):
+            for timestep in pipe.scheduler.timesteps[: 2 if steps or residual else 1]:
+                kind = plan[float(timestep)]
+                prices[Kind(stage, kind.full, kind.attention)] = call(timestep)
+    return prices
+
+
+@torch.no_grad()
+def priced(pipe: Any, methods: Sequence[Method], case: Case, settings: LatencySettings) -> list[Seconds]:
+    """Return the seconds of a run of each method, autoencoder and all, from one call of each kind."""
+    device, side = pipe.unet.device, case.size // pipe.vae_scale_factor
+    grid = find_sites(pipe.unet, 1, at_most=True)[0].grid(torch.empty(1, 1, side, side))
+
+    def timed(run: Any) -> Seconds:
+        with Stopwatch(device) as watch:
+            run()
+        return watch.seconds
+
+    unet_call = forward_call(pipe, case, settings.guidance_scale)
+    call = lambda timestep: timed(lambda: unet_call(timestep))  # noqa: E731
+    latents = torch.randn(case.batch, pipe.vae.config.latent_channels, side, side, device=device)
+    decoding = timed(lambda: pipe.vae.decode(latents.to(pipe.vae.dtype)))
+    pipe.scheduler.set_timesteps(PROBED)
+    baseline = call(pipe.scheduler.timesteps[0])
+    found = []
+    for method in methods:
+        recipe = on_grid(recipe_of(method), math.prod(grid))
+        pipe.scheduler.set_timesteps(method.steps or settings.steps)
+        counts = calls_of(recipe, [float(t) for t in pipe.scheduler.timesteps])
+        prices = {Kind(): baseline, Kind(attention=FULL): baseline} | prices_of(pipe, recipe, call)
+        spent = [(prices[kind], count) for kind, count in counts.items()] + [(decoding, 1)]
+        found.append(
+            Seconds(sum(price.wall * n for price, n in spent), sum(price.cpu * n for price, n in spent))
+        )
+    return found

@@ -1,0 +1,81 @@
+"""A run's seconds from its calls."""
+
+from collections import Counter
+
+import pytest
+import torch
+from agentsd_eval.cost import architectures, latency, priced
+from agentsd_eval.cost.priced import Kind, calls_of, on_grid, recipe_of
+from agentsd_eval.cost.workload import Case
+from agentsd_eval.errors import EvalError
+from agentsd_eval.pictures.methods import parse_method
+from agentsd_eval.pictures.sampling import Seconds
+from agentsd_eval.settings import LatencySettings
+from diffusers import DPMSolverMultistepScheduler
+from tiny import make_scheduler, make_unet
+
+from agentsd import apply_agentsd
+from agentsd.recipe import AGENTSD, PAPER, STEP_CACHING
+
+SHARED = {"attention": {"downsample": {"stride": 2}}, "residual": {"shared": {"interval": 3}}}
+TIMESTEPS = [float(t) for t in range(975, -25, -40)]
+
+
+def test_a_run_of_step_caching_has_as_many_calls_of_each_kind_as_a_real_one() -> None:
+    unet, scheduler = make_unet(), make_scheduler()
+    scheduler = DPMSolverMultistepScheduler.from_config(scheduler.config)
+    scheduler.set_timesteps(25)
+    text, latent = torch.zeros(2, 7, 16), torch.randn(2, 4, 16, 16)
+    with torch.no_grad(), apply_agentsd(unet, recipe=STEP_CACHING) as handle:
+        for t in scheduler.timesteps:
+            unet(latent, t, encoder_hidden_states=text)
+        symbols, _, told = handle.summary().partition(" ")
+    corrected = int(told.split(" corrected")[0].split()[-1])
+    counts = calls_of(STEP_CACHING, scheduler.timesteps.tolist())
+    assert counts[Kind()] == symbols.count("F")
+    assert counts[Kind(computed=False)] == symbols.count("f") + corrected
+
+
+def test_the_default_shares_in_cached_steps_alone_and_not_on_small_grids() -> None:
+    kinds = calls_of(AGENTSD, TIMESTEPS)
+    assert {kind.attention for kind in kinds if not kind.computed} == {"share"}
+    assert sum(n for kind, n in kinds.items() if kind.computed) == 12
+    assert {kind.stage for kind in kinds if not kind.computed} == {True, False}
+    assert calls_of(on_grid(AGENTSD, 1024), TIMESTEPS) == calls_of(STEP_CACHING, TIMESTEPS)
+
+
+def test_the_papers_run_is_early_and_late_calls() -> None:
+    assert calls_of(PAPER, TIMESTEPS) == Counter({Kind(True): 10, Kind(False): 15})
+    assert calls_of(None, TIMESTEPS) == Counter({Kind(): 25})
+
+
+def test_every_kind_of_a_run_has_a_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where everything takes a second, a run takes one for each call and correction, and one to decode."""
+    tiny = {
+        "block_out_channels": (32, 64),
+        "cross_attention_dim": 32,
+        "attention_head_dim": 8,
+        "sample_size": 16,
+    }
+    tiny["down_block_types"] = ("CrossAttnDownBlock2D", "DownBlock2D")
+    tiny["up_block_types"] = ("UpBlock2D", "CrossAttnUpBlock2D")
+    monkeypatch.setattr(architectures, "_SD15", tiny)
+    monkeypatch.setattr(
+        priced.Stopwatch, "__exit__", lambda self, *e: setattr(self, "seconds", Seconds(1, 1))
+    )
+    settings = LatencySettings(
+        steps=25, scheduler="dpm++karras", arch="sd15", named={"shared": {"recipe": SHARED}}
+    )
+    pipe = latency.load(settings)
+    names = ["baseline", "baseline@12", "paper", "step-caching", "deepcache-3", "agentsd", "shared"]
+    methods = [parse_method(name, 0.4, settings) for name in names]
+    seconds = priced.priced(pipe, methods, Case("priced", 64, 1), settings)
+    calls = sum(calls_of(STEP_CACHING, TIMESTEPS).values())
+    assert [one.cpu for one in seconds] == [26, 13, 26, calls + 1, 26, calls + 1, 26]
+
+
+def test_what_is_not_priced_is_refused() -> None:
+    with pytest.raises(
+        EvalError, match=r"tomesd r=0\.4: a run is priced for the baseline, DeepCache and recipes"
+    ):
+        recipe_of(parse_method("tomesd", 0.4, LatencySettings()))
