@@ -262,7 +262,7 @@ class RunSettings(SamplingSettings):
 
 
 class AblateSettings(RunSettings):
-    """Vary one setting of exact mode at one ratio, beside baseline (Tables 11, 12 and 13)."""
+    """Vary one setting of mode paper at one ratio, beside baseline (Tables 11, 12 and 13)."""
 
     hidden: ClassVar[tuple[str, ...]] = ("methods", "ratios")
     what: Annotated[Literal["k", "scale", "early"], Option("WHAT", positional=True)]

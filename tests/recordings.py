@@ -44,10 +44,10 @@ _MEDIATORS = {"schedule": "distance", "thresholds": (0.98, 0.9), "mode": "exact"
 _HALF = {"mode": "exact", "ratio": 0.5}
 
 CASES: dict[str, Case] = {
-    "exact": Case({"mode": "exact"}),
-    "fast": Case({}),
-    "turbo": Case({"mode": "turbo"}),
-    "downsample": Case({"early": "downsample", "late": "downsample"}),
+    "paper": Case({"mode": "exact"}),
+    "agents, then keys": Case({}),
+    "merged feed-forward": Case({"mode": "turbo"}),
+    "downsampled keys": Case({"early": "downsample", "late": "downsample"}),
     "k 0": Case(_HALF | {"k": 0.0}),
     "k 0.15": Case(_HALF | {"k": 0.15}),
     "scale -0.5": Case(_HALF | {"scale": -0.5}),
@@ -61,7 +61,7 @@ CASES: dict[str, Case] = {
     "agents later": Case({"mode": "exact", "late": "agent"}),
     "one level": Case({"levels": 1}),
     "few agents": Case({"agent_counts": (9,)}),
-    "few agents, exact": Case({"mode": "exact", "agent_counts": (9,)}),
+    "few agents, paper": Case({"mode": "exact", "agent_counts": (9,)}),
     "agent ratio": Case({"mode": "exact", "agent_ratio": 0.8}),
     "strides": Case({"mode": "exact", "early_stride": 2, "late_stride": 4, "ratio": 0.3}),
     "first cells": Case({"cells": "first", "late": "tome"}),

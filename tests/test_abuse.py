@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recipes import AGENTS_THEN_KEYS
 from tiny import call, make_unet
 
 from agentsd import Agents, Downsample, Phases, Recipe, apply_agentsd, remove_agentsd
@@ -84,11 +85,11 @@ def live_tensors():
 def test_two_hundred_runs_leave_nothing_behind():
     unet = make_unet()
     first = call(unet, 999, (8, 8))
-    with apply_agentsd(unet, early_frac=0.5, mode="fast"):
+    with apply_agentsd(unet, recipe=AGENTS_THEN_KEYS.with_settings(early_frac=0.5)):
         patched = call(unet, 999, (8, 8))
     tensors, hooks = live_tensors(), sum(len(m._forward_pre_hooks) for m in unet.modules())
     for _ in range(200):
-        apply_agentsd(unet, early_frac=0.5, mode="fast")
+        apply_agentsd(unet, recipe=AGENTS_THEN_KEYS.with_settings(early_frac=0.5))
         out = call(unet, 999, (8, 8))
         remove_agentsd(unet)
     assert torch.equal(out, patched)
@@ -124,7 +125,7 @@ def test_two_models_with_different_settings_in_two_threads():
 def test_a_deep_copy_has_a_patch_of_its_own():
     unet = make_unet()
     baseline = call(unet)
-    apply_agentsd(unet, mode="fast")
+    apply_agentsd(unet, recipe=AGENTS_THEN_KEYS)
     patched = call(unet)
     twin = copy.deepcopy(unet)
     remove_agentsd(unet)
@@ -185,7 +186,7 @@ def test_same_bits_in_another_process():
 
     code = (
         "import torch; torch.set_num_threads(1); from tiny import make_unet; from test_patch import call;"
-        "from agentsd import apply_agentsd; unet = make_unet(); apply_agentsd(unet, mode='fast');"
+        "from agentsd import apply_agentsd; unet = make_unet(); apply_agentsd(unet, mode='paper');"
         "print(call(unet, 999).double().sum().item().hex())"
     )
     sums = {

@@ -3,9 +3,11 @@
 import diffusers
 import pytest
 import torch
+from recipes import AGENTS_THEN_KEYS
 from tiny import BETAS
 
 from agentsd import apply_agentsd, remove_agentsd
+from agentsd.recipe import PAPER
 
 
 def deepcache(pipe):
@@ -17,21 +19,21 @@ def deepcache(pipe):
     return helper.disable
 
 
-@pytest.mark.parametrize("mode", ["exact", "fast"])
+@pytest.mark.parametrize("recipe", [PAPER, AGENTS_THEN_KEYS])
 @pytest.mark.parametrize("patch_first", [True, False])
-def test_deepcache_in_either_order(pipe, sample, patch_first, mode):
+def test_deepcache_in_either_order(pipe, sample, patch_first, recipe):
     pipe.scheduler = diffusers.DDIMScheduler(**BETAS)  # DeepCache looks timesteps up: they must not repeat
     baseline = sample(pipe)
     disable = deepcache(pipe)
     cached = sample(pipe)
-    apply_agentsd(pipe, mode=mode)
+    apply_agentsd(pipe, recipe=recipe)
     both = sample(pipe)
     assert not torch.equal(both, cached)
     disable()
     remove_agentsd(pipe)
     assert torch.equal(sample(pipe), baseline)
 
-    steps = [lambda: apply_agentsd(pipe, mode=mode).remove, lambda: deepcache(pipe)]
+    steps = [lambda: apply_agentsd(pipe, recipe=recipe).remove, lambda: deepcache(pipe)]
     undo = [step() for step in (steps if patch_first else reversed(steps))]
     assert torch.equal(sample(pipe), both)
     for back in undo:
@@ -50,7 +52,7 @@ def test_tgate_goes_round_processors_and_that_is_said(pipe):
         return gated.tgate("a cat", generator=torch.Generator().manual_seed(0), **settings).images
 
     baseline = run()
-    apply_agentsd(pipe, mode="fast")
+    apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
     with pytest.warns(UserWarning, match="without its attention processor"):
         assert torch.equal(run(), baseline)
     remove_agentsd(pipe)

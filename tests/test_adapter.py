@@ -3,6 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig
+from recipes import AGENTS_THEN_KEYS
 from safetensors.torch import load_file, save_file
 from tiny import call, make_unet, snapshot
 
@@ -116,7 +117,7 @@ def test_weights_that_do_not_fit_change_nothing(pipe, tmp_path, damage, message)
 
 
 def test_a_recipe_by_layers_is_saved_with_its_layers_weights_alone(pipe, tmp_path):
-    fine, coarse = (apply_agentsd(pipe, mode="fast").layer_names[i] for i in (0, 1))
+    fine, coarse = (apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS).layer_names[i] for i in (0, 1))
     recipe = Recipe(layers={fine: Phases(AgentModule(), Downsample()), coarse: Agents()})
     with apply_agentsd(pipe, recipe=recipe) as handle, torch.no_grad():
         for weight in handle.parameters():

@@ -4,10 +4,10 @@ import sys
 
 import pytest
 import torch
+from recipes import AGENTS_THEN_KEYS
 from tiny import make_unet
 
 from agentsd import Agents, Downsample, Merge, Phases, Recipe, apply_agentsd, remove_agentsd
-from agentsd.recipe import FAST
 
 
 def apply(**settings):
@@ -46,7 +46,7 @@ TABLE = [
     (apply(k=-0.1), "k=-0.1: pass 0 to 1000"),
     (apply(scale=0.54), "scale=0.54: it is the exponent"),
     (apply(early_frac=40), "early_frac=40: pass a share"),
-    (apply(mode="best"), "mode='best': choose 'agentsd' or 'exact' or"),
+    (apply(mode="best"), "mode='best': choose 'agentsd' or 'downsample' or"),
     (apply(mode=None), "mode=None: choose"),
     (apply(mode="downsample", ratio=0.5), "ratio=0.5: this recipe has no ratio, leave it out"),
     (apply(mode="downsample", early_frac=0.5), "early_frac=0.5: this recipe has no early_frac"),
@@ -55,8 +55,8 @@ TABLE = [
     (apply(seed=1.5), "seed=1.5 is a float: pass a int"),
     (apply(recipe="nowhere"), "nowhere: no such file"),
     (apply(recipe=3), "recipe=3 is a int: pass a Recipe, or its file or folder"),
-    (apply(recipe=FAST, ratio=0.1), "pass it alone"),
-    (apply(recipe=FAST, mode="fast"), "pass it alone"),
+    (apply(recipe=AGENTS_THEN_KEYS, ratio=0.1), "pass it alone"),
+    (apply(recipe=AGENTS_THEN_KEYS, mode="paper"), "pass it alone"),
     (apply(recipe=Recipe(layers={"attn9": Agents()})), "layers=['attn9']: UNet2DConditionModel has no such"),
     (lambda: Phases("agents", None), "early='agents' is a str: pass"),
     (lambda: Phases(Agents(), Agents()), "early and late are both Agents("),

@@ -12,6 +12,7 @@ from diffusers import (
     LCMScheduler,
     StableDiffusionImg2ImgPipeline,
 )
+from recipes import AGENTS_THEN_KEYS
 from tiny import BETAS, make_unet, snapshot
 
 from agentsd import Merge, apply_agentsd, calibrate
@@ -53,7 +54,7 @@ def test_what_cannot_be_calibrated_is_refused_before_any_run(plain, make_plain, 
     with pytest.raises(TypeError, match="is no pipeline with a `unet`"):
         calibrate(plain.unet, ["a cat"], speedup=1.5)
     with (
-        apply_agentsd(plain, mode="fast"),
+        apply_agentsd(plain, recipe=AGENTS_THEN_KEYS),
         pytest.raises(ValueError, match=r"call remove_agentsd\(pipe\) first"),
     ):
         calibrate(plain, ["a cat"], speedup=1.5)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from recipes import AGENTS_THEN_KEYS, MERGED_FEED_FORWARD
 from tiny import call, make_unet
 from torch._dynamo.testing import CompileCounter
 
@@ -17,11 +18,16 @@ from agentsd import (
     remove_agentsd,
 )
 from agentsd.modules import AgentModule
-from agentsd.recipe import EXACT, FAST, TURBO
+from agentsd.recipe import PAPER
 
 STEPS = (999, 800, 700, 400, 100, 1)
 LATER_MERGE = Recipe(Phases(Agents(), Merge()))
-RECIPES = {"exact": EXACT, "fast": FAST, "turbo": TURBO, "merge later": LATER_MERGE}
+RECIPES = {
+    "paper": PAPER,
+    "agents, then keys": AGENTS_THEN_KEYS,
+    "merged feed-forward": MERGED_FEED_FORWARD,
+    "merge later": LATER_MERGE,
+}
 OTHERS = {
     "pooled agents of merged tokens": Recipe(Phases(PooledAgents(12, ratio=0.4), None)),
     "agent module": Recipe(Phases(AgentModule(), None)),
@@ -30,7 +36,12 @@ OTHERS = {
         ByDistance([PooledAgents(count, at_most=None) for count in (16, 4)], (0.5,))
     ),
 }
-BLOCK_GRAPHS = {"exact": (2, 3), "fast": (5, 7), "turbo": (5, 7), "merge later": (5, 9)}
+BLOCK_GRAPHS = {
+    "paper": (2, 3),
+    "agents, then keys": (5, 7),
+    "merged feed-forward": (5, 7),
+    "merge later": (5, 9),
+}
 """Of all blocks in the early steps, and in the whole run."""
 
 
@@ -59,7 +70,11 @@ def check_graphs(compiled, counter, recipe, graphs):
 
 @pytest.mark.parametrize(
     ("order", "name"),
-    [*(("apply, compile", name) for name in RECIPES), ("compile, apply", "fast"), ("in place", "fast")],
+    [
+        *(("apply, compile", name) for name in RECIPES),
+        ("compile, apply", "agents, then keys"),
+        ("in place", "agents, then keys"),
+    ],
 )
 def test_fullgraph_with_two_graphs_in_a_run(order, name):
     """No break, one graph a phase, and none for a second run."""
@@ -89,8 +104,8 @@ def test_apply_and_remove_on_a_model_that_has_already_run_compiled():
     baseline = call(unet)
     compiled = torch.compile(unet, fullgraph=True, backend=counter)
     assert torch.equal(call(compiled), baseline)
-    apply_agentsd(compiled, mode="fast")
-    torch.testing.assert_close(call(compiled), expected(FAST)[0], rtol=0, atol=1e-6)
+    apply_agentsd(compiled, recipe=AGENTS_THEN_KEYS)
+    torch.testing.assert_close(call(compiled), expected(AGENTS_THEN_KEYS)[0], rtol=0, atol=1e-6)
     remove_agentsd(compiled)
     assert torch.equal(call(compiled), baseline)
 

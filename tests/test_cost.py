@@ -4,10 +4,12 @@ import math
 
 import pytest
 from diffusers.models.attention_processor import AttnProcessor
+from recipes import AGENTS_THEN_KEYS
 from tiny import call, make_unet
 
 from agentsd import Agents, Downsample, Merge, Recipe, apply_agentsd
 from agentsd.calibration.cost import macs
+from agentsd.recipe import PAPER
 
 
 def in_first_layer(unet, side, t=999):
@@ -39,21 +41,22 @@ def test_attention_is_counted_however_it_is_computed(processor):
 
 
 @pytest.mark.parametrize("t", [999, 1], ids=["early", "later"])
-def test_fast_mode_grows_with_the_tokens_not_their_square(t):
+def test_work_grows_with_the_tokens_not_their_square(t):
     """From 4,096 to 65,536 tokens the self-attention grows at most as tokens**1.2."""
     unet = make_unet()
-    with apply_agentsd(unet, mode="fast"):
+    with apply_agentsd(unet, recipe=AGENTS_THEN_KEYS):
         few, many = (in_first_layer(unet, side, t) for side in (64, 256))
     assert math.log(many / few, 16) < 1.2
-    with apply_agentsd(unet, mode="exact"):  # while exact mode has N/16 agents, and merges into N/4 tokens
+    with apply_agentsd(unet, mode="paper"):  # while mode paper has N/16 agents, and merges into N/4 tokens
         assert math.log(in_first_layer(unet, 128, t) / in_first_layer(unet, 64, t), 4) > 1.5
 
 
-@pytest.mark.parametrize(("mode", "t"), [("exact", 999), ("exact", 1), ("fast", 999), ("fast", 1)])
-def test_a_patched_layer_does_less_than_baseline(mode, t):
+@pytest.mark.parametrize("t", [999, 1])
+@pytest.mark.parametrize("recipe", [PAPER, AGENTS_THEN_KEYS])
+def test_a_patched_layer_does_less_than_baseline(recipe, t):
     unet = make_unet()
     baseline = in_first_layer(unet, 64, t)
-    with apply_agentsd(unet, mode=mode):
+    with apply_agentsd(unet, recipe=recipe):
         assert in_first_layer(unet, 64, t) < baseline
     assert in_first_layer(unet, 64, t) == baseline
 

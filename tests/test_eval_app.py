@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from agentsd_eval.pages.strip import strip_of
-from agentsd_eval.pictures.choice import LABELS, defaults_of, python_of, recipe_from
+from agentsd_eval.pictures.choice import ATTENTION, LABELS, defaults_of, python_of, recipe_from
 
 from agentsd.patch import handle_of
-from agentsd.recipe import MODES
+from agentsd.recipe import AGENTSD, MODES
 from agentsd.reuse.plan import tell
 
 CHANGES: dict[str, Any] = {"ratio": 0.55, "k": 0.0, "scale": -0.3, "early_frac": 0.9} | {
@@ -37,17 +38,29 @@ def test_the_line_of_python_is_the_recipe(pipe: Any, mode: str) -> None:
 
 
 def test_what_a_recipe_has_not_is_left_out() -> None:
-    line = python_of("reuse", CHANGES | {"order": 1})
+    line = python_of("step-caching", CHANGES | {"order": 1})
     assert line.endswith("recipe=Recipe(steps=ReuseSteps(every=3, first=4, late_every=4)))\n")
-    assert python_of("downsample", CHANGES).endswith('apply_agentsd(pipe, mode="downsample")\n')
+    assert python_of("paper", {"every": 3}).endswith('apply_agentsd(pipe, mode="paper")\n')
+
+
+def test_the_default_offers_the_settings_of_its_attention_and_of_its_steps() -> None:
+    own = defaults_of("agentsd")
+    assert set(own) == set(LABELS)
+    assert own == defaults_of("step-caching") | {name: own[name] for name in ATTENTION}
+    line = python_of("agentsd", {"ratio": 0.5, "every": 3})
+    assert 'MODES["agentsd"].with_settings(ratio=0.5)' in line
+    assert "ReuseSteps(every=3, first=4, late_every=3)" in line
+    assert recipe_from("agentsd", {"ratio": 0.5, "every": 3}) == replace(
+        AGENTSD.with_settings(ratio=0.5), steps=replace(AGENTSD.steps, every=3)
+    )
 
 
 @pytest.mark.parametrize(("name", "value"), [("ratio", 1.0), ("ratio", None), ("early_frac", 40.0)])
 def test_a_bad_setting_is_named(name: str, value: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=f"{name}={value}"):
-        recipe_from("fast", {name: value})
+        recipe_from("agentsd", {name: value})
     with pytest.raises(ValueError, match="order=2: pass 0"):
-        recipe_from("reuse", {"order": 2})
+        recipe_from("step-caching", {"order": 2})
 
 
 def test_the_strip_has_a_box_for_each_call_in_order() -> None:

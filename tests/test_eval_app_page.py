@@ -81,18 +81,18 @@ def settings_that_run(page: Any, label: str, value: str) -> tuple[str, bytes]:
 
 
 def test_the_settings_that_are_chosen_are_those_that_run(page: Any) -> None:
-    page.get_by_label("reuse", exact=True).click()
-    page.get_by_text('mode="reuse"').wait_for()
+    page.get_by_label("step-caching", exact=True).click()
+    page.get_by_text('mode="step-caching"').wait_for()
     assert settings_that_run(page, "every (one", "3")[0] == "FFFFffFffF"
     assert settings_that_run(page, "every (one", "1")[0] == "FFFFFFFffF"
-    page.get_by_label("exact").click()
-    page.get_by_text('mode="exact"').wait_for()
+    page.get_by_label("paper", exact=True).click()
+    page.get_by_text('mode="paper"').wait_for()
     assert settings_that_run(page, "ratio (", "0.1")[1] != settings_that_run(page, "ratio (", "0.7")[1]
 
 
 def test_the_line_of_python_follows_the_recipe_and_is_copied(page: Any) -> None:
-    page.get_by_label("reuse", exact=True).click()
-    page.get_by_text('mode="reuse"').wait_for()
+    page.get_by_label("step-caching", exact=True).click()
+    page.get_by_text('mode="step-caching"').wait_for()
     page.get_by_label("every (one").fill("3")
     page.get_by_text("ReuseSteps(every=3, first=4, late_every=3)").wait_for()
     page.get_by_role("button", name="Copy").click()
@@ -100,8 +100,12 @@ def test_the_line_of_python_follows_the_recipe_and_is_copied(page: Any) -> None:
     assert copied.endswith(
         "apply_agentsd(pipe, recipe=Recipe(steps=ReuseSteps(every=3, first=4, late_every=3)))"
     )
-    page.get_by_label("turbo").click()
-    page.get_by_text('mode="turbo"').wait_for()
+    page.get_by_label("agentsd", exact=True).click()
+    page.get_by_text('mode="agentsd"').wait_for()
+    assert page.get_by_label("ratio (").input_value() == "0.4"
+    assert page.get_by_label("every (one").input_value() == "2"
+    page.get_by_label("paper", exact=True).click()
+    page.get_by_text('mode="paper"').wait_for()
     assert page.get_by_label("ratio (").input_value() == "0.4"
     assert not page.get_by_label("every (one").is_visible()
 
@@ -114,7 +118,7 @@ def test_what_is_wrong_is_said_in_the_page_with_the_way_out(page: Any) -> None:
     page.get_by_label("steps", exact=True).fill("4")
     make(page)
     alert.get_by_text("a run of 4 steps has none to spare").wait_for()
-    page.get_by_label("fast").click()
+    page.get_by_label("paper", exact=True).click()
     page.get_by_label("ratio (").fill("1.5")
     button.click()
     alert.get_by_text("ratio=1.5: pass a share in [0, 1)").wait_for()

@@ -50,7 +50,10 @@ def test_watching_changes_nothing_and_leaves_no_trace(pipe: Any, sample: Any) ->
 
 
 def test_the_parts_of_each_method(pipe: Any) -> None:
-    settings = ProfileSettings(methods=("exact", "turbo", "limit"), repeats=1, ratio=0.5)
+    merged = {"recipe": {"attention": {"early": {"agents": {"feed_forward": True}}, "late": "downsample"}}}
+    settings = ProfileSettings(
+        methods=("paper", "merged", "limit"), named={"merged": merged}, repeats=1, ratio=0.5
+    )
     methods = breakdown.methods_of(settings)
     ticks: list[None] = []
     cases = breakdown.cases_of(settings, pipe)
@@ -62,11 +65,11 @@ def test_the_parts_of_each_method(pipe: Any) -> None:
             parts = sum(row[method.label] for row in rows[:-1])
             assert parts == pytest.approx(rows[-1][method.label])
     matching = next(row for row in early if row["part"] == "matching: rank")
-    assert matching["baseline"] == matching["limit"] == 0 < matching["exact r=0.5"]
+    assert matching["baseline"] == matching["limit"] == 0 < matching["paper r=0.5"]
 
 
 def test_baseline_may_be_left_out(pipe: Any) -> None:
-    settings = ProfileSettings(methods=("exact",), phases=("early",), repeats=1, baseline=False)
+    settings = ProfileSettings(methods=("paper",), phases=("early",), repeats=1, baseline=False)
     methods = breakdown.methods_of(settings)
     (rows,) = breakdown.measure(pipe, breakdown.cases_of(settings, pipe), methods, settings, lambda: None)
     label = methods[0].label

@@ -76,7 +76,7 @@ def test_presets_are_valid(name: str) -> None:
     if name == "table10":
         assert pictures[3].prompt == "A high quality photograph of a goldfish."
         assert pictures[-1].prompt == "A high quality photograph of a toilet tissue."
-        assert [m.label for m in table.table_methods(settings)][-1] == "exact r=0.5"
+        assert [m.label for m in table.table_methods(settings)][-1] == "paper r=0.5"
     for number, what in ((11, "k"), (12, "scale"), (13, "early")):
         if name == f"table{number}":
             values = ablate.PAPER_VALUES[what]
@@ -90,7 +90,7 @@ def test_presets_of_cost_are_valid(name: str) -> None:
     settings = load_settings(LatencySettings, CONFIGS / f"{name}.yaml", {})
     labels = [method.label for method in latency.methods_of(settings)]
     assert labels[0] == "baseline"
-    assert "fast+deepcache r=0.4" in labels
+    assert "agents-then-downsample+deepcache" in labels
 
 
 LISTED = [(name, command) for name, (_, commands) in presets().items() for command in commands]

@@ -19,7 +19,7 @@ def row(method, macs, distance):
 ROWS = [
     row("baseline", 100, 0.1),
     row("baseline@12", 50, 0.2),
-    row("fast", 80, 0.3),
+    row("paper", 80, 0.3),
     row("real/real", None, None),
 ]
 
@@ -34,7 +34,7 @@ def test_a_method_below_the_line_is_drawn_below_it():
     """The same plot but for one point, which moves up by as much as its distance grows."""
 
     def ink(distance):
-        rows = [*ROWS[:2], row("fast", 75, distance)]
+        rows = [*ROWS[:2], row("paper", 75, distance)]
         image = Image.open(io.BytesIO(draw_frontier(rows, "")))
         blue = (31, 119, 180)  # the first colour of methods
         return np.argwhere((np.asarray(image.convert("RGB")) == blue).all(-1))[:, 0].mean()

@@ -34,12 +34,12 @@ def test_memory_per_image_is_what_a_picture_takes() -> None:
 def test_latency_of_sd15_saves_time_and_memory_over_unfused_attention(tmp_path: Path, batch: int) -> None:
     invoke(
         "latency", "--arch", "sd15", "--dtype", "float16", "--size", 512, "--batch", batch, "--method",
-        "exact", "--backend", "unfused", "--steps", 10, "--repeats", 3, "--out", tmp_path,
+        "paper", "--backend", "unfused", "--steps", 10, "--repeats", 3, "--out", tmp_path,
     )  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "latency.jsonl").read_text().splitlines()]
     assert json.loads((tmp_path / "run.json").read_text())["results"]["latency"]["clock"] == "wall"
     found = {(row["scope"], row["method"]): row for row in rows}
-    early, baseline = found["forward early", "exact"], found["forward early", "baseline"]
+    early, baseline = found["forward early", "paper"], found["forward early", "baseline"]
     assert early["speedup"] > 1
     assert 0 < early["memory_per_image"] < baseline["memory_per_image"]
 
@@ -48,7 +48,7 @@ def test_a_table_in_half_precision(model_folder: str, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("a cat\na dog\n")
     invoke(
         "table", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--dtype", "float16",
-        "--method", "tomesd", "--method", "exact", "--ratio", 0.5, "--steps", 3, "--images", 4,
+        "--method", "tomesd", "--method", "paper", "--ratio", 0.5, "--steps", 3, "--images", 4,
         "--batch-size", 2, "--out", tmp_path / "run",
     )  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "run" / "table.jsonl").read_text().splitlines()]

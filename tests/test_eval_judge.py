@@ -106,7 +106,7 @@ def test_the_embedded_model_is_judged_by_its_prompts(tmp_path: Path) -> None:
     arguments = [
         "table",
         "--method",
-        "exact",
+        "paper",
         "--ratio",
         0.4,
         "--steps",

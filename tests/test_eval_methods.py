@@ -25,18 +25,18 @@ from tiny import BETAS, fingerprint, make_sdxl_unet, make_unet
 
 from agentsd import Downsample, Phases, PooledAgents, Recipe, ReuseSteps, apply_agentsd
 from agentsd.modules import AgentModule, FocusedLinear
-from agentsd.recipe import EXACT, FAST, MODES
+from agentsd.recipe import AGENTSD, MODES, PAPER
 
 SETTINGS = CompareSettings()
 EVERY = (
     "baseline",
     "tomesd",
-    "exact",
-    "fast",
+    "paper",
+    "todo",
     "deepcache",
     "tgate-2",
     "forecast",
-    "exact+deepcache",
+    "paper+deepcache",
     "tomesd+deepcache",
     "limit",
     "limit-all",
@@ -60,18 +60,18 @@ def test_methods_act_and_leave_no_trace(pipe: Any, sample: Any, name: str, backe
 
 def test_methods_are_removed_after_an_error(pipe: Any) -> None:
     before = fingerprint(pipe.unet)
-    with pytest.raises(KeyError), parse_method("exact+deepcache", 0.5, SETTINGS).applied(pipe):
+    with pytest.raises(KeyError), parse_method("paper+deepcache", 0.5, SETTINGS).applied(pipe):
         raise KeyError
     assert fingerprint(pipe.unet) == before
 
 
 def test_a_mode_can_stand_in_the_name(pipe: Any) -> None:
-    with parse_method("fast+deepcache", 0.5, SETTINGS).applied(pipe):
-        assert pipe.unet._agentsd.recipe == FAST.with_settings(ratio=0.5)
-    with parse_method("exact", 0.5, CompareSettings(agent={"k": 0.1})).applied(pipe):
-        assert pipe.unet._agentsd.recipe == EXACT.with_settings(ratio=0.5, k=0.1)
+    with parse_method("agentsd+deepcache", 0.5, SETTINGS).applied(pipe):
+        assert pipe.unet._agentsd.recipe == AGENTSD.with_settings(ratio=0.5)
+    with parse_method("paper", 0.5, CompareSettings(agent={"k": 0.1})).applied(pipe):
+        assert pipe.unet._agentsd.recipe == PAPER.with_settings(ratio=0.5, k=0.1)
     with pytest.raises(ValidationError, match="mode is chosen by a method's name"):
-        CompareSettings(agent={"mode": "turbo"})
+        CompareSettings(agent={"mode": "paper"})
 
 
 @pytest.mark.parametrize(("backend", "kind"), [("sdpa", AttnProcessor2_0), ("unfused", AttnProcessor)])
@@ -109,13 +109,13 @@ def test_tomesd_is_no_silent_no_op_on_sdxl() -> None:
     [
         (
             "tome",
-            "unknown method 'tome' in 'tome'; did you mean tomesd.? use baseline, tomesd, deepcache, .*exact",
+            "unknown method 'tome' in 'tome'; did you mean tomesd.? use baseline, tomesd, todo, .*paper",
         ),
-        ("exact+baseline", "unknown method 'baseline'"),
-        ("exact+tomesd", "name one method, and deepcache beside it"),
-        ("exact+fast", "name one method, and deepcache beside it"),
+        ("paper+baseline", "unknown method 'baseline'"),
+        ("paper+tomesd", "name one method, and deepcache beside it"),
+        ("paper+agentsd", "name one method, and deepcache beside it"),
         ("deepcache+deepcache-5", "name one method, and deepcache beside it"),
-        ("agentsd-fast", "unknown method 'agentsd-fast' in 'agentsd-fast'; did you mean agentsd"),
+        ("agentsd-paper", "unknown method 'agentsd-paper' in 'agentsd-paper'; did you mean agentsd"),
         ("deepcache-0", "unknown method 'deepcache-0'"),
         ("baseline@0", "after the @ stands a number of steps, as in baseline@20"),
         ("baseline@1001", "after the @ stands a number of steps"),
@@ -128,14 +128,14 @@ def test_unknown_methods_are_named(name: str, message: str) -> None:
 
 
 def test_rows_of_a_table() -> None:
-    methods = expand(["exact", "deepcache"], [0.2, 0.4], SETTINGS)
-    assert [m.label for m in methods] == ["baseline", "exact r=0.2", "exact r=0.4", "deepcache"]
+    methods = expand(["paper", "deepcache"], [0.2, 0.4], SETTINGS)
+    assert [m.label for m in methods] == ["baseline", "paper r=0.2", "paper r=0.4", "deepcache"]
     assert len({m.key for m in methods}) == 4
     other = CompareSettings(agent={"k": 0.1})
-    assert parse_method("exact", 0.2, other).key != methods[1].key
+    assert parse_method("paper", 0.2, other).key != methods[1].key
     assert parse_method("tomesd", 0.2, other).key == parse_method("tomesd", 0.2, SETTINGS).key
     spelled_out = CompareSettings(agent={"k": 0.075, "seed": 2})
-    assert parse_method("exact", 0.2, spelled_out).key == "exact-r0.2-seed2-sdpa"
+    assert parse_method("paper", 0.2, spelled_out).key == "paper-r0.2-seed2-sdpa"
 
 
 def test_deepcache_is_refused_where_it_would_mistake_its_step() -> None:
@@ -144,7 +144,7 @@ def test_deepcache_is_refused_where_it_would_mistake_its_step() -> None:
     plms = PNDMScheduler(**BETAS, skip_prk_steps=True)
     check_scheduler(three, plms, 20)  # the one repeated timestep falls where the cache is used anyway
     check_scheduler(two, DDIMScheduler(**BETAS), 20)
-    check_scheduler(Method(("exact",), 0.5), HeunDiscreteScheduler(**BETAS), 20)
+    check_scheduler(Method(("paper",), 0.5), HeunDiscreteScheduler(**BETAS), 20)
     with pytest.raises(EvalError, match=r"DeepCache mistakes call .* use --scheduler ddim"):
         check_scheduler(three, HeunDiscreteScheduler(**BETAS), 20)
 
@@ -177,9 +177,9 @@ def test_methods_by_a_name_of_ones_own(pipe: Any, sample: Any, tmp_path: Any) ->
 def test_fewer_steps_are_the_same_sampler_with_so_many(pipe: Any) -> None:
     pictures = from_prompts(["a cat"], 1, 3)
     of_five, of_two = (RunSettings(steps=steps, scheduler="ddim") for steps in (5, 2))
-    (few,), _ = pictures_of_method(pipe, parse_method("exact@2", 0.5, of_five), pictures, of_five)
-    (two,), _ = pictures_of_method(pipe, parse_method("exact", 0.5, of_two), pictures, of_two)
-    (five,), _ = pictures_of_method(pipe, parse_method("exact", 0.5, of_five), pictures, of_five)
+    (few,), _ = pictures_of_method(pipe, parse_method("paper@2", 0.5, of_five), pictures, of_five)
+    (two,), _ = pictures_of_method(pipe, parse_method("paper", 0.5, of_two), pictures, of_two)
+    (five,), _ = pictures_of_method(pipe, parse_method("paper", 0.5, of_five), pictures, of_five)
     assert few.tobytes() == two.tobytes() != five.tobytes()
 
 
@@ -191,11 +191,11 @@ def test_rows_of_fewer_steps() -> None:
     assert counts(12, 0.8, 0.6, 0.4) == ["baseline@10", "baseline@7", "baseline@5"]
     assert counts(2, 0.8, 0.6, 0.4) == ["baseline@1"]  # 1.6 is 2 again, 0.8 is 1 as 1.2
     assert counts(1, 0.5) == counts(50) == []
-    methods = expand(["baseline@20", "fast", "agentsd"], [0.4], CompareSettings(steps=50), (0.4,))
+    methods = expand(["baseline@20", "paper", "agentsd"], [0.4], CompareSettings(steps=50), (0.4,))
     assert [(method.label, method.is_baseline) for method in methods] == [
         ("baseline", True),
         ("baseline@20", False),
-        ("fast r=0.4", False),
+        ("paper r=0.4", False),
         ("agentsd r=0.4", False),
     ]
     assert [method.is_default for method in methods] == [False, False, False, True]
@@ -204,7 +204,7 @@ def test_rows_of_fewer_steps() -> None:
 
 def test_what_saves_whole_calls_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODES, "calls", Recipe(steps=ReuseSteps()))
-    names = ("baseline", "fast", "tomesd", "limit", "calls", "deepcache-5", "fast+deepcache", "fast@20")
+    names = ("baseline", "paper", "tomesd", "limit", "calls", "deepcache-5", "paper+deepcache", "paper@20")
     within = [parse_method(name, 0.4, SETTINGS).within_a_call for name in names]
     assert within == [True] * 4 + [False] * 4
 
@@ -216,4 +216,4 @@ def test_a_recipe_with_a_name_is_a_method(pipe: Any, monkeypatch: pytest.MonkeyP
     assert (method.ratio, method.agent) == (None, (("early_frac", 0.2),))  # all that it has
     with method.applied(pipe):
         assert pipe.unet._agentsd.recipe == Recipe(Phases(None, Downsample(stride=4), 0.2))
-    assert parse_method("downsample", 0.5, settings).agent == ()
+    assert parse_method("todo", 0.5, settings).agent == ()

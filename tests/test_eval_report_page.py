@@ -114,7 +114,7 @@ def test_a_method_that_is_left_out_is_seen_nowhere(page: Any) -> None:
     before = [one.is_visible() for one in seen.all()]
     assert sum(before) > 6
     page.locator("summary").click()
-    box = page.get_by_role("checkbox", name="fast r=0.4", exact=True)
+    box = page.get_by_role("checkbox", name="paper r=0.4", exact=True)
     box.uncheck()
     assert not any(one.is_visible() for one in seen.all())
     box.check()

@@ -53,7 +53,7 @@ def test_the_features_that_are_kept_give_the_tables_diversity() -> None:
     folder = RESULTS / "gate-demo"
     of = {row.get("key"): row.get("diversity") for row in rows_of(folder / "table.jsonl")}
     kept = sorted(path.stem for path in (folder / "features").glob("*.npz"))
-    assert kept == ["baseline-sdpa", "reuse-sdpa"]
+    assert kept == ["baseline-sdpa", "step-caching-sdpa"]
     for name in kept:
         features = load_features(folder / "features" / f"{name}.npz", "efficientnet-lite0")
         assert metrics.diversity(features) == pytest.approx(of[name], rel=1e-3)

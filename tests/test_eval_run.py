@@ -192,7 +192,7 @@ def test_a_picture_hardly_depends_on_its_batch(pipe: Any, scheduler: str) -> Non
 def test_ablations_vary_one_setting_as_the_paper() -> None:
     few = ["baseline@40", "baseline@30", "baseline@20"]
     methods = ablate.ablation_methods(AblateSettings(what="k", agent={"seed": 2}))
-    assert [m.label for m in methods] == ["baseline", *few] + ["exact r=0.5"] * 4
+    assert [m.label for m in methods] == ["baseline", *few] + ["paper r=0.5"] * 4
     methods = ablate.ablation_methods(AblateSettings(what="early", agent={"seed": 2}, fewer_steps=()))
     assert [dict(m.agent) for m in methods[1:]] == [
         {"early_frac": f, "seed": 2} for f in (0.2, 0.4, 0.6, 0.8)
@@ -202,11 +202,11 @@ def test_ablations_vary_one_setting_as_the_paper() -> None:
 
 
 def test_a_row_goes_by_the_users_own_name_or_by_its_settings() -> None:
-    own = {"few": {"mode": "turbo"}}
+    own = {"few": {"mode": "downsample"}}
     settings = RunSettings(ratios=(0.5,), agent={"k": 0.1}, named=own, fewer_steps=())
-    methods = table.table_methods(settings.model_copy(update={"methods": ["tomesd", "exact", "few"]}))
+    methods = table.table_methods(settings.model_copy(update={"methods": ["tomesd", "paper", "few"]}))
     labels = [quality_table.row_label(table.identity(method)) for method in methods]
-    assert labels == ["baseline", "tomesd r=0.5", "exact r=0.5, k=0.1", "few"]
+    assert labels == ["baseline", "tomesd r=0.5", "paper r=0.5, k=0.1", "few"]
 
 
 def test_prompts(tmp_path: Path) -> None:

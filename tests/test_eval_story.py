@@ -42,28 +42,28 @@ PLAIN = {"baseline": (100.0, 0.01), "baseline@12": (48.0, 0.04)}
 
 
 def test_cost_is_that_of_the_same_tables_baseline(tmp_path: Path) -> None:
-    one = run_of(tmp_path / "one", PLAIN | {"reuse": (57.0, 0.017)})
-    other = run_of(tmp_path / "other", {"baseline": (200.0, 0.02), "fast": (150.0, 0.2)}, scheduler="ddim")
+    one = run_of(tmp_path / "one", PLAIN | {"step-caching": (57.0, 0.017)})
+    other = run_of(tmp_path / "other", {"baseline": (200.0, 0.02), "paper": (150.0, 0.2)}, scheduler="ddim")
     rows = {(row["sampler"], row["label"]): row for row in joined([one, other], ())}
-    assert rows["plms", "reuse"]["cost_macs"] == pytest.approx(0.57)
-    assert rows["ddim", "fast"]["cost_macs"] == pytest.approx(0.75)
-    assert rows["plms", "reuse"]["cost_seconds"] == pytest.approx(0.57)
+    assert rows["plms", "step-caching"]["cost_macs"] == pytest.approx(0.57)
+    assert rows["ddim", "paper"]["cost_macs"] == pytest.approx(0.75)
+    assert rows["plms", "step-caching"]["cost_seconds"] == pytest.approx(0.57)
     assert rows["plms", "baseline@12"]["steps"] == 12
     assert len(rows) == 5  # real pictures have no place in it
 
 
 def test_of_two_rows_of_a_method_the_first_runs_stands(tmp_path: Path) -> None:
-    one = run_of(tmp_path / "one", PLAIN | {"reuse": (57.0, 0.017)})
-    other = run_of(tmp_path / "other", PLAIN | {"reuse": (57.0, 0.5), "fast": (80.0, 0.2)})
+    one = run_of(tmp_path / "one", PLAIN | {"step-caching": (57.0, 0.017)})
+    other = run_of(tmp_path / "other", PLAIN | {"step-caching": (57.0, 0.5), "paper": (80.0, 0.2)})
     rows = {row["label"]: row for row in joined([one, other], ())}
-    assert rows["reuse"]["reference_distance"] == 0.017
-    assert rows["reuse"]["run"] == "one"
-    assert rows["fast"]["run"] == "other"
+    assert rows["step-caching"]["reference_distance"] == 0.017
+    assert rows["step-caching"]["run"] == "one"
+    assert rows["paper"]["run"] == "other"
 
 
 def test_named_methods_stand_beside_all_of_baselines_rows(tmp_path: Path) -> None:
-    one = run_of(tmp_path / "one", PLAIN | {"reuse": (57.0, 0.017), "fast": (80.0, 0.2)})
-    assert [row["label"] for row in joined([one], ("fast",))] == ["baseline", "fast", "baseline@12"]
+    one = run_of(tmp_path / "one", PLAIN | {"step-caching": (57.0, 0.017), "paper": (80.0, 0.2)})
+    assert [row["label"] for row in joined([one], ("paper",))] == ["baseline", "paper", "baseline@12"]
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -87,27 +87,27 @@ def test_rows_of_one_method_are_joined() -> None:
         "deepcache-2",
         "deepcache-3",
         "calibrated-1.75",
-        "fast r=0.4",
-        "reuse@12",
+        "paper r=0.4",
+        "step-caching@12",
     ]
     assert [family_of(label) for label in labels] == [
-        *("baseline", "baseline", "deepcache", "deepcache", "calibrated", "fast", "reuse")
+        *("baseline", "baseline", "deepcache", "deepcache", "calibrated", "paper", "step-caching")
     ]
 
 
 def test_a_row_without_a_time_is_drawn_by_its_cost(tmp_path: Path) -> None:
-    one = run_of(tmp_path / "one", PLAIN | {"reuse": (57.0, 0.017)})
+    one = run_of(tmp_path / "one", PLAIN | {"step-caching": (57.0, 0.017)})
     rows = joined([one], ())
     rows[1]["cost_seconds"] = None
     assert draw_story(rows, "a title").startswith(b"\x89PNG")
 
 
 def test_the_command_writes_a_picture_and_its_table(tmp_path: Path) -> None:
-    one = run_of(tmp_path / "one", PLAIN | {"reuse": (57.0, 0.017)})
+    one = run_of(tmp_path / "one", PLAIN | {"step-caching": (57.0, 0.017)})
     done = CliRunner().invoke(app, ["frontier", "--run", str(one), "--out", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     assert (tmp_path / "out/frontier.png").read_bytes().startswith(b"\x89PNG")
-    assert "| reuse | plms | 32 | 0.57 | 0.57 | 17 (15.3-18.7) | - | - |" in (
+    assert "| step-caching | plms | 32 | 0.57 | 0.57 | 17 (15.3-18.7) | - | - |" in (
         tmp_path / "out/frontier.md"
     ).read_text(encoding="utf-8")
     none = CliRunner().invoke(app, ["frontier", "--out", str(tmp_path / "none")])

@@ -8,13 +8,13 @@ import gc
 import pytest
 import torch
 from callers import inputs
+from recipes import AGENTS_THEN_KEYS
 from tiny import make_unet
 
 from agentsd import apply_agentsd
-from agentsd.recipe import FAST
 
 
-def training_unet(checkpointing, recipe=FAST):
+def training_unet(checkpointing, recipe=AGENTS_THEN_KEYS):
     unet = make_unet().train()
     apply_agentsd(unet, recipe=recipe)
     if checkpointing:

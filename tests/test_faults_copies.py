@@ -5,11 +5,11 @@ import pickle
 
 import pytest
 import torch
+from recipes import AGENTS_THEN_KEYS
 from tiny import call, make_unet
 
 from agentsd import ByDistance, Merge, PooledAgents, Recipe, apply_agentsd, remove_agentsd
 from agentsd.modules import AgentModule
-from agentsd.recipe import FAST
 
 TRAINED = Recipe(AgentModule())
 
@@ -17,7 +17,7 @@ TRAINED = Recipe(AgentModule())
 @pytest.mark.parametrize(
     "recipe",
     [
-        FAST,
+        AGENTS_THEN_KEYS,
         TRAINED,
         Recipe(layers={"mid_block.attentions.0.transformer_blocks.0.attn1": Merge()}),
         Recipe(ByDistance((PooledAgents(4), PooledAgents(16)), (0.5,), "sample")),
@@ -47,7 +47,7 @@ def test_a_patched_unet_can_be_written_and_read(recipe, way):
 def test_a_handle_of_a_copy_undoes_the_copy():
     unet = make_unet()
     baseline = call(unet)
-    apply_agentsd(unet, mode="fast")
+    apply_agentsd(unet, recipe=AGENTS_THEN_KEYS)
     patched = call(unet)
     twin = pickle.loads(pickle.dumps(unet))
     twin._agentsd.remove()

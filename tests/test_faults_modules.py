@@ -6,11 +6,11 @@ The size, the dtype and the place of a trained module.
 import accelerate
 import pytest
 import torch
+from recipes import AGENTS_THEN_KEYS
 from tiny import call, make_controlnet, make_unet, snapshot
 
 from agentsd import Recipe, apply_agentsd
 from agentsd.modules import AgentModule, FocusedLinear
-from agentsd.recipe import FAST
 
 TRAINED = Recipe(AgentModule())
 
@@ -22,10 +22,10 @@ def test_a_trained_module_needs_the_models_size(make):
     with pytest.raises(ValueError, match=r"sample_size=None: \w+ does not say its size.*register_to_config"):
         apply_agentsd(model, recipe=TRAINED)
     assert snapshot(model) == before
-    assert len(apply_agentsd(model, mode="fast").layer_names) >= 2
+    assert len(apply_agentsd(model, recipe=AGENTS_THEN_KEYS).layer_names) >= 2
     with pytest.raises(ValueError, match="sample_size=None"):
         apply_agentsd(model, recipe=TRAINED)
-    assert model._agentsd.recipe == FAST  # the patch that was there
+    assert model._agentsd.recipe == AGENTS_THEN_KEYS  # the patch that was there
     model.register_to_config(sample_size=16)  # the way out
     assert len(apply_agentsd(model, recipe=TRAINED).parameters()) > 2
 

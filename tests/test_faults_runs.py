@@ -9,6 +9,7 @@ import diffusers
 import pytest
 import torch
 from callers import inputs
+from recipes import AGENTS_THEN_KEYS
 from tiny import BETAS, call, watch_phases
 
 from agentsd import ByDistance, PooledAgents, Recipe, apply_agentsd
@@ -51,7 +52,7 @@ def test_a_bare_unet_has_the_phases_of_its_pipeline(make_pipeline, kind, options
     for bare in (False, True):
         scheduler = kind(**BETAS, **options)
         pipe = make_pipeline(scheduler=scheduler)
-        handle = apply_agentsd(pipe.unet if bare else pipe, mode="fast")
+        handle = apply_agentsd(pipe.unet if bare else pipe, recipe=AGENTS_THEN_KEYS)
         phases = watch_phases(handle)
         seen.append((denoise(pipe.unet, scheduler, 10), phases))
     (of_pipe, phases), (of_bare, bare_phases) = seen
@@ -67,7 +68,7 @@ def test_a_pipeline_that_shares_the_unet_is_followed_by_its_own_scheduler(make_p
         **BETAS, timestep_type="continuous", prediction_type="v_prediction"
     )
     assert other.unet is pipe.unet
-    phases = watch_phases(apply_agentsd(pipe, mode="fast"))
+    phases = watch_phases(apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS))
     seen = phases[next(iter(phases))]
     sample(pipe, num_inference_steps=10)
     assert seen == ["agent"] * 4 + ["downsample"] * 6
@@ -80,7 +81,7 @@ def test_a_pipeline_that_shares_the_unet_is_followed_by_its_own_scheduler(make_p
 
 
 def test_a_timestep_off_every_list_is_told_once(pipe):
-    apply_agentsd(pipe, mode="fast")
+    apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
     pipe.scheduler.set_timesteps(5)
     with pytest.warns(UserWarning, match="agentsd: timestep 555 is not one of the scheduler's"):
         call(pipe.unet, 555)
@@ -105,7 +106,7 @@ def test_no_false_word_of_a_missing_early_step(make_pipeline, sample, kind, opti
     pipe = make_pipeline(scheduler=kind(**BETAS, **options))
     steps = []
     pipe.unet.register_forward_pre_hook(lambda module, args: steps.append(float(args[1])))
-    phases = watch_phases(apply_agentsd(pipe, mode="fast"))
+    phases = watch_phases(apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS))
     for _ in range(2):
         steps.clear()
         for seen in phases.values():

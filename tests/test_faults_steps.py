@@ -14,7 +14,7 @@ from pipelines import ip_adapter_weights
 from tiny import BETAS, WIDTH, make_unet
 
 from agentsd import Downsample, Recipe, ReuseGuidance, ReuseSteps, apply_agentsd, remove_agentsd
-from agentsd.recipe import REUSE
+from agentsd.recipe import STEP_CACHING
 from agentsd.reuse.halves import conditional_arguments
 
 STEPS = Recipe(steps=ReuseSteps(2))
@@ -121,7 +121,7 @@ ORDERS = {
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_list_that_is_walked_in_another_order(order):
     unet, scheduler = make_unet(), ddim(10)
-    apply_agentsd(unet, recipe=REUSE)
+    apply_agentsd(unet, recipe=STEP_CACHING)
     asked = ORDERS[order](scheduler.timesteps)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -135,7 +135,7 @@ def test_a_list_that_is_walked_in_another_order(order):
 
 def test_runs_that_take_turns_are_computed():
     unet, (one, other) = make_unet(), (ddim(10), ddim(12))
-    apply_agentsd(unet, recipe=REUSE)
+    apply_agentsd(unet, recipe=STEP_CACHING)
     twin, (latents, text), (more, words) = make_unet(), inputs(0), inputs(1)
     for a, b in zip(one.timesteps, other.timesteps, strict=False):
         with torch.no_grad():
@@ -165,7 +165,7 @@ def test_a_timestep_off_the_list_is_told_and_computed():
 def test_prompts_by_turns_are_computed():
     unet, twin, scheduler = make_unet(), make_unet(), ddim(12)
     texts = [inputs(seed)[1] for seed in (0, 1)]
-    handle = apply_agentsd(unet, recipe=REUSE)
+    handle = apply_agentsd(unet, recipe=STEP_CACHING)
     turns = {"hook": lambda i, text: texts[i % 2]}
     with pytest.warns(UserWarning, match="the U-Net gets another text"):
         made = loop(unet, scheduler, scheduler.timesteps, **turns)

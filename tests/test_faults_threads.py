@@ -5,10 +5,10 @@ import threading
 import diffusers
 import pytest
 import torch
+from recipes import AGENTS_THEN_KEYS
 from tiny import BETAS, call, make_unet
 
 from agentsd import Agents, ByDistance, Recipe, apply_agentsd
-from agentsd.recipe import FAST
 
 
 def in_a_thread(work):
@@ -29,7 +29,7 @@ def in_a_thread(work):
 
 def test_a_second_thread_inside_a_call_is_refused():
     unet = make_unet()
-    apply_agentsd(unet, mode="fast")
+    apply_agentsd(unet, recipe=AGENTS_THEN_KEYS)
     alone, other = call(unet), []
 
     def intrude(*_):
@@ -46,7 +46,7 @@ def test_a_second_thread_inside_a_call_is_refused():
 
 def test_a_thread_that_died_in_a_call_locks_nobody_out():
     unet = make_unet()
-    apply_agentsd(unet, mode="fast")
+    apply_agentsd(unet, recipe=AGENTS_THEN_KEYS)
     alone = call(unet)
     hook = unet.mid_block.register_forward_pre_hook(lambda *_: 1 / 0)
     assert isinstance(in_a_thread(lambda: call(unet)), ZeroDivisionError)
@@ -54,7 +54,7 @@ def test_a_thread_that_died_in_a_call_locks_nobody_out():
     assert torch.equal(call(unet), alone)
 
 
-@pytest.mark.parametrize("recipe", [FAST, Recipe(ByDistance((Agents(), None), (0.9,)))])
+@pytest.mark.parametrize("recipe", [AGENTS_THEN_KEYS, Recipe(ByDistance((Agents(), None), (0.9,)))])
 def test_threads_that_take_turns_each_get_their_own_picture(make_pipeline, recipe):
     """Two pipelines share a U-Net and change over after every step."""
     pipe = make_pipeline()
@@ -95,7 +95,7 @@ def test_threads_that_take_turns_each_get_their_own_picture(make_pipeline, recip
 
 def test_a_thread_that_was_interrupted_in_a_call_keeps_no_other_out(pipe, sample):
     expected = sample(pipe)
-    apply_agentsd(pipe, ratio=0.0, early_frac=0.0, mode="exact")  # the baseline's picture
+    apply_agentsd(pipe, ratio=0.0, early_frac=0.0, mode="paper")  # the baseline's picture
 
     def interrupt(module, args):
         hook.remove()

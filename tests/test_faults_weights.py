@@ -10,6 +10,7 @@ import torch
 from accelerate import cpu_offload
 from accelerate.hooks import remove_hook_from_module
 from pipelines import load_lora
+from recipes import AGENTS_THEN_KEYS
 from safetensors.torch import load_file, save_file
 from tiny import call, make_unet, snapshot
 
@@ -49,7 +50,7 @@ def test_weights_that_cannot_be_used_leave_the_patch_in_force(pipe, sample, tmp_
     with apply_agentsd(pipe, recipe=TRAINED) as trained:
         trained.save(tmp_path)
     before = [p.clone() for p in pipe.unet.parameters()]
-    handle = apply_agentsd(pipe, mode="fast")
+    handle = apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
     picture = sample(pipe)
     spoil(tmp_path / "agentsd.safetensors")
     with pytest.raises(ValueError, match=message):
@@ -119,7 +120,7 @@ def test_a_block_inside_another_puts_trained_weights_back(tmp_path):
     baseline = call(unet)
     with apply_agentsd(unet, recipe=trained_folder(tmp_path)):
         trained = call(unet)
-        with apply_agentsd(unet, mode="fast"):
+        with apply_agentsd(unet, recipe=AGENTS_THEN_KEYS):
             assert not torch.equal(call(unet), trained)
         assert torch.equal(call(unet), trained)
     assert torch.equal(call(unet), baseline)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from recipes import AGENTS_THEN_KEYS
 from tiny import make_unet
 
 from agentsd import Agents, Downsample, Phases, Recipe, apply_agentsd, remove_agentsd
@@ -25,7 +26,7 @@ def call(unet, t, dtype, size=32):
 @pytest.mark.parametrize("t", [999, 1])
 def test_same_bits_in_every_call(dtype, t):
     unet = make_unet().to("cuda", dtype)
-    apply_agentsd(unet, mode="fast")
+    apply_agentsd(unet, recipe=AGENTS_THEN_KEYS)
     first = call(unet, t, dtype)
     assert first.isfinite().all()
     for _ in range(10):
@@ -64,10 +65,10 @@ def test_the_timestep_is_read_without_waiting_for_the_device():
 def test_cpu_offloading(make_pipeline, sample, offload, patch_first):
     pipe = make_pipeline()
     if patch_first:
-        apply_agentsd(pipe, mode="fast")
+        apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
     getattr(pipe, offload)()
     if not patch_first:
-        apply_agentsd(pipe, mode="fast")
+        apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
     patched = sample(pipe)
     assert torch.equal(sample(pipe), patched)
     remove_agentsd(pipe)
@@ -86,5 +87,5 @@ def test_peak_memory_is_not_above_baseline():
 
     unet = make_unet(block_out_channels=(64, 128, 128), norm_num_groups=8).to("cuda", torch.float16)
     baseline = peak(unet)
-    apply_agentsd(unet, mode="fast")
+    apply_agentsd(unet, recipe=AGENTS_THEN_KEYS)
     assert peak(unet) <= baseline

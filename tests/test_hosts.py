@@ -4,6 +4,7 @@ import diffusers
 import pytest
 import torch
 from pipelines import HOSTS
+from recipes import AGENTS_THEN_KEYS
 from tiny import (
     BETAS,
     WIDTH,
@@ -16,6 +17,7 @@ from tiny import (
 )
 
 from agentsd import Agents, Downsample, Phases, Recipe, apply_agentsd, remove_agentsd
+from agentsd.recipe import PAPER
 
 
 @pytest.fixture
@@ -42,8 +44,8 @@ def test_host(build, name):
     pipe, run = build(name)
     baseline = run()
     processors = dict(pipe.unet.attn_processors)
-    for mode, later in (("exact", "merge"), ("fast", "downsample")):
-        handle = apply_agentsd(pipe, mode=mode)
+    for recipe, later in ((PAPER, "merge"), (AGENTS_THEN_KEYS, "downsample")):
+        handle = apply_agentsd(pipe, recipe=recipe)
         seen = watch_phases(handle)
         patched = run()
         assert patched.isfinite().all()
@@ -63,12 +65,12 @@ def test_the_controlnets_own_attention_is_patched_only_when_asked(build):
     pipe, run = build("ControlNet")
     baseline = run()
     before = dict(pipe.controlnet.attn_processors)
-    apply_agentsd(pipe, mode="fast")
+    apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
     unet_only = run()
     assert {k: id(v) for k, v in pipe.controlnet.attn_processors.items()} == {
         k: id(v) for k, v in before.items()
     }
-    handle = apply_agentsd(pipe.controlnet, mode="fast")
+    handle = apply_agentsd(pipe.controlnet, recipe=AGENTS_THEN_KEYS)
     assert not torch.equal(run(), unet_only)
     handle.remove()
     assert torch.equal(run(), unet_only)
@@ -81,20 +83,20 @@ def test_textual_inversion_after_the_patch(make_pipeline, sample):
     concept = {"<cat>": torch.ones(1, WIDTH)}
     before, after = make_pipeline(), make_pipeline()
     before.load_textual_inversion(concept, token="<cat>")
-    apply_agentsd(before, mode="fast")
-    apply_agentsd(after, mode="fast")
+    apply_agentsd(before, recipe=AGENTS_THEN_KEYS)
+    apply_agentsd(after, recipe=AGENTS_THEN_KEYS)
     untaught = sample(after, prompt="<cat>")
     after.load_textual_inversion(concept, token="<cat>")
     assert torch.equal(sample(after, prompt="<cat>"), sample(before, prompt="<cat>"))
     assert not torch.equal(sample(after, prompt="<cat>"), untaught)
 
 
-@pytest.mark.parametrize("mode", ["exact", "fast"])
+@pytest.mark.parametrize("recipe", [PAPER, AGENTS_THEN_KEYS])
 @pytest.mark.parametrize("timestep", [999, 1])
-def test_upcast_attention_does_not_overflow_in_half_precision(mode, timestep):
+def test_upcast_attention_does_not_overflow_in_half_precision(recipe, timestep):
     """Queries and keys whose products pass 65,504, as SD 2.1's do."""
     unet = make_unet(upcast_attention=True)
-    handle = apply_agentsd(unet, mode=mode)
+    handle = apply_agentsd(unet, recipe=recipe)
     with torch.no_grad():
         for site in handle._sites:
             site.attn.to_q.weight.mul_(600)
@@ -155,7 +157,7 @@ def test_masks_and_cross_attention_are_untouched():
 
     baseline = outputs()
     cross = {n: p for n, p in unet.attn_processors.items() if "attn2" in n}
-    handle = apply_agentsd(unet, mode="fast")
+    handle = apply_agentsd(unet, recipe=AGENTS_THEN_KEYS)
     handle._groups[0].begin(torch.empty(2, 4, 16, 16), 999.0, (0, 0))
     assert handle._layers[0].work.plan is not None
     assert all(torch.equal(a, b) for a, b in zip(outputs(), baseline, strict=True))

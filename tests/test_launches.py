@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, UNet2DConditionModel
 from launches import Launches
+from recipes import AGENTS_THEN_KEYS
 
 from agentsd import Agents, Downsample, Recipe, ResidualSharing, apply_agentsd
 
@@ -35,10 +36,10 @@ def launches(unet: Any, place: int) -> Counter[str]:
     return mode.counts
 
 
-def added(unet: Any, mode: str, place: int) -> dict[str, int]:
-    """What a mode adds to the baseline's, or takes from it, in its second call of a run's kind."""
+def added(unet: Any, place: int) -> dict[str, int]:
+    """What agents, or later keys, add to the baseline's or take from it, in the second call of a kind."""
     baseline = launches(unet, place)
-    with apply_agentsd(unet, mode=mode):
+    with apply_agentsd(unet, recipe=AGENTS_THEN_KEYS):
         launches(unet, place)
         patched = launches(unet, place)
     differences = {name: patched[name] - baseline[name] for name in patched | baseline}
@@ -49,12 +50,12 @@ def test_baseline_is_what_it_was(unet):
     assert launches(unet, EARLY).total() == 726
 
 
-def test_later_steps_of_fast_mode_add_one_launch_a_layer(unet):
+def test_later_steps_with_fewer_keys_add_one_launch_a_layer(unet):
     """Ten layers pick their keys; that and the timestep's own copy is all."""
-    assert added(unet, "fast", LATE) == {"index_select": 10}
+    assert added(unet, LATE) == {"index_select": 10}
 
 
-def test_early_steps_of_fast_mode_are_counted_op_by_op(unet):
+def test_early_steps_with_agents_are_counted_op_by_op(unet):
     layers, levels = 10, 2  # two levels, each ranked once and cut for tokens and for agents in one pass
     each_layer = {
         "_embedding_bag_forward_only": 1,  # tokens and agents are merged
@@ -89,7 +90,7 @@ def test_early_steps_of_fast_mode_are_counted_op_by_op(unet):
     expected: Counter[str] = Counter()
     for counts, times in ((each_layer, layers), (each_ranking, levels), (each_pair_of_cuts, levels)):
         expected.update({name: count * times for name, count in counts.items()})
-    assert added(unet, "fast", EARLY) == expected
+    assert added(unet, EARLY) == expected
     assert expected.total() == 72
 
 

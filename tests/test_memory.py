@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
+from recipes import AGENTS_THEN_KEYS, MERGED_FEED_FORWARD
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from agentsd import Agents, Merge, Phases, Recipe, apply_agentsd
 from agentsd.attention import downsample, matching, ranking
 from agentsd.attention.matching import Partition
-from agentsd.recipe import EXACT, FAST, TURBO
+from agentsd.recipe import PAPER
 
 
 class Peak(TorchDispatchMode):
@@ -79,11 +80,11 @@ def test_the_patch_takes_no_more_memory_than_baseline(monkeypatch):
     unet = UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8).eval()
     for side in (64, 128, 256):
         baseline = peak(unet, side, 999)
-        for recipe in (EXACT, FAST, Recipe(Phases(Agents(), Merge())), TURBO):
+        for recipe in (PAPER, AGENTS_THEN_KEYS, Recipe(Phases(Agents(), Merge())), MERGED_FEED_FORWARD):
             with apply_agentsd(unet, recipe=recipe):
-                assert peak(unet, side, 999) < (0.8 if recipe is TURBO else 1.0015) * baseline
+                assert peak(unet, side, 999) < (0.8 if recipe is MERGED_FEED_FORWARD else 1.0015) * baseline
                 assert peak(unet, side, 1) < 1.0015 * baseline
     # The score matrix as a whole would be larger than everything else.
     monkeypatch.setattr(matching, "SCORE_BUDGET", 2**60)
-    with apply_agentsd(unet, mode="exact"):
+    with apply_agentsd(unet, mode="paper"):
         assert peak(unet, side, 1) > 1.5 * baseline

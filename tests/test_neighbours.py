@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from pipelines import FEATURES, load_lora
+from recipes import AGENTS_THEN_KEYS
 from tiny import WIDTH, make_image_encoder, make_image_processor
 
 from agentsd import apply_agentsd, remove_agentsd
@@ -58,18 +59,18 @@ def test_feature_and_patch_in_either_order(new_pipe, name, patch_first):
     """The picture does not depend on which came first, and each can be taken away first."""
     feature, pipe, twin = FEATURES[name], new_pipe(), new_pipe()
     plain = run(pipe)
-    apply_agentsd(pipe, early_frac=0.5, mode="fast")
+    apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS.with_settings(early_frac=0.5))
     patched = run(pipe)
     remove_agentsd(pipe)
 
     feature.on(twin)
     featured = run(twin)
-    apply_agentsd(twin, early_frac=0.5, mode="fast")
+    apply_agentsd(twin, recipe=AGENTS_THEN_KEYS.with_settings(early_frac=0.5))
     both = run(twin)
     assert not same(both, featured)  # the patch is at work under the feature
 
     if patch_first:
-        apply_agentsd(pipe, early_frac=0.5, mode="fast")
+        apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS.with_settings(early_frac=0.5))
         feature.on(pipe)
         assert same(run(pipe), both)
         feature.off(pipe)
@@ -86,7 +87,7 @@ def test_feature_and_patch_in_either_order(new_pipe, name, patch_first):
 
 def test_lora_scaled_switched_and_fused_under_the_patch(new_pipe):
     pipe, twin = new_pipe(), new_pipe()
-    apply_agentsd(pipe, mode="fast")
+    apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
     load_lora(pipe)
     load_lora(twin)
     for change in (
@@ -98,7 +99,7 @@ def test_lora_scaled_switched_and_fused_under_the_patch(new_pipe):
     ):
         change(pipe)
         change(twin)
-        with apply_agentsd(twin, mode="fast"):
+        with apply_agentsd(twin, recipe=AGENTS_THEN_KEYS):
             assert same(run(pipe), run(twin))
 
 
@@ -111,7 +112,7 @@ def test_no_order_of_loading_and_patching_strands_a_pipeline(new_pipe, seed):
     for _ in range(10):
         step = rng.choice(["agentsd", "agentsd", *FEATURES])
         if step == "agentsd":
-            remove_agentsd(pipe) if patched else apply_agentsd(pipe, mode="fast")
+            remove_agentsd(pipe) if patched else apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
             patched = not patched
             continue
         if step in REPLACE and (on & REPLACE) - {step}:
@@ -120,7 +121,7 @@ def test_no_order_of_loading_and_patching_strands_a_pipeline(new_pipe, seed):
             (FEATURES[step].off if step in on else FEATURES[step].on)(each)
         on ^= {step}
         if rng.random() < 0.3:
-            with apply_agentsd(twin, mode="fast"):
+            with apply_agentsd(twin, recipe=AGENTS_THEN_KEYS):
                 expected = run(twin)
             assert same(run(pipe), expected if patched else run(twin)), on
     remove_agentsd(pipe)

@@ -12,6 +12,7 @@ from diffusers.models.attention_processor import (
     AttnProcessor2_0,
     PAGIdentitySelfAttnProcessor2_0,
 )
+from recipes import AGENTS_THEN_KEYS
 from tiny import BETAS, PHASES, call, make_controlnet, make_sdxl_unet, make_unet, snapshot
 
 from agentsd import Agents, Downsample, Merge, Phases, Recipe, apply_agentsd, remove_agentsd
@@ -19,19 +20,19 @@ from agentsd.attention.formula import agent_attention
 from agentsd.attention.matching import draw_cells, rank_tokens, split_grid
 from agentsd.attention.merging import cut_ranking, merge, unmerge
 from agentsd.attention.processor import is_ours
-from agentsd.recipe import AGENTSD, EXACT, FAST, MODES, REUSE
+from agentsd.recipe import AGENTSD, MODES, PAPER, STEP_CACHING
 
 EXACT_AGENTS = {"ranking": "layer", "at_most": None, "agent_ratio": 0.95}
 
 
 def cells(how):
-    """The fast mode with cells drawn so."""
+    """Agents, then downsampled keys, with cells drawn so."""
     return Recipe(Phases(Agents(cells=how), Downsample()))
 
 
 def test_remove_leaves_no_trace(pipe, sample):
     before, picture, keys = snapshot(pipe.unet), sample(pipe), list(pipe.unet.state_dict())
-    handle = apply_agentsd(pipe, mode="fast")
+    handle = apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
     patched = sample(pipe)
     assert not torch.equal(patched, picture)
     assert list(pipe.unet.state_dict()) == keys
@@ -40,20 +41,20 @@ def test_remove_leaves_no_trace(pipe, sample):
     assert torch.equal(sample(pipe), picture)
     handle.remove()  # harmless
     remove_agentsd(pipe)
-    with apply_agentsd(pipe, mode="fast"):
+    with apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS):
         assert torch.equal(sample(pipe), patched)
     assert snapshot(pipe.unet) == before
 
 
 def test_apply_twice_equals_once_and_takes_the_new_settings(pipe, sample):
     before = snapshot(pipe.unet)
-    first = apply_agentsd(pipe, mode="fast")
+    first = apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
     once = sample(pipe)
-    other = apply_agentsd(pipe, ratio=0.7, mode="fast")
+    other = apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS.with_settings(ratio=0.7))
     assert not torch.equal(sample(pipe), once)
     first.remove()  # was replaced: must not touch the patch in force
     assert pipe.unet._agentsd is other
-    apply_agentsd(pipe, mode="fast")
+    apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
     assert torch.equal(sample(pipe), once)
     remove_agentsd(pipe)
     assert snapshot(pipe.unet) == before
@@ -87,7 +88,7 @@ def test_one_layer_is_equation_9_on_the_blocks_own_tensors(ratio):
     """The patched layer's output, rebuilt from the layer's own weights and the block's input."""
     unet = make_unet()
     block = unet.down_blocks[0].attentions[0].transformer_blocks[0]
-    handle = apply_agentsd(unet, ratio=ratio, seed=5, mode="fast")
+    handle = apply_agentsd(unet, recipe=AGENTS_THEN_KEYS.with_settings(ratio=ratio, seed=5))
     seen = {}
     hooks = [
         block.register_forward_pre_hook(lambda m, args: seen.update(x=args[0])),
@@ -120,19 +121,19 @@ def test_one_layer_is_equation_9_on_the_blocks_own_tensors(ratio):
 
 def test_the_finest_attention_level_is_counted_from_the_model():
     sdxl = make_sdxl_unet()
-    names = apply_agentsd(sdxl, recipe=replace(FAST, levels=1)).layer_names
+    names = apply_agentsd(sdxl, recipe=replace(AGENTS_THEN_KEYS, levels=1)).layer_names
     assert len(names) == 2 + 2 * 2
     assert {name.split(".")[0] + name.split(".")[1] for name in names} == {"down_blocks1", "up_blocks1"}
     baseline = make_sdxl_unet()
     assert not torch.equal(call(sdxl), call(baseline))
-    assert len(apply_agentsd(make_unet(), recipe=replace(FAST, levels=2)).layer_names) == 3 + 3
+    assert len(apply_agentsd(make_unet(), recipe=replace(AGENTS_THEN_KEYS, levels=2)).layer_names) == 3 + 3
 
 
 @pytest.mark.parametrize("size", [(65, 49), (17, 16), (9, 30), (4, 4), (3, 3)])
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_any_size_and_batch(size, batch):
     unet = make_unet()
-    apply_agentsd(unet, recipe=replace(FAST, levels=2))
+    apply_agentsd(unet, recipe=replace(AGENTS_THEN_KEYS, levels=2))
     for t in (999, 1):
         out = call(unet, t, size, batch)
         assert out.shape == (batch, 4, *size)
@@ -161,7 +162,7 @@ def test_upcast_attention_takes_the_softmax_inputs_to_float32(monkeypatch):
     monkeypatch.setattr(agents, "agent_attention", spy)
     for upcast in (False, True):
         unet = make_unet(upcast_attention=upcast).to(torch.bfloat16)
-        apply_agentsd(unet, recipe=replace(FAST, levels=1))
+        apply_agentsd(unet, recipe=replace(AGENTS_THEN_KEYS, levels=1))
         call(unet, dtype=torch.bfloat16)
     assert set(seen[:3]) == {torch.bfloat16}
     assert set(seen[3:]) == {torch.float32}
@@ -212,7 +213,7 @@ def test_an_odd_batch_takes_the_first_token_of_each_cell():
 )
 def test_phases_in_a_run_of_each_scheduler(pipe, sample, scheduler, monkeypatch):
     """The scheduler is swapped after the patch; the early calls are counted from what the layers do."""
-    apply_agentsd(pipe, mode="fast")
+    apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
     pipe.scheduler = scheduler.from_config(pipe.scheduler.config)
     calls = []
     attn = pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
@@ -232,7 +233,7 @@ def test_a_run_without_an_early_step_is_said_once(make_pipeline):
     base = make_pipeline()
     pipe = diffusers.StableDiffusionImg2ImgPipeline(**base.components, requires_safety_checker=False)
     pipe.set_progress_bar_config(disable=True)
-    apply_agentsd(pipe, mode="fast")
+    apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
     image = torch.zeros(1, 3, 32, 32)
 
     def run(strength):
@@ -249,7 +250,7 @@ def test_a_run_without_an_early_step_is_said_once(make_pipeline):
     ("make", "settings", "error", "message"),
     [
         (make_unet, {"ratio": 1.5}, ValueError, "ratio=1.5"),
-        (make_unet, {"recipe": replace(FAST, levels=4)}, ValueError, "levels=4.*3 levels"),
+        (make_unet, {"recipe": replace(AGENTS_THEN_KEYS, levels=4)}, ValueError, "levels=4.*3 levels"),
         (dict, {}, TypeError, "dict has no U-Net"),
         (lambda: torch.nn.Linear(1, 1), {}, TypeError, "Linear has no U-Net"),
     ],
@@ -267,26 +268,26 @@ def test_a_model_with_no_layer_to_patch_is_refused():
         down_block_types=("DownBlock2D",) * 3, up_block_types=("UpBlock2D",) * 3, mid_block_type=None
     )
     with pytest.raises(ValueError, match="no self-attention that agentsd could patch"):
-        apply_agentsd(unet, mode="fast")
+        apply_agentsd(unet, recipe=AGENTS_THEN_KEYS)
 
 
 def test_a_patch_in_force_survives_a_bad_call(pipe, sample):
-    apply_agentsd(pipe, mode="fast")
+    apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
     picture = sample(pipe)
     with pytest.raises(ValueError, match=r"scale=0\.54"):
-        apply_agentsd(pipe, scale=0.54, mode="fast")
+        apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS.with_settings(scale=0.54))
     assert torch.equal(sample(pipe), picture)
 
 
 def test_tomesd_and_strange_processors_are_refused(pipe):
     tomesd.apply_patch(pipe)
     with pytest.raises(ValueError, match=r"tomesd.remove_patch"):
-        apply_agentsd(pipe, mode="fast")
+        apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
     tomesd.remove_patch(pipe)
     attn = pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
     attn.set_processor(PAGIdentitySelfAttnProcessor2_0())
     with pytest.raises(ValueError, match="PAGIdentitySelfAttnProcessor2_0"):
-        apply_agentsd(pipe, mode="fast")
+        apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
     assert isinstance(attn.processor, PAGIdentitySelfAttnProcessor2_0)
 
 
@@ -308,7 +309,7 @@ def test_the_processor_that_was_there_does_the_later_steps(pipe, sample, operato
 
 def test_no_tensor_is_kept_and_the_model_is_let_go():
     unet = make_unet()
-    handle = apply_agentsd(unet, mode="fast")
+    handle = apply_agentsd(unet, recipe=AGENTS_THEN_KEYS)
     call(unet)
     for site, layer in zip(handle._sites, handle._layers, strict=True):
         assert layer.block_input is None
@@ -325,7 +326,7 @@ def test_no_tensor_is_kept_and_the_model_is_let_go():
 
 
 def test_an_exception_in_the_middle_leaves_the_next_run_clean(pipe, sample):
-    apply_agentsd(pipe, mode="fast")
+    apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
     picture = sample(pipe)
 
     def stop(pipeline, step, t, tensors):
@@ -367,10 +368,10 @@ def test_handle_tells_its_settings(pipe):
 
 
 def test_settings_change_the_named_recipe_wherever_it_has_them(pipe):
-    handle = apply_agentsd(pipe, ratio=0.2, early_frac=0.5, mode="exact", seed=3)
+    handle = apply_agentsd(pipe, ratio=0.2, early_frac=0.5, mode="paper", seed=3)
     early, late = Agents(0.2, **EXACT_AGENTS), Merge(0.2, ranking="layer")
     assert handle.recipe == Recipe(Phases(early, late, 0.5), levels=1, seed=3)
-    assert apply_agentsd(pipe, mode="exact").recipe == EXACT
+    assert apply_agentsd(pipe, mode="paper").recipe == PAPER
 
 
 DEFAULTS = {"ratio": 0.4, "k": 0.075, "scale": -0.15, "early_frac": 0.4, "seed": 0}
@@ -400,18 +401,18 @@ def test_on_small_grids_the_default_is_step_caching_alone(make_pipeline, sample)
     """16 x 16 tokens; of the same recipe that shares on every grid the latents differ."""
     made = {}
     sharing = replace(AGENTSD, residual=replace(AGENTSD.residual, least_tokens=0))
-    for name, recipe in {"reuse": REUSE, "default": AGENTSD, "sharing": sharing}.items():
+    for name, recipe in {"step-caching": STEP_CACHING, "default": AGENTSD, "sharing": sharing}.items():
         pipe = make_pipeline(scheduler=diffusers.DDIMScheduler(**BETAS, clip_sample=False))
         handle = apply_agentsd(pipe, recipe=recipe)
         made[name] = sample(pipe, num_inference_steps=12)
         assert ("attention" in handle.summary()) == (name == "sharing")
-    assert torch.equal(made["default"], made["reuse"])
-    assert not torch.equal(made["sharing"], made["reuse"])
+    assert torch.equal(made["default"], made["step-caching"])
+    assert not torch.equal(made["sharing"], made["step-caching"])
 
 
 def test_a_model_of_which_no_call_can_be_left_out_is_told_the_way_out(pipe):
     before = dict(vars(pipe))
-    with pytest.raises(ValueError, match=r'ControlNetModel is no U-Net.*pass mode="fast"'):
+    with pytest.raises(ValueError, match=r'ControlNetModel is no U-Net.*pass mode="paper"'):
         apply_agentsd(make_controlnet())
     assert vars(pipe) == before
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from calibrating import distance, work
 from quantized import BLOCK, PACKAGES, STAND_IN, dequantized, wide_unet
+from recipes import AGENTS_THEN_KEYS, MERGED_FEED_FORWARD, TODO
 from reuse_twin import Twin
 from tiny import call, snapshot, watch_phases
 
@@ -18,18 +19,18 @@ from agentsd import Merge, Recipe, ReuseGuidance, ReuseSteps, apply_agentsd, cal
 from agentsd.calibration.cost import macs
 from agentsd.hosts.models import weights_digest
 from agentsd.modules import AgentModule, FocusedLinear
-from agentsd.recipe import DOWNSAMPLE, EXACT, FAST, REUSE, TURBO
+from agentsd.recipe import PAPER, STEP_CACHING
 
 BOTH = {"steps": ReuseSteps(2, order=0), "guidance": ReuseGuidance()}
 RECIPES = {
-    "exact": EXACT,
-    "fast": FAST,
-    "turbo": TURBO,
-    "downsample": DOWNSAMPLE,
-    "reuse": REUSE,
+    "paper": PAPER,
+    "agents, then keys": AGENTS_THEN_KEYS,
+    "merged feed-forward": MERGED_FEED_FORWARD,
+    "downsampled keys": TODO,
+    "step-caching": STEP_CACHING,
     "guidance": Recipe(guidance=ReuseGuidance()),
     "both": Recipe(**BOTH),
-    "both and attention": Recipe(FAST.attention, **BOTH),
+    "both and attention": Recipe(AGENTS_THEN_KEYS.attention, **BOTH),
     "an untrained module": Recipe(AgentModule()),
     "an untrained module of its own weights": Recipe(FocusedLinear()),
 }
@@ -115,28 +116,28 @@ def test_a_recipe(host, make_pipeline, name):
     assert distance(picture, run(plain)) < 1e-4 + 8 * rounding
 
 
-@pytest.mark.parametrize(("mode", "t"), [("exact", 999), ("exact", 1), ("fast", 999), ("downsample", 1)])
-def test_a_layer(quantize, mode, t):
+@pytest.mark.parametrize(("recipe", "t"), [(PAPER, 999), (PAPER, 1), (AGENTS_THEN_KEYS, 999), (TODO, 1)])
+def test_a_layer(quantize, recipe, t):
     """The first layer, which few roundings come before, gives what one of plain weights gives."""
     unet = quantize(wide_unet())
     plain = dequantized(unet)
     baseline = first_layer(unet, t)
     for model in (unet, plain):
-        apply_agentsd(model, mode=mode)
+        apply_agentsd(model, recipe=recipe)
     given = first_layer(unet, t)
     assert distance(given, baseline) > 0.1
     assert distance(given, first_layer(plain, t)) < 0.02
 
 
 def test_attention_runs_in_each_layer(host):
-    seen = watch_phases(apply_agentsd(host, mode="fast"))
+    seen = watch_phases(apply_agentsd(host, recipe=AGENTS_THEN_KEYS))
     run(host)
     assert len(seen) == 6
     for phases in seen.values():
         assert set(phases) == {"agent", "downsample"}
 
 
-@pytest.mark.parametrize("recipe", [FAST, Recipe(**BOTH)])
+@pytest.mark.parametrize("recipe", [AGENTS_THEN_KEYS, Recipe(**BOTH)])
 def test_quantised_before_or_after_the_patch(quantize, host, make_pipeline, recipe):
     later = make_pipeline(unet=wide_unet())
     for pipe in (host, later):
@@ -167,7 +168,7 @@ def test_calls_left_out_are_those_of_a_twin(host):
 
 def test_macs_are_those_of_plain_layers(quantize):
     unet, plain = quantize(wide_unet()), wide_unet()
-    for recipe in (None, FAST):
+    for recipe in (None, AGENTS_THEN_KEYS):
         for model in (unet, plain):
             if recipe is not None:
                 apply_agentsd(model, recipe=recipe)
@@ -207,14 +208,14 @@ def test_a_model_that_diffusers_quantises_as_it_loads_it(tmp_path):
     unet = PACKAGES["torchao, 8 bit weights"](wide_unet())
     baseline = call(unet)
     for model in (loaded, unet):
-        apply_agentsd(model, mode="fast")
+        apply_agentsd(model, recipe=AGENTS_THEN_KEYS)
     assert torch.equal(call(loaded), call(unet))
     remove_agentsd(loaded)
     assert torch.equal(call(loaded), baseline)
 
 
 def test_training_is_refused(host, tmp_path):
-    with apply_agentsd(host, mode="fast") as handle:
+    with apply_agentsd(host, recipe=AGENTS_THEN_KEYS) as handle:
         with pytest.raises(ValueError, match=rf"{FIRST}.to_q.weight is quantised \(\w+\): train the model"):
             handle.parameters()
         with pytest.raises(ValueError, match=r"handle.recipe.save\(folder\) writes the recipe without"):
@@ -227,7 +228,7 @@ def test_training_is_refused(host, tmp_path):
 def test_trained_weights_are_refused(host, tmp_path):
     """They would be cast to integers, or not be read at all; the patch that was there stays."""
     folder, _ = trained_folder(tmp_path)
-    apply_agentsd(host, mode="fast")
+    apply_agentsd(host, recipe=AGENTS_THEN_KEYS)
     picture, before = run(host), snapshot(host.unet)
     with pytest.raises(ValueError, match=r"to_q.weight is quantised .*into the model unquantised"):
         apply_agentsd(host, recipe=folder)
@@ -245,7 +246,11 @@ def test_trained_weights_that_are_quantised_later(quantize, tmp_path):
     served = call(unet)
     assert distance(served, trained) < 0.5 * distance(served, baseline)
     before = snapshot(unet)
-    for undo in (handle.remove, lambda: remove_agentsd(unet), lambda: apply_agentsd(unet, mode="fast")):
+    for undo in (
+        handle.remove,
+        lambda: remove_agentsd(unet),
+        lambda: apply_agentsd(unet, recipe=AGENTS_THEN_KEYS),
+    ):
         with pytest.raises(ValueError, match="and can't be taken out again: load the model anew"):
             undo()
         assert snapshot(unet) == before

@@ -24,7 +24,7 @@ def test_figures_are_those_of_the_results(page: str) -> None:
 
 
 def test_a_figure_that_differs_is_put_right() -> None:
-    text = "<!-- figures of gate-demo -->\n<!--=baseline cost-->7<!--=-->, <!--=fast r=0.4 gain-->?<!--=-->"
+    text = "<!-- figures of gate-demo -->\n<!--=baseline cost-->7<!--=-->, <!--=paper r=0.4 gain-->?<!--=-->"
     first, second = re.findall(r"-->([^<]+)<!--=-->", FIGURES["written"](text))
     assert first == "1.00"
     assert re.fullmatch(r"\d\.\d\d \(\d\.\d\d-\d\.\d\d\)", second)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from recipes import AGENTS_THEN_KEYS
 from tiny import call, make_unet, snapshot
 
 from agentsd import (
@@ -27,7 +28,7 @@ from agentsd import (
 )
 from agentsd.modules import AgentModule, AttnZero, FocusedLinear
 from agentsd.plain import OPERATORS
-from agentsd.recipe import AGENTSD, EXACT, FAST, MODES, REUSE, TURBO
+from agentsd.recipe import AGENTSD, MODES, PAPER, STEP_CACHING
 
 DOWN = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
 MID = "mid_block.attentions.0.transformer_blocks.0.attn1"
@@ -41,19 +42,17 @@ POOLED = (PooledAgents(4), PooledAgents(16))
 def test_defaults_are_the_papers():
     agents = Agents()
     assert (agents.ratio, agents.k, agents.scale, agents.stride) == (0.4, 0.075, -0.15, 4)
-    early, late = EXACT.attention.stages
+    early, late = PAPER.attention.stages
     assert early == replace(agents, at_most=None, agent_ratio=0.95, ranking="layer")
     assert (late.ratio, late.stride, late.ranking) == (0.4, 2, "layer")
-    assert (EXACT.attention.early_frac, EXACT.levels) == (0.4, 1)
+    assert (PAPER.attention.early_frac, PAPER.levels) == (0.4, 1)
 
 
 def test_what_runs_depends_on_the_mode():
-    early, late = FAST.attention.stages
-    assert (early, late, FAST.levels) == (Agents(), Downsample(), None)
-    assert TURBO.attention.stages == (Agents(feed_forward=True), Downsample())
-    assert MODES["downsample"] == Recipe(Downsample())
     early, late = AGENTSD.attention.stages
-    assert (early, late, AGENTSD.steps) == (Agents(), Downsample(4, at_most=None), REUSE.steps)
+    assert (early, late, AGENTSD.steps) == (Agents(), Downsample(4, at_most=None), STEP_CACHING.steps)
+    assert MODES["downsample"] == replace(AGENTSD, attention=late)
+    assert (STEP_CACHING.attention, STEP_CACHING.residual) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +108,11 @@ def test_bad_value_names_itself_and_the_way_out(kind, name, value, error, way_ou
         (lambda: Phases(Agents(), Agents()), ValueError, "early and late are both Agents.*pass that alone"),
         (lambda: Phases(None, None), ValueError, "early and late are both None"),
         (lambda: Phases("agents", None), TypeError, "early='agents' is a str: pass an operator"),
-        (lambda: Phases(Agents(), FAST), TypeError, "late=Recipe.* is a Recipe: pass an operator"),
+        (
+            lambda: Phases(Agents(), AGENTS_THEN_KEYS),
+            TypeError,
+            "late=Recipe.* is a Recipe: pass an operator",
+        ),
         (lambda: Phases(Agents, None), TypeError, "early=<class.* is a type: pass an operator"),
         (lambda: ByDistance(POOLED, 0.5), ValueError, "thresholds=0.5: pass a list or a tuple"),
         (lambda: ByDistance((4, None), (0.5,)), TypeError, "stages=4 is a int: pass an operator"),
@@ -133,7 +136,7 @@ def test_bad_value_names_itself_and_the_way_out(kind, name, value, error, way_ou
         ),
         (lambda: PooledAgents(cells="first"), ValueError, "ranking and cells are of merged tokens"),
         (lambda: Agents(feed_forward=True, ranking="layer"), ValueError, "it needs ranking='level'"),
-        (lambda: Recipe("fast"), TypeError, "'fast' is a str: pass Phases"),
+        (lambda: Recipe("paper"), TypeError, "'paper' is a str: pass Phases"),
         (lambda: Recipe(layers={MID: "agents"}), TypeError, "'agents' is a str: pass Phases"),
         (lambda: Recipe(), ValueError, "the recipe would do nothing"),
         (lambda: Recipe(levels=1), ValueError, "attention=None patches no level"),
@@ -180,7 +183,9 @@ def test_saved_and_loaded(tmp_path, recipe):
     assert Recipe.from_mapping(recipe.to_mapping()) == recipe
 
 
-@pytest.mark.parametrize("recipe", [FAST, REUSE, Recipe(layers={UP: MERGE_ALL}, measured={"error": 0.1})])
+@pytest.mark.parametrize(
+    "recipe", [AGENTS_THEN_KEYS, STEP_CACHING, Recipe(layers={UP: MERGE_ALL}, measured={"error": 0.1})]
+)
 def test_a_recipe_is_hashed_copied_and_pickled(recipe):
     for twin in (copy.deepcopy(recipe), pickle.loads(pickle.dumps(recipe))):
         assert twin == recipe
@@ -287,12 +292,12 @@ def test_layers_share_their_steps(other):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mode": "quick"}, "mode='quick': choose 'agentsd' or 'exact' or 'fast' or 'turbo' or "),
+        ({"mode": "quick"}, "mode='quick': choose 'agentsd' or 'downsample' or 'step-caching' or 'paper'"),
         ({"mode": "downsample", "ratio": 0.3}, "ratio=0.3: this recipe has no ratio"),
         ({"mode": "downsample", "early_frac": 0.3}, "early_frac=0.3: this recipe has no early_frac"),
         ({"early_frac": 1.5}, r"early_frac=1\.5.*\[0, 1\]"),
         ({"seed": -1}, r"seed=-1.*2\*\*63"),
-        ({"recipe": FAST, "mode": "fast"}, "'mode': 'fast'.* beside recipe=.*pass it alone"),
+        ({"recipe": AGENTS_THEN_KEYS, "mode": "paper"}, "'mode': 'paper'.* beside recipe=.*pass it alone"),
     ],
 )
 def test_the_door_refuses_what_a_recipe_has_not(pipe, settings, message):
@@ -329,7 +334,7 @@ def test_a_layer_that_does_nothing_is_bit_equal_to_baseline(pipe, sample):
         assert torch.equal(sample(pipe), baseline)
 
 
-@pytest.mark.parametrize("schedule", [FAST.attention, Agents(0.2)])
+@pytest.mark.parametrize("schedule", [AGENTS_THEN_KEYS.attention, Agents(0.2)])
 def test_all_layers_alike_are_one_schedule(pipe, sample, schedule):
     handle = apply_agentsd(pipe, recipe=Recipe(schedule, levels=3))
     names, picture = handle.layer_names, sample(pipe)
@@ -386,7 +391,7 @@ def test_layers_of_other_settings_share_no_ranking_in_fast_mode():
 
 
 def test_an_unknown_layer_is_refused_and_the_patch_in_force_stays(pipe, sample):
-    apply_agentsd(pipe, mode="fast")
+    apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
     picture = sample(pipe)
     with pytest.raises(
         ValueError, match=r"layers=\['mid.attn1'\]: UNet2DConditionModel has no such self-att"

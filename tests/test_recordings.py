@@ -7,28 +7,29 @@ from typing import Any
 
 import pytest
 import torch
+from recipes import AGENTS_THEN_KEYS, MERGED_FEED_FORWARD, TODO
 from recordings import CASES, COARSE, FILE, FINE, run
 from safetensors.torch import load_file
 
 from agentsd import Agents, ByDistance, Downsample, Merge, Phases, PooledAgents, Recipe, apply_agentsd
 from agentsd.modules import AgentModule, AttnZero, FocusedLinear
-from agentsd.recipe import DOWNSAMPLE, EXACT, FAST, TURBO
+from agentsd.recipe import PAPER
 
 OLD = {"ranking": "layer", "at_most": None, "agent_ratio": 0.95}
-"""Agents in what was the exact mode."""
+"""Agents as in the paper's mode."""
 OLD_MERGE = Merge(ranking="layer")
 
 
-def _exact(late: Any = OLD_MERGE, early_frac: float = 0.4, **settings: Any) -> Recipe:
-    """The exact mode with other settings."""
+def _paper(late: Any = OLD_MERGE, early_frac: float = 0.4, **settings: Any) -> Recipe:
+    """The paper's mode with other settings."""
     early = Agents(**OLD | settings)
     if late is OLD_MERGE and "ratio" in settings:
         late = replace(OLD_MERGE, ratio=settings["ratio"])
     return Recipe(Phases(early, late, early_frac), levels=1)
 
 
-def _fast(late: Any = Downsample(), early: Any = Agents(), **more: Any) -> Recipe:  # noqa: B008
-    """The fast mode with other settings."""
+def _agents(late: Any = Downsample(), early: Any = Agents(), **more: Any) -> Recipe:  # noqa: B008
+    """Agents, then downsampled keys, with other settings."""
     return Recipe(Phases(early, late), **more)
 
 
@@ -41,34 +42,34 @@ def _pooled(*counts: int) -> list[PooledAgents]:
 
 
 RECIPES: dict[str, Recipe] = {
-    "exact": EXACT,
-    "fast": FAST,
-    "turbo": TURBO,
-    "downsample": DOWNSAMPLE,
-    "k 0": _exact(ratio=0.5, k=0.0),
-    "k 0.15": _exact(ratio=0.5, k=0.15),
-    "scale -0.5": _exact(ratio=0.5, scale=-0.5),
-    "early 0.8": _exact(ratio=0.5, early_frac=0.8),
-    "early 1": _exact(ratio=0.5, early_frac=1.0),
-    "ratio 0": _exact(ratio=0.0),
+    "paper": PAPER,
+    "agents, then keys": AGENTS_THEN_KEYS,
+    "merged feed-forward": MERGED_FEED_FORWARD,
+    "downsampled keys": TODO,
+    "k 0": _paper(ratio=0.5, k=0.0),
+    "k 0.15": _paper(ratio=0.5, k=0.15),
+    "scale -0.5": _paper(ratio=0.5, scale=-0.5),
+    "early 0.8": _paper(ratio=0.5, early_frac=0.8),
+    "early 1": _paper(ratio=0.5, early_frac=1.0),
+    "ratio 0": _paper(ratio=0.0),
     "merge in every step": Recipe(OLD_MERGE, levels=1),
-    "merge later": _fast(Merge()),
-    "late ratio": _exact(Merge(0.25, ranking="layer"), ratio=0.5),
-    "baseline later": _fast(None),
+    "merge later": _agents(Merge()),
+    "late ratio": _paper(Merge(0.25, ranking="layer"), ratio=0.5),
+    "baseline later": _agents(None),
     "agents later": Recipe(Agents(**OLD), levels=1),
-    "one level": _fast(levels=1),
-    "few agents": _fast(early=Agents(stride=2, at_most=9)),
-    "few agents, exact": _exact(stride=2, at_most=9, agent_ratio=None),
-    "agent ratio": _exact(agent_ratio=0.8),
-    "strides": _exact(Merge(0.3, stride=4, ranking="layer"), stride=2, ratio=0.3),
-    "first cells": _fast(Merge(cells="first"), Agents(cells="first")),
-    "random cells, odd batch": _fast(early=Agents(cells="random")),
-    "odd batch": _fast(Merge()),
-    "odd grid": _fast(Merge()),
-    "seed 3": _fast(seed=3),
-    "bounds": _fast(early=Agents(0.6)),
+    "one level": _agents(levels=1),
+    "few agents": _agents(early=Agents(stride=2, at_most=9)),
+    "few agents, paper": _paper(stride=2, at_most=9, agent_ratio=None),
+    "agent ratio": _paper(agent_ratio=0.8),
+    "strides": _paper(Merge(0.3, stride=4, ranking="layer"), stride=2, ratio=0.3),
+    "first cells": _agents(Merge(cells="first"), Agents(cells="first")),
+    "random cells, odd batch": _agents(early=Agents(cells="random")),
+    "odd batch": _agents(Merge()),
+    "odd grid": _agents(Merge()),
+    "seed 3": _agents(seed=3),
+    "bounds": _agents(early=Agents(0.6)),
     "pooled agents": Recipe(Phases(PooledAgents(at_most=None), None), levels=1),
-    "pooled agents of merged tokens": _fast(early=PooledAgents(12, ratio=0.4)),
+    "pooled agents of merged tokens": _agents(early=PooledAgents(12, ratio=0.4)),
     "mediators": _mediators(*_pooled(4, 16, 64)),
     "mediators, some of none": _mediators(None, *_pooled(4, 16)),
     "mediators, each sample": _mediators(*_pooled(4, 16, 64), thresholds=(0.99, 0.95), per="sample"),
@@ -77,8 +78,8 @@ RECIPES: dict[str, Recipe] = {
     ),
     "agent module": Recipe(AgentModule()),
     "focused": Recipe(FocusedLinear()),
-    "attnzero": _fast(early=AttnZero()),
-    "SDXL": FAST,
+    "attnzero": _agents(early=AttnZero()),
+    "SDXL": AGENTS_THEN_KEYS,
     "calibrated": Recipe(
         layers={
             FINE: Phases(Agents(**OLD | {"ratio": 0.25}), Downsample(at_most=None)),

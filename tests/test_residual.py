@@ -30,7 +30,7 @@ from agentsd.attention.merging import cut_ranking, merge, of_last, together, unm
 from agentsd.attention.ranking import partition
 from agentsd.hosts.schedulers import training_sigma
 from agentsd.modules import AgentModule
-from agentsd.recipe import REUSE
+from agentsd.recipe import STEP_CACHING
 
 OPERATORS = {
     "agents": Agents(),
@@ -325,7 +325,7 @@ def test_compiled(recipe, graphs):
 
 def test_a_copy_and_a_file(tmp_path, make_pipeline, sample):
     recipe = Recipe(
-        Phases(Agents(), Downsample(4)), residual=ResidualSharing(3, least_tokens=9), steps=REUSE.steps
+        Phases(Agents(), Downsample(4)), residual=ResidualSharing(3, least_tokens=9), steps=STEP_CACHING.steps
     )
     assert Recipe.load(recipe.save(tmp_path)) == recipe
     assert "shared" in (tmp_path / "agentsd.yaml").read_text()

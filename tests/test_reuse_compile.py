@@ -7,11 +7,11 @@ from tiny import make_unet
 from torch._dynamo.testing import CompileCounter
 
 from agentsd import Agents, Downsample, Phases, Recipe, ReuseGuidance, ReuseSteps, apply_agentsd
-from agentsd.recipe import REUSE
+from agentsd.recipe import STEP_CACHING
 
 BOTH = {"steps": ReuseSteps(2), "guidance": ReuseGuidance()}
 RECIPES = {
-    "steps": (REUSE, 2),  # F and f
+    "steps": (STEP_CACHING, 2),  # F and f
     "steps, order 0, two layers": (Recipe(steps=ReuseSteps(3, order=0, layers=2)), 2),
     "guidance": (Recipe(guidance=ReuseGuidance()), 2),  # F and H
     "both": (Recipe(**BOTH), 4),  # F, f, H and h

@@ -97,7 +97,7 @@ def test_no_step_before_is_no_correction():
 )
 def test_samplers(make_pipeline, sample, scheduler, corrected):
     pipe = make_pipeline(scheduler=copy.deepcopy(scheduler))
-    handle = apply_agentsd(pipe, mode="reuse")
+    handle = apply_agentsd(pipe, mode="step-caching")
     picture = sample(pipe, **RUN)
     assert ("corrected" in handle.summary()) == corrected
     apply_agentsd(pipe, recipe=Recipe(steps=replace(handle.recipe.steps, corrected=False)))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from callers import Off
 from pipelines import FEATURES, HOSTS, IMAGE
+from recipes import AGENTS_THEN_KEYS
 from reuse_twin import Twin
 from tiny import (
     BETAS,
@@ -240,7 +241,7 @@ def test_freeinit(build):
     assert check(pipe, run, rounds=2) == "FfHhFfHhFf"
 
 
-@pytest.mark.parametrize("mode", [None, "reuse"])
+@pytest.mark.parametrize("mode", [None, "step-caching"])
 def test_marigold(make_pipeline, mode):
     """A text without words and no guidance: attention and steps."""
     pipe = make_pipeline(
@@ -258,7 +259,7 @@ def test_marigold(make_pipeline, mode):
 
     if mode is None:
         baseline = run()
-        with apply_agentsd(pipe, mode="fast"):
+        with apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS):
             assert not torch.equal(run(), baseline)
         assert torch.equal(run(), baseline)
     else:

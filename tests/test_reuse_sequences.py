@@ -27,12 +27,12 @@ from agentsd import (
     apply_agentsd,
     remove_agentsd,
 )
-from agentsd.recipe import REUSE
+from agentsd.recipe import STEP_CACHING
 
 SEQUENCES = int(os.environ.get("AGENTSD_SEQUENCES", "300"))
 RECIPES = {
     "baseline": None,
-    "reuse": REUSE,
+    "step-caching": STEP_CACHING,
     "steps": Recipe(steps=ReuseSteps(2, late_every=3)),
     "two layers": Recipe(steps=ReuseSteps(3, order=0, layers=2)),
     "guidance": Recipe(guidance=ReuseGuidance(2, start=0.25)),

@@ -10,7 +10,7 @@ from tiny import BETAS, make_sdxl_unet, make_unet, snapshot
 
 from agentsd import Agents, Downsample, Phases, Recipe, ReuseSteps, apply_agentsd
 from agentsd.hosts.schedulers import training_sigma as sigma
-from agentsd.recipe import REUSE
+from agentsd.recipe import STEP_CACHING
 from agentsd.reuse.states import States
 
 
@@ -190,7 +190,7 @@ def test_every_step_full_is_bit_equal_to_baseline(make_pipeline, sample, schedul
     with apply_agentsd(pipe, recipe=Recipe(steps=ReuseSteps(1))) as handle:
         assert torch.equal(sample(pipe, **RUN), baseline)
         assert set(handle.summary().split()[0]) == {"F"}
-    handle = apply_agentsd(pipe, mode="reuse")
+    handle = apply_agentsd(pipe, mode="step-caching")
     picture = sample(pipe, **RUN)
     assert not torch.equal(picture, baseline)
     assert torch.equal(sample(pipe, **RUN), picture)
@@ -249,7 +249,7 @@ def test_attention_runs_where_its_layer_does(make_pipeline, sample, attention):
 def test_few_steps_stay_whole_and_say_so_once(make_pipeline, sample):
     pipe = make_pipeline()
     baseline = sample(pipe, num_inference_steps=7)
-    handle = apply_agentsd(pipe, mode="reuse")
+    handle = apply_agentsd(pipe, mode="step-caching")
     with pytest.warns(UserWarning, match="a run of 7 steps has none to spare"):
         picture = pipe(
             "a cat",
@@ -290,7 +290,7 @@ def test_bad_settings(settings, error, message):
             lambda: make_unet(
                 down_block_types=("SimpleCrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D")
             ),
-            REUSE,
+            STEP_CACHING,
             "UNet2DConditionModel has a SimpleCrossAttnDownBlock2D, which no cheap call knows",
         ),
     ],

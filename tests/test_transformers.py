@@ -3,6 +3,7 @@
 import diffusers
 import pytest
 import torch
+from recipes import AGENTS_THEN_KEYS, MERGED_FEED_FORWARD
 from tiny import BETAS, WIDTH, make_vae, watch_phases
 
 from agentsd import apply_agentsd
@@ -42,7 +43,7 @@ def test_transformers_with_plain_self_attention(make, inputs):
             return model(latent, timestep=torch.tensor([t, t]), **inputs).sample
 
     baseline = run(999), run(1)
-    handle = apply_agentsd(model, ratio=0.2, mode="fast")
+    handle = apply_agentsd(model, recipe=AGENTS_THEN_KEYS.with_settings(ratio=0.2))
     seen = watch_phases(handle)
     for t, before in zip((999, 1), baseline, strict=True):
         assert not torch.equal(run(t), before)
@@ -63,7 +64,7 @@ def test_dit_pipeline():
         ).images
 
     baseline = run()
-    with apply_agentsd(pipe, ratio=0.2, mode="fast"):
+    with apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS.with_settings(ratio=0.2)):
         assert abs(run() - baseline).max() > 0
     assert (run() == baseline).all()
 
@@ -75,14 +76,14 @@ def test_a_transformer_of_another_kind_is_refused():
         pooled_projection_dim=8, out_channels=4,
     )  # fmt: skip
     with pytest.raises(ValueError, match="SD3Transformer2DModel has no self-attention"):
-        apply_agentsd(model, mode="fast")
+        apply_agentsd(model, recipe=AGENTS_THEN_KEYS)
 
 
 def test_merged_feed_forward_layers_are_refused_where_there_is_no_norm_before_them():
     model = pixart()
     before = list(model.state_dict())
     with pytest.raises(ValueError, match=r"feed_forward=True: the BasicTransformerBlock of .* has no norm3"):
-        apply_agentsd(model, mode="turbo")
+        apply_agentsd(model, recipe=MERGED_FEED_FORWARD)
     assert list(model.state_dict()) == before
     assert not hasattr(model, "_agentsd")
 
@@ -92,4 +93,4 @@ def test_a_prior_has_no_image_to_merge_tokens_of():
         num_attention_heads=2, attention_head_dim=8, num_layers=1, embedding_dim=16
     )
     with pytest.raises(ValueError, match="PriorTransformer has no self-attention that agentsd could patch"):
-        apply_agentsd(model, mode="fast")
+        apply_agentsd(model, recipe=AGENTS_THEN_KEYS)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from agentsd import Recipe
+from agentsd import Recipe, ReuseSteps
 from agentsd.recipe import MODES
 
 from ..settings import recipe_of
@@ -25,9 +25,9 @@ LABELS = ATTENTION | STEPS
 
 
 def defaults_of(mode: str) -> dict[str, Any]:
-    """Return the settings that a recipe has, and their values; of caching alone those of its steps."""
+    """Return the settings that a recipe has, of its attention and of its steps, and their values."""
     recipe = MODES[mode]
-    parts: list[Any] = [*recipe.schedules, *recipe.operators] or [recipe.steps]
+    parts: list[Any] = [*recipe.schedules, *recipe.operators, *filter(None, [recipe.steps])]
     found = {name: [getattr(part, name) for part in parts if hasattr(part, name)] for name in LABELS}
     return {name: values[0] for name, values in found.items() if values}
 
@@ -50,14 +50,27 @@ def recipe_from(mode: str, settings: Mapping[str, Any]) -> Recipe:
 
 
 def python_of(mode: str, settings: Mapping[str, Any]) -> str:
-    """Return the import and the line that put that recipe on a pipeline called `pipe`."""
+    """Return the imports and the lines that put that recipe on a pipeline called `pipe`."""
     own = changed(mode, settings)
-    words = ", ".join(f"{name}={value!r}" for name, value in own.items())
-    if set(own) & set(STEPS):
-        steps: Any = recipe_from(mode, settings).steps
-        values = {field: getattr(steps, field.name) for field in fields(steps)}
-        words = ", ".join(f"{f.name}={value!r}" for f, value in values.items() if value != f.default)
-        names, how = "Recipe, ReuseSteps, apply_agentsd", f"recipe=Recipe(steps=ReuseSteps({words}))"
-    else:
-        names, how = "apply_agentsd", f'mode="{mode}"' + (f", {words}" if words else "")
-    return f"from agentsd import {names}\n\napply_agentsd(pipe, {how})\n"
+    words = _words({name: value for name, value in own.items() if name in ATTENTION})
+    if not set(own) & set(STEPS):
+        how = f'mode="{mode}"' + (f", {words}" if words else "")
+        return f"from agentsd import apply_agentsd\n\napply_agentsd(pipe, {how})\n"
+    recipe = recipe_from(mode, settings)
+    values = {field: getattr(recipe.steps, field.name) for field in fields(ReuseSteps)}
+    steps = f"ReuseSteps({_words({f.name: value for f, value in values.items() if value != f.default})})"
+    if recipe.attention is None:
+        return (
+            f"from agentsd import Recipe, ReuseSteps, apply_agentsd\n\n"
+            f"apply_agentsd(pipe, recipe=Recipe(steps={steps}))\n"
+        )
+    base = f'MODES["{mode}"]' + (f".with_settings({words})" if words else "")
+    return (
+        "from dataclasses import replace\n\n"
+        "from agentsd import ReuseSteps, apply_agentsd\nfrom agentsd.recipe import MODES\n\n"
+        f"steps = {steps}\napply_agentsd(pipe, recipe=replace({base}, steps=steps))\n"
+    )
+
+
+def _words(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in settings.items())

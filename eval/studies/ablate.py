@@ -1,4 +1,4 @@
-"""Tables 11 to 13: exact mode at one ratio with one setting varied, beside the baseline."""
+"""Tables 11 to 13: mode paper at one ratio with one setting varied, beside the baseline."""
 
 from rich.console import Console
 
@@ -21,7 +21,7 @@ def command(settings: AblateSettings, console: Console) -> None:
 
 
 def ablation_methods(settings: AblateSettings) -> list[Method]:
-    """Return the baseline, also in fewer steps, and exact mode at each value."""
+    """Return the baseline, also in fewer steps, and mode paper at each value."""
     methods = [parse_method("baseline", None, settings), *fewer(settings.fewer_steps, settings)]
     for value in settings.ablate_values or PAPER_VALUES[settings.what]:
         agent = {**settings.agent, _SETTING[settings.what]: value}
