@@ -1,10 +1,10 @@
 """Stable Diffusion's U-Nets faster without training, in one line."""
 
 from .attention import Agents, Downsample, Merge, PooledAgents, ResidualSharing
+from .cache import GuidanceCache, StepCache
 from .calibration import calibrate
 from .patch import AgentHandle, apply_agentsd, remove_agentsd
 from .recipe import Recipe
-from .reuse import ReuseGuidance, ReuseSteps
 from .schedule import ByDistance, Phases
 
 __version__ = "0.1.0"
@@ -14,13 +14,13 @@ __all__ = [
     "Agents",
     "ByDistance",
     "Downsample",
+    "GuidanceCache",
     "Merge",
     "Phases",
     "PooledAgents",
     "Recipe",
     "ResidualSharing",
-    "ReuseGuidance",
-    "ReuseSteps",
+    "StepCache",
     "apply_agentsd",
     "calibrate",
     "remove_agentsd",

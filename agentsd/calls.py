@@ -21,12 +21,12 @@ from .attention import Operator, PooledAgents
 from .attention.operator import Place, Plan
 from .attention.processor import AgentAttnProcessor, LayerState, Work, is_ours
 from .attention.residual import FULL, KEEP, PLAIN, SHARE
+from .cache.plan import COMPUTED, tell
+from .cache.residuals import Residuals
+from .cache.run import Caching
 from .hosts.models import Site, checkpoints, is_plain, latent_and_timestep, named_arguments, regroup
 from .hosts.schedulers import find_scheduler, schedulers_of
 from .recipe import Recipe
-from .reuse.plan import WHOLE, tell
-from .reuse.residuals import Residuals
-from .reuse.run import Reuse
 from .schedule import ByDistance, Phases
 from .steps.distance import LatentDistance
 from .steps.run import RunReader, Step
@@ -42,7 +42,7 @@ class Group:
         stages: what it runs in each stage of a run.
         coarseness: side of its tokens, in tokens of the finest patched level.
         seed: of the random cells.
-        deep: a cheap call leaves all of its layers out.
+        deep: a cached step skips all of its layers.
         work: of the call under way.
     """
 
@@ -139,18 +139,18 @@ class Calls:
         self._pipe = None if pipe is None else weakref.ref(pipe)
         self._compiled = None if compiled is None else weakref.ref(compiled)
         self._schedulers = [] if pipe is None else list(map(weakref.ref, schedulers_of(pipe)))
-        self.reuse = None
+        self.cache = None
         if recipe.steps or recipe.guidance or recipe.residual:
-            self.reuse = Reuse(unet, recipe.steps, recipe.guidance, recipe.residual, layers)
+            self.cache = Caching(unet, recipe.steps, recipe.guidance, recipe.residual, layers)
             self._find_deep()
         self._least_tokens = recipe.residual.least_tokens if recipe.residual else 0
         self._timing = recipe.timing
         self._run = Run(recipe.timing)
         self._caller: dict[str, int] = {}
-        self._kind = WHOLE
+        self._kind = COMPUTED
         self._planned: Planned | None = None
         self._told = ""  # of the last call's run, whichever thread it was of
-        self._again = False  # a cheap call is computed once more
+        self._again = False  # a cached step is computed once more
         self._limits: ExitStack | None = None  # what is set for the call under way
         self._recomputes = False
         self._awaited: weakref.ref[Graph] | None = None
@@ -166,7 +166,7 @@ class Calls:
         return self._summary() if self._run.symbols else self._told or tell("")
 
     def _summary(self) -> str:
-        corrected = self.reuse.corrected if self.reuse is not None else 0
+        corrected = self.cache.corrected if self.cache is not None else 0
         return tell(self._run.symbols, corrected, self._run.attention)
 
     @torch.compiler.disable
@@ -180,27 +180,27 @@ class Calls:
         known = self._known_schedulers(pipe)
         step = run.reader.read(timestep, known[0] if known else None)
         self._tell(step)
-        stages, kind, given = run.stages(step, latent), WHOLE, None
-        if self.reuse is not None:
+        stages, kind, given = run.stages(step, latent), COMPUTED, None
+        if self.cache is not None:
             if step.opens:
                 run.scheduler = find_scheduler(run.reader.source, known)
                 self._remember(run.scheduler)
             given = named_arguments(unet, args, kwargs)
-            kind, given = self.reuse.begin(unet, step, run.reader, stages, given, pipe, run.scheduler)
-            while self.reuse.words:
-                self._say_once(self.reuse.words.pop(0))
+            kind, given = self.cache.begin(unet, step, run.reader, stages, given, pipe, run.scheduler)
+            while self.cache.words:
+                self._say_once(self.cache.words.pop(0))
         self._kind = kind
         if step.opens:
             run.symbols, run.attention = "", []
-        if not kind.whole:
+        if not kind.guided:
             stages = stages[len(stages) // 2 :]
-        residuals, sigma = self.reuse.sharing if self.reuse is not None else (None, None)
+        residuals, sigma = self.cache.sharing if self.cache is not None else (None, None)
         planned = Planned(latent, step.timestep, stages, kind.attention, residuals, sigma)
         self._planned = planned
-        self._plan(planned, kind.full)
-        if self.reuse is None or given is None:
+        self._plan(planned, kind.computed)
+        if self.cache is None or given is None:
             return None
-        return regroup(self.reuse.start(given, planned), len(args))
+        return regroup(self.cache.start(given, planned), len(args))
 
     def _known_schedulers(self, pipe: Any) -> list[Any]:
         """The pipeline's own, and those that were met before and live."""
@@ -211,10 +211,10 @@ class Calls:
         if scheduler is not None and all(reference() is not scheduler for reference in self._schedulers):
             self._schedulers.append(weakref.ref(scheduler))
 
-    def _plan(self, planned: Planned, full: bool, between: bool = False) -> None:
+    def _plan(self, planned: Planned, computed: bool, between: bool = False) -> None:
         """Make the plans of a call, and hold its layers."""
         for index, group in enumerate(self._groups):
-            if full or not group.deep:
+            if computed or not group.deep:
                 self._plan_group(index, group, planned)
         for site, layer in zip(self._sites, self._layers, strict=True):
             layer.held = self.claim(site.attn, layer)
@@ -253,12 +253,12 @@ class Calls:
             planned.residuals.keep(planned.sigma, planned.stages, plans)
 
     def _find_deep(self) -> None:
-        """Note the groups that a cheap call leaves out."""
-        left_out = self.reuse.left_out if self.reuse is not None else None
+        """Note the groups that a cached step skips."""
+        skipped = self.cache.skipped if self.cache is not None else None
         for group in self._groups:
             sited = zip(self._sites, self._layers, strict=True)
             blocks = [site.block for site, layer in sited if layer.work is group.work]
-            group.deep = left_out is not None and all(map(left_out.holds, blocks))
+            group.deep = skipped is not None and all(map(skipped.holds, blocks))
 
     def _enter(self, unet: Module) -> None:
         """Refuse a call that can't be served beside another; else take note of it."""
@@ -313,19 +313,19 @@ class Calls:
         self._planned = None
         self._let_go(output)
         try:
-            if self.reuse is None:
+            if self.cache is None:
                 return None
-            return self.reuse.end(output, partial(self._compute, unet, len(args)))
+            return self.cache.end(output, partial(self._compute, unet, len(args)))
         finally:
             self._told = self._summary()
             self._caller.clear()
 
     def _is_again(self) -> bool:
-        """Whether the call is a cheap one once more."""
+        """Whether the call is a cached one once more."""
         return self._again and self._caller.get("thread") == threading.get_ident()
 
     def _compute(self, unet: Module, positional: int, given: dict[str, Any], planned: Planned) -> Any:
-        """Compute a cheap call, or the conditional half of one, once more before another ends."""
+        """Compute a cached step, or the conditional half of one, once more before another ends."""
         args, kwargs = regroup(given, positional)  # as the caller does, for a compiled graph's sake
         pictures = given["sample"].shape[0]
         output, self._again = None, True
@@ -333,7 +333,7 @@ class Calls:
             planned = planned._replace(stages=planned.stages[-pictures:])
             if planned.residuals is not None and not planned.residuals.fit(planned.stages):
                 planned = planned._replace(attention=FULL)  # they are of another phase's operator by now
-            self._plan(planned, full=False, between=True)
+            self._plan(planned, computed=False, between=True)
             output = self._called(unet)(*args, **kwargs)
         finally:
             self._again = False

@@ -209,14 +209,14 @@ class AgentHandle:
         Pipelines need none of it. A loop by hand that breaks off and goes on with another image on the same
         list of timesteps calls this, or `scheduler.set_timesteps`, which tells runs apart.
         """
-        if self._calls.reuse is not None:
-            self._calls.reuse.reset()
+        if self._calls.cache is not None:
+            self._calls.cache.reset()
 
     def summary(self) -> str:
         """What each call of the last run was: a letter a call, and counts.
 
-        F is a full call and f a cheap one, which computes the last layers alone; H and h are those of the
-        conditional pass alone.
+        F is a computed step and f a cached one, which computes the last layers alone; H and h are those of
+        the conditional pass alone.
         """
         return self._calls.summary()
 
@@ -263,11 +263,11 @@ class AgentHandle:
                 self._hooks.append(site.block.ff.register_forward_hook(layer.unmerge_feed_forward))
         if self._trained is not None:
             self._loaded = LoadedWeights(self._named_layers(), self._trained)
-        reuse = self._calls.reuse
-        if reuse is not None:
-            unet._reset_stateful_cache = reuse.reset
-            if reuse.left_out is not None:
-                self._hooks.append(reuse.left_out.hook())
+        cache = self._calls.cache
+        if cache is not None:
+            unet._reset_stateful_cache = cache.reset
+            if cache.skipped is not None:
+                self._hooks.append(cache.skipped.hook())
         self._hooks.append(unet.register_forward_pre_hook(self._calls.begin, with_kwargs=True))
         self._hooks.append(unet.register_forward_hook(self._calls.end, always_call=True))
 
@@ -283,8 +283,8 @@ class AgentHandle:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        if self._calls.reuse is not None:
-            self._calls.reuse.detach()
+        if self._calls.cache is not None:
+            self._calls.cache.detach()
             vars(unet).pop("_reset_stateful_cache", None)
         if self._loaded is not None:
             self._loaded.restore(self._named_layers())

@@ -30,8 +30,13 @@ def write_schedule(schedule: Schedule | None) -> Any:
 
 def write_settings(settings: Any) -> dict[str, Any]:
     """{name: settings that are not the default}."""
+    return {settings.name: write_changed(settings)}
+
+
+def write_changed(settings: Any) -> dict[str, Any]:
+    """The settings that are not the default."""
     values = {f.name: (getattr(settings, f.name), f.default) for f in fields(settings)}
-    return {settings.name: {name: value for name, (value, default) in values.items() if value != default}}
+    return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def plain_values(content: Any) -> Any:
@@ -55,25 +60,33 @@ def read_schedule(content: Any) -> Any:
     if isinstance(content, dict) and ("early" in content or "late" in content):
         check_known(content, {"early", "late", "early_frac"})
         return Phases(**content | {name: read_schedule(content.get(name)) for name in ("early", "late")})
-    return read_settings(content, OPERATORS)
+    return _read_operator(content)
 
 
-def read_settings(content: Any, kinds: Mapping[str, Any]) -> Any:
+def _read_operator(content: Any) -> Operator:
     """What a name and its settings say: {agents: {ratio: 0.4}}, or the name alone."""
     if isinstance(content, str):
         content = {content: {}}
     if not isinstance(content, dict):
-        what = (
-            "an operator, as `agents: {ratio: 0.4}`" if kinds is OPERATORS else "it, as `reuse: {every: 2}`"
-        )
-        raise ValueError(f"{content!r}: name {what}")
+        raise ValueError(f"{content!r}: name an operator, as `agents: {{ratio: 0.4}}`")
     [(name, settings), *more] = content.items() or [("", None)]
-    if name not in kinds or more:
-        raise ValueError(f"{list(content)}: name one of {', '.join(kinds)}")
-    if not isinstance(settings or {}, dict):
-        raise ValueError(f"{name}: {settings!r} is no mapping of its settings")
-    check_known(settings or {}, {f.name for f in fields(kinds[name])})
-    return kinds[name](**settings or {})
+    if name not in OPERATORS or more:
+        raise ValueError(f"{list(content)}: name one of {', '.join(OPERATORS)}")
+    operator: Operator = read_settings(name, {} if settings is None else settings, OPERATORS[name])
+    return operator
+
+
+def read_settings(name: str, content: Any, kind: Any) -> Any:
+    """Settings of a kind: {interval: 2}; an empty mapping is all defaults."""
+    known = [f.name for f in fields(kind)]
+    if not isinstance(content, dict):
+        example = f"{{{known[0]}: {getattr(kind, known[0])!r}}}" if known else "{}"
+        raise ValueError(f"{name}: {content!r} is no mapping of its settings, such as {example}")
+    try:
+        check_known(content, set(known))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return kind(**content)
 
 
 def check_known(content: Mapping[Any, Any], known: set[str]) -> None:

@@ -11,17 +11,17 @@ from typing import Any
 import yaml
 
 from .attention import Agents, Downsample, Merge, Operator, ResidualSharing
+from .cache import GuidanceCache, StepCache
+from .cache.guidance import check_renewed
 from .checks import check, check_types
-from .plain import check_known, plain_values, read_schedule, read_settings, write_schedule, write_settings
-from .reuse import ReuseGuidance, ReuseSteps
-from .reuse.guidance import check_renewed
+from .plain import check_known, plain_values, read_schedule, read_settings, write_changed, write_schedule
 from .schedule import ByDistance, Phases, Schedule, stages_of, timing_of, with_setting
 from .yaml_file import read_mapping
 
 VERSION = 1
 """Of the file format."""
 FILE_NAME = "agentsd.yaml"
-_PARTS: dict[str, Any] = {"steps": ReuseSteps, "guidance": ReuseGuidance, "residual": ResidualSharing}
+_PARTS: dict[str, Any] = {"steps": StepCache, "guidance": GuidanceCache, "residual": ResidualSharing}
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Recipe:
     attention: Schedule | None = None
     levels: int | None = None
     layers: Mapping[str, Schedule] | None = None
-    steps: ReuseSteps | None = None
-    guidance: ReuseGuidance | None = None
+    steps: StepCache | None = None
+    guidance: GuidanceCache | None = None
     residual: ResidualSharing | None = None
     seed: int = 0
     measured: Mapping[str, Any] = field(default_factory=dict, compare=False)
@@ -167,7 +167,7 @@ class Recipe:
             content["layers"] = {name: write_schedule(schedule) for name, schedule in self.layers.items()}
         for name in _PARTS:
             if (value := getattr(self, name)) is not None:
-                content[name] = write_settings(value)
+                content[name] = write_changed(value)
         if self.seed:
             content["seed"] = self.seed
         if self.measured:
@@ -194,7 +194,7 @@ class Recipe:
                 levels=content.get("levels"),
                 layers=layers and {name: read_schedule(value) for name, value in layers.items()},
                 **{
-                    name: read_settings(content[name], {kind.name: kind})
+                    name: read_settings(name, content[name], kind)
                     for name, kind in _PARTS.items()
                     if content.get(name) is not None
                 },
@@ -237,7 +237,7 @@ PAPER = Recipe(
     Phases(Agents(at_most=None, agent_ratio=0.95, ranking="layer"), Merge(ranking="layer")), levels=1
 )
 """AgentSD, as in the paper."""
-STEP_CACHING = Recipe(steps=ReuseSteps(every=2, first=4, late_every=3))
+STEP_CACHING = Recipe(steps=StepCache(interval=2, warmup_steps=4, late_interval=3))
 """Full attention; after four steps one in two is computed, and of the second half of those one in three."""
 AGENTSD = Recipe(
     Phases(Agents(), Downsample(stride=4, at_most=None)),

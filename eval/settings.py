@@ -417,7 +417,7 @@ class RedundancySettings(SamplingSettings):
 
 
 class CalibrateSettings(SamplingSettings):
-    """Plan a run for a goal: which calls are full, cheap or half, and what each self-attention layer runs."""
+    """Plan a run for a goal: which steps are cached or conditional-only, and what each layer runs."""
 
     hidden: ClassVar[tuple[str, ...]] = ("agent",)
     steps: int = Field(25, ge=1, le=1000)

@@ -1,4 +1,4 @@
-"""Plans whose cheap calls are corrected by the full call after them."""
+"""Plans whose cached steps are corrected by the computed step after them."""
 
 from __future__ import annotations
 
@@ -6,47 +6,47 @@ import pytest
 import torch
 from calibrating import SETTINGS, STEPS, distance, run, work
 
-from agentsd import ReuseSteps, apply_agentsd, calibrate
+from agentsd import StepCache, apply_agentsd, calibrate
+from agentsd.cache.skipped import SkippedLayers
 from agentsd.calibration import plans
 from agentsd.calibration.attention import Choice
 from agentsd.calibration.losses import Losses, mean_square
 from agentsd.calibration.measured import Measured
-from agentsd.calibration.recording import Call, cheap_call, record
+from agentsd.calibration.recording import Call, cached_step, record
 from agentsd.hosts.schedulers import training_sigma as sigma
-from agentsd.reuse.left_out import LeftOut
 
 
 @pytest.fixture
 def only_corrected(monkeypatch):
-    """Calibration that has no other cheap calls."""
-    monkeypatch.setattr(plans, "CHEAP", (ReuseSteps(),))
+    """Calibration that has no other cached steps."""
+    monkeypatch.setattr(plans, "CHEAP", (StepCache(),))
 
 
 def test_a_corrected_call_loses_what_the_line_between_its_full_ones_misses(plain):
-    """Nothing where the states are on a line but what cheap calls of the true state lose."""
-    left_out = LeftOut(plain.unet, 1)
-    tap = left_out.hook()
-    calls, _ = record(plain, plain.unet, left_out, 0.4, lambda: run(plain)[0])
+    """Nothing where the states are on a line but what cached steps of the true state lose."""
+    skipped = SkippedLayers(plain.unet, 1)
+    tap = skipped.hook()
+    calls, _ = record(plain, plain.unet, skipped, 0.4, lambda: run(plain)[0])
     base, slope = calls[0].hidden, torch.randn_like(calls[0].hidden) / 1000
     lined = [Call(c.step, c.level, c.given, c.output, base + sigma(c.level) * slope, c.early) for c in calls]
     losses = Losses(None, 3, 5)
     for place in (2, 4):
-        losses.add(losses.measure(lined, place, plain.unet, left_out))
-    for call, fulls in ((lined[2], (1, 3)), (lined[2], (0, 3)), (lined[4], (2, 5)), (lined[4], (1, 5))):
-        exact = cheap_call(plain.unet, left_out, call.given, call.hidden) - call.sample
-        assert losses.of(call.step, "b", fulls, -1) == pytest.approx(mean_square(exact), rel=1e-3)
+        losses.add(losses.measure(lined, place, plain.unet, skipped))
+    for call, computed in ((lined[2], (1, 3)), (lined[2], (0, 3)), (lined[4], (2, 5)), (lined[4], (1, 5))):
+        exact = cached_step(plain.unet, skipped, call.given, call.hidden) - call.sample
+        assert losses.of(call.step, "b", computed, -1) == pytest.approx(mean_square(exact), rel=1e-3)
     bent = Losses(None, 3, 5)
-    bent.add(bent.measure(calls, 2, plain.unet, left_out))
+    bent.add(bent.measure(calls, 2, plain.unet, skipped))
     share = (sigma(calls[2].level) - sigma(calls[1].level)) / (sigma(calls[4].level) - sigma(calls[1].level))
     hidden = torch.lerp(calls[1].hidden, calls[4].hidden, share)
-    missed = cheap_call(plain.unet, left_out, calls[2].given, hidden) - calls[2].sample
+    missed = cached_step(plain.unet, skipped, calls[2].given, hidden) - calls[2].sample
     tap.remove()
     assert bent.of(2, "b", (1, 4), -1) == pytest.approx(mean_square(missed), rel=1e-3)
     assert bent.of(2, "b", (1, 4), -1) > bent.of(2, "b", (1, 3), -1) > 0
 
 
 @pytest.mark.parametrize(("count", "step"), [(6, 1), (6, 4), (12, 5), (3, 2)])
-def test_every_pair_of_full_steps_around_a_run_of_cheap_ones_is_measured(count, step):
+def test_every_pair_of_computed_steps_around_a_run_of_cached_ones_is_measured(count, step):
     losses = Losses(None, 3, 5)
     around = {
         (last, after)
@@ -61,8 +61,8 @@ def test_every_pair_of_full_steps_around_a_run_of_cheap_ones_is_measured(count, 
 class Told:
     """Losses that say what they were asked for."""
 
-    def of(self, step, symbol, fulls, whole):
-        return 0.0 if symbol == "F" else {"b": 100.0, "f": 1.0}[symbol] * (step + 1) + sum(fulls)
+    def of(self, step, symbol, computed, guided):
+        return 0.0 if symbol == "F" else {"b": 100.0, "f": 1.0}[symbol] * (step + 1) + sum(computed)
 
 
 def of_eight_steps():
@@ -74,12 +74,12 @@ def of_eight_steps():
 
 
 def test_the_error_of_a_plan_is_that_of_its_corrected_calls():
-    """Told with the full call that corrects them; what none follows loses as it does uncorrected."""
+    """Told with the computed step that corrects them; what none follows loses as it does uncorrected."""
     measured = of_eight_steps()
-    plan, fulls, error = "FFffFFff", (), 0.0
+    plan, computed, error = "FFffFFff", (), 0.0
     for step, symbol in enumerate(plan):
-        error += measured.error_corrected(step, symbol, fulls[-2:], -1, Choice())
-        fulls += (step,) if symbol == "F" else ()
+        error += measured.error_corrected(step, symbol, computed[-2:], -1, Choice())
+        computed += (step,) if symbol == "F" else ()
     corrected = (
         2.0 / 4.0 * ((100 * 3 + 1 + 4) ** 0.5 + (100 * 4 + 1 + 4) ** 0.5) ** 2
     )  # 2, 3, between 1 and 4
@@ -87,12 +87,12 @@ def test_the_error_of_a_plan_is_that_of_its_corrected_calls():
     assert error == pytest.approx(corrected + ending)
 
 
-def test_errors_of_cheap_calls_after_the_same_full_one_add_up_before_they_are_squared():
+def test_errors_of_cached_steps_after_the_same_full_one_add_up_before_they_are_squared():
     measured = of_eight_steps()
-    plan, fulls, error = "FFffFfff", (), 0.0
+    plan, computed, error = "FFffFfff", (), 0.0
     for step, symbol in enumerate(plan):
-        error += measured.error(step, symbol, fulls[-2:], step - 1, Choice())
-        fulls += (step,) if symbol == "F" else ()
+        error += measured.error(step, symbol, computed[-2:], step - 1, Choice())
+        computed += (step,) if symbol == "F" else ()
     first = (3 + 0 + 1) ** 0.5 + (4 + 0 + 1) ** 0.5  # 2 and 3, from 0 and 1
     second = (6 + 1 + 4) ** 0.5 + (7 + 1 + 4) ** 0.5 + (8 + 1 + 4) ** 0.5  # 5 to 7, from 1 and 4
     assert error == pytest.approx(2.0 / 4.0 * (first**2 + second**2))

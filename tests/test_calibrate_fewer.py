@@ -76,7 +76,7 @@ def test_no_other_levels_lose_less():
     rng, count = random.Random(0), 7
 
     levels = [float(900 - 100 * step) for step in range(count)]
-    table = SimpleNamespace(levels=levels, skipped=functools.cache(lambda step, fulls: rng.random()))
+    table = SimpleNamespace(levels=levels, skipped=functools.cache(lambda step, computed: rng.random()))
     for order in (0, 1):
         found = chosen_levels(table, order)
         for steps, levels in found.items():

@@ -35,17 +35,17 @@ def test_no_combination_of_layers_saves_as_much_for_less():
         sums = [(sum(e.loss for e in one), sum(e.saved for e in one)) for one in every]
         found = choices_of(effects, lambda name: name == "layer 0", 99)
         assert found[0].does == {}
-        assert found[-1].full == pytest.approx(max(saved for _, saved in sums))
+        assert found[-1].computed == pytest.approx(max(saved for _, saved in sums))
         for choice in found:
             own = {name: effects[name][operator] for name, operator in choice.does.items()}
             assert choice.loss == pytest.approx(sum(effect.loss for effect in own.values()))
-            assert choice.full == pytest.approx(sum(effect.saved for effect in own.values()))
-            assert choice.cheap == pytest.approx(own.get("layer 0", Effect(0.0, 0.0)).saved)
-            least = min(loss for loss, saved in sums if saved >= choice.full - 1e-9)
+            assert choice.computed == pytest.approx(sum(effect.saved for effect in own.values()))
+            assert choice.cached == pytest.approx(own.get("layer 0", Effect(0.0, 0.0)).saved)
+            least = min(loss for loss, saved in sums if saved >= choice.computed - 1e-9)
             assert choice.loss == pytest.approx(least)
         few = choices_of(effects, lambda name: False, 3)
         assert len(few) <= 3
-        assert (few[0].full, few[-1].full) == (0.0, pytest.approx(found[-1].full))
+        assert (few[0].computed, few[-1].computed) == (0.0, pytest.approx(found[-1].computed))
 
 
 def test_layers_are_written_by_phase():

@@ -7,7 +7,8 @@ import torch
 from calibrating import MERGE, STEPS, run
 from tiny import snapshot
 
-from agentsd import Recipe, ReuseGuidance, ReuseSteps, apply_agentsd
+from agentsd import GuidanceCache, Recipe, StepCache, apply_agentsd
+from agentsd.cache.skipped import SkippedLayers
 from agentsd.calibration.attention import (
     cost_of_layers,
     try_operator,
@@ -15,27 +16,26 @@ from agentsd.calibration.attention import (
 from agentsd.calibration.cost import macs
 from agentsd.calibration.losses import Losses
 from agentsd.calibration.measured import between
-from agentsd.calibration.recording import Call, cheap_call, record
+from agentsd.calibration.recording import Call, cached_step, record
 from agentsd.hosts.models import EVERY_LEVEL, find_sites
 from agentsd.hosts.schedulers import training_sigma as sigma
-from agentsd.reuse.left_out import LeftOut
 
 
 def recorded(pipe):
     """A baseline run's calls, and what its calls leave out."""
-    left_out = LeftOut(pipe.unet, 1)
-    tap = left_out.hook()
-    calls, _ = record(pipe, pipe.unet, left_out, 0.4, lambda: run(pipe)[0])
-    return calls, left_out, tap
+    skipped = SkippedLayers(pipe.unet, 1)
+    tap = skipped.hook()
+    calls, _ = record(pipe, pipe.unet, skipped, 0.4, lambda: run(pipe)[0])
+    return calls, skipped, tap
 
 
 def measured_losses(pipe, scale):
     """The recorded calls, their losses, and what measures more."""
-    calls, left_out, tap = recorded(pipe)
+    calls, skipped, tap = recorded(pipe)
     losses = Losses(scale, 3, 5)
     for place in range(len(calls)):
-        losses.add(losses.measure(calls, place, pipe.unet, left_out))
-    return calls, losses, left_out, tap
+        losses.add(losses.measure(calls, place, pipe.unet, skipped))
+    return calls, losses, skipped, tap
 
 
 def guided(output, scale=7.5):
@@ -55,14 +55,18 @@ def test_losses_are_those_of_a_run_with_one_such_call(plain):
     assert len(levels) == STEPS
     last = STEPS - 1
     for order in (0, 1):
-        with apply_agentsd(plain, recipe=Recipe(steps=ReuseSteps(order=order, at=levels[:-1]))) as handle:
-            cheap = guided(run(plain)[1][-1])
+        with apply_agentsd(
+            plain, recipe=Recipe(steps=StepCache(extrapolation_order=order, computed_timesteps=levels[:-1]))
+        ) as handle:
+            cached = guided(run(plain)[1][-1])
             assert handle.summary().split()[0] == "F" * last + "f"
-        fulls = tuple(range(last))[-1 - order :]
-        expected = float((cheap - baseline).square().mean())
+        computed = tuple(range(last))[-1 - order :]
+        expected = float((cached - baseline).square().mean())
         assert expected > 0
-        assert losses.of(last, "f", fulls, last - 1) == pytest.approx(expected, rel=1e-3)
-    with apply_agentsd(plain, recipe=Recipe(guidance=ReuseGuidance(at=levels[:-1]))) as handle:
+        assert losses.of(last, "f", computed, last - 1) == pytest.approx(expected, rel=1e-3)
+    with apply_agentsd(
+        plain, recipe=Recipe(guidance=GuidanceCache(computed_timesteps=levels[:-1]))
+    ) as handle:
         half = guided(run(plain)[1][-1])
         assert handle.summary().split()[0] == "F" * last + "H"
     expected = float((half - baseline).square().mean())
@@ -71,18 +75,18 @@ def test_losses_are_those_of_a_run_with_one_such_call(plain):
 
 
 def test_a_state_of_the_step_itself_loses_nothing_and_a_line_of_states_is_met(plain):
-    calls, left_out, tap = recorded(plain)
+    calls, skipped, tap = recorded(plain)
     losses = Losses(7.5, 3, 5)
     for call in calls:
-        assert losses.change(call, [call], plain.unet, left_out).abs().max() < 1e-6
+        assert losses.change(call, [call], plain.unet, skipped).abs().max() < 1e-6
     base, slope = calls[0].hidden, torch.randn_like(calls[0].hidden) / 1000
     lined = [
         Call(c.step, c.level, c.given, c.output, base + sigma(c.level) * slope, c.early)
         for c in (calls[1], calls[3], calls[4])
     ]
-    exact = cheap_call(plain.unet, left_out, lined[2].given, lined[2].hidden) - calls[4].sample
-    first = losses.change(lined[2], lined[:2], plain.unet, left_out)
-    kept = losses.change(lined[2], lined[1:2], plain.unet, left_out)
+    exact = cached_step(plain.unet, skipped, lined[2].given, lined[2].hidden) - calls[4].sample
+    first = losses.change(lined[2], lined[:2], plain.unet, skipped)
+    kept = losses.change(lined[2], lined[1:2], plain.unet, skipped)
     assert torch.allclose(first, exact, atol=1e-5)
     assert (kept - exact).abs().max() > 1e-4
     tap.remove()

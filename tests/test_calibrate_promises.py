@@ -56,7 +56,7 @@ def test_promises_are_those_of_held_out_prompts(plain, calibrated):
 
 @pytest.mark.parametrize("steps", [12, 25, 50])
 def test_a_plan_serves_another_number_of_steps(plain, calibrated, steps):
-    """As many full steps, each the nearest to a noise level of the plan's."""
+    """As many computed steps, each the nearest to a noise level of the plan's."""
     found = calibrated[1]
     with apply_agentsd(plain, recipe=found) as handle:
         run(plain, num_inference_steps=steps)

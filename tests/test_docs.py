@@ -8,9 +8,9 @@ from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
+import test_cache_hosts
 import test_placement
 import test_quantized
-import test_reuse_hosts
 from pipelines import FEATURES, HOSTS
 from quantized import PACKAGES
 from sampling import SAMPLERS
@@ -29,10 +29,10 @@ def parameters(test: Any, name: str) -> list[str]:
 
 def hosts(tokenizer: Any) -> str:
     """The table of pipelines: each is built, to ask for its class."""
-    lines = ["| host | pipeline | attention | calls not made |", "|---|---|---|---|"]
-    whole = {name: f"stays whole: {why}" for name, why in test_reuse_hosts.WHOLE.items()}
-    compared = parameters(test_reuse_hosts.test_host, "name")
-    for name, make in (HOSTS | test_reuse_hosts.MORE).items():
+    lines = ["| host | pipeline | attention | step caching |", "|---|---|---|---|"]
+    whole = {name: f"stays whole: {why}" for name, why in test_cache_hosts.WHOLE.items()}
+    compared = parameters(test_cache_hosts.test_host, "name")
+    for name, make in (HOSTS | test_cache_hosts.MORE).items():
         attention = "yes" if name in HOSTS else ""
         calls = whole.get(name, "yes" if name in compared else "")
         if name == "InstructPix2Pix":  # three passes
@@ -43,15 +43,15 @@ def hosts(tokenizer: Any) -> str:
 
 def features() -> str:
     """The table of what may be switched on beside a recipe."""
-    lines = ["| feature | attention | calls not made |", "|---|---|---|"]
+    lines = ["| feature | attention | step caching |", "|---|---|---|"]
     placed = [
         *parameters(test_placement.test_group_offloading_and_layerwise_casting, "offload"),
         *parameters(test_placement.test_accelerates_offloading_hooks, "kind"),
     ]
-    compared = parameters(test_reuse_hosts.test_feature, "name")
+    compared = parameters(test_cache_hosts.test_feature, "name")
     for name in FEATURES:
         lines.append(f"| {name} | yes | {'yes' if name in compared else ''} |")
-    for name in test_reuse_hosts.OFFLOADS:
+    for name in test_cache_hosts.OFFLOADS:
         title = name if "casting" in name else f"{name} offloading"
         lines.append(f"| {title} | {'yes' if name.split()[-1] in placed else ''} | yes |")
     return "\n".join(lines)
@@ -66,7 +66,7 @@ def quantised() -> str:
         else ""
     )
     calls = "yes" if {"step-caching", "guidance", "both", "both and attention"} <= set(recipes) else ""
-    lines = ["| quantised by | attention | calls not made | trained weights |", "|---|---|---|---|"]
+    lines = ["| quantised by | attention | step caching | trained weights |", "|---|---|---|---|"]
     lines += [f"| {name} | {attention} | {calls} | {trained} |" for name in PACKAGES]
     return "\n".join(lines)
 

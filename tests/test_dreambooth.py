@@ -96,7 +96,7 @@ def test_calls_that_leave_something_out_are_refused(settings, name):
     with pytest.raises(
         ValueError, match=rf"{name}=.*each call in whole; leave {name} out here, and pass it to"
     ):
-        settings(**{name: {"reuse": {"every": 2}}})
+        settings(**{name: {"interval": 2}})
 
 
 def test_a_run_trains_saves_and_says_how_to_apply(settings, model):

@@ -12,14 +12,14 @@ import pytest
 from agentsd_eval.pages.strip import strip_of
 from agentsd_eval.pictures.choice import ATTENTION, LABELS, defaults_of, python_of, recipe_from
 
+from agentsd.cache.plan import tell
 from agentsd.patch import handle_of
 from agentsd.recipe import AGENTSD, MODES
-from agentsd.reuse.plan import tell
 
 CHANGES: dict[str, Any] = {"ratio": 0.55, "k": 0.0, "scale": -0.3, "early_frac": 0.9} | {
-    "every": 3,
-    "late_every": 4,
-    "order": 0,
+    "interval": 3,
+    "late_interval": 4,
+    "extrapolation_order": 0,
 }
 
 
@@ -38,20 +38,20 @@ def test_the_line_of_python_is_the_recipe(pipe: Any, mode: str) -> None:
 
 
 def test_what_a_recipe_has_not_is_left_out() -> None:
-    line = python_of("step-caching", CHANGES | {"order": 1})
-    assert line.endswith("recipe=Recipe(steps=ReuseSteps(every=3, first=4, late_every=4)))\n")
-    assert python_of("paper", {"every": 3}).endswith('apply_agentsd(pipe, mode="paper")\n')
+    line = python_of("step-caching", CHANGES | {"extrapolation_order": 1})
+    assert line.endswith("recipe=Recipe(steps=StepCache(interval=3, warmup_steps=4, late_interval=4)))\n")
+    assert python_of("paper", {"interval": 3}).endswith('apply_agentsd(pipe, mode="paper")\n')
 
 
 def test_the_default_offers_the_settings_of_its_attention_and_of_its_steps() -> None:
     own = defaults_of("agentsd")
     assert set(own) == set(LABELS)
     assert own == defaults_of("step-caching") | {name: own[name] for name in ATTENTION}
-    line = python_of("agentsd", {"ratio": 0.5, "every": 3})
+    line = python_of("agentsd", {"ratio": 0.5, "interval": 3})
     assert 'MODES["agentsd"].with_settings(ratio=0.5)' in line
-    assert "ReuseSteps(every=3, first=4, late_every=3)" in line
-    assert recipe_from("agentsd", {"ratio": 0.5, "every": 3}) == replace(
-        AGENTSD.with_settings(ratio=0.5), steps=replace(AGENTSD.steps, every=3)
+    assert "StepCache(interval=3, warmup_steps=4, late_interval=3)" in line
+    assert recipe_from("agentsd", {"ratio": 0.5, "interval": 3}) == replace(
+        AGENTSD.with_settings(ratio=0.5), steps=replace(AGENTSD.steps, interval=3)
     )
 
 
@@ -59,17 +59,17 @@ def test_the_default_offers_the_settings_of_its_attention_and_of_its_steps() -> 
 def test_a_bad_setting_is_named(name: str, value: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=f"{name}={value}"):
         recipe_from("agentsd", {name: value})
-    with pytest.raises(ValueError, match="order=2: pass 0"):
-        recipe_from("step-caching", {"order": 2})
+    with pytest.raises(ValueError, match="extrapolation_order=2: pass 0"):
+        recipe_from("step-caching", {"extrapolation_order": 2})
 
 
 def test_the_strip_has_a_box_for_each_call_in_order() -> None:
     html = strip_of(tell("FfHh"))
     assert re.findall(r'title="call (\d): ([^"]+)"', html) == [
-        ("1", "full"),
-        ("2", "cheap"),
-        ("3", "full, conditional pass alone"),
-        ("4", "cheap, conditional pass alone"),
+        ("1", "computed"),
+        ("2", "cached"),
+        ("3", "computed, conditional-only"),
+        ("4", "cached, conditional-only"),
     ]
     assert html.count("</span>") == 4
     assert strip_of(tell("FFF")).count("</span>") == 1

@@ -11,7 +11,7 @@ from agentsd_eval.settings import CheckSettings
 from agentsd_eval.studies.check import completed, verdict
 from typer.testing import CliRunner
 
-from agentsd import Recipe, ReuseSteps
+from agentsd import Recipe, StepCache
 
 RUN = ("--images", 2, "--steps", 8, "--reference-steps", 10, "--method", "step-caching", "--bootstrap", 2)
 
@@ -25,7 +25,9 @@ def invoke(*arguments: object, code: int = 0) -> str:
 def test_one_command_leaves_a_page_and_results_to_send(
     model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine = Recipe(steps=ReuseSteps(order=0, at=(999, 500, 300))).save(tmp_path / "mine.yaml")
+    mine = Recipe(steps=StepCache(extrapolation_order=0, computed_timesteps=(999, 500, 300))).save(
+        tmp_path / "mine.yaml"
+    )
     out = tmp_path / "private" / "run"
     arguments = ("--model", model_folder, "--calibrated", mine, *RUN, "--out", out)
     printed = invoke(*arguments)
@@ -68,7 +70,7 @@ def test_what_gains_over_fewer_steps_is_said() -> None:
         {"method": name, "label": name, "images": 32, "gain_seconds": low + 0.1, "gain_seconds_low": low}
         for name, low in (("step-caching", 1.05), ("paper", 0.8))
     ]
-    assert verdict(rows).endswith("beyond the error: reuse.")
+    assert verdict(rows).endswith("beyond the error: step-caching.")
     assert verdict(rows[1:]).endswith("take fewer steps.")
     assert verdict([{"method": "baseline", "images": 32}]).startswith("No row's gain is known")
 
@@ -89,7 +91,7 @@ def test_a_wrong_file_is_one_message_before_any_picture(
 
 
 def test_a_file_is_not_called_as_a_method_is(tmp_path: Path) -> None:
-    Recipe(steps=ReuseSteps()).save(tmp_path / "reuse.yaml")
+    Recipe(steps=StepCache()).save(tmp_path / "step-caching.yaml")
     assert "'step-caching' is the name of another row: rename the file" in invoke(
-        "--calibrated", tmp_path / "reuse.yaml", code=2
+        "--calibrated", tmp_path / "step-caching.yaml", code=2
     )

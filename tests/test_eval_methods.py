@@ -23,7 +23,7 @@ from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from pydantic import ValidationError
 from tiny import BETAS, fingerprint, make_sdxl_unet, make_unet
 
-from agentsd import Downsample, Phases, PooledAgents, Recipe, ReuseSteps, apply_agentsd
+from agentsd import Downsample, Phases, PooledAgents, Recipe, StepCache, apply_agentsd
 from agentsd.modules import AgentModule, FocusedLinear
 from agentsd.recipe import AGENTSD, MODES, PAPER
 
@@ -203,7 +203,7 @@ def test_rows_of_fewer_steps() -> None:
 
 
 def test_what_saves_whole_calls_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MODES, "calls", Recipe(steps=ReuseSteps()))
+    monkeypatch.setitem(MODES, "calls", Recipe(steps=StepCache()))
     names = ("baseline", "paper", "tomesd", "limit", "calls", "deepcache-5", "paper+deepcache", "paper@20")
     within = [parse_method(name, 0.4, SETTINGS).within_a_call for name in names]
     assert within == [True] * 4 + [False] * 4

@@ -13,12 +13,12 @@ from callers import RUN, Caller, Guided, inputs
 from pipelines import ip_adapter_weights
 from tiny import BETAS, WIDTH, make_unet
 
-from agentsd import Downsample, Recipe, ReuseGuidance, ReuseSteps, apply_agentsd, remove_agentsd
+from agentsd import Downsample, GuidanceCache, Recipe, StepCache, apply_agentsd, remove_agentsd
+from agentsd.cache.conditional import conditional_arguments
 from agentsd.recipe import STEP_CACHING
-from agentsd.reuse.halves import conditional_arguments
 
-STEPS = Recipe(steps=ReuseSteps(2))
-BOTH = Recipe(steps=ReuseSteps(2), guidance=ReuseGuidance())
+STEPS = Recipe(steps=StepCache(2))
+BOTH = Recipe(steps=StepCache(2), guidance=GuidanceCache())
 
 
 def loop(unet, scheduler, timesteps, text=None, hook=lambda i, text: text):
@@ -205,7 +205,7 @@ def test_masks_of_image_prompts_are_not_halved(masks):
         "added_cond_kwargs": {"image_embeds": [torch.randn(2, masks, WIDTH, generator=torch.manual_seed(1))]},
         "cross_attention_kwargs": {"ip_adapter_masks": [torch.rand(1, masks, 16, 16)]},
     }
-    handle = apply_agentsd(unet, recipe=Recipe(guidance=ReuseGuidance()))
+    handle = apply_agentsd(unet, recipe=Recipe(guidance=GuidanceCache()))
     for i in range(4):
         out, expected = caller(unet, i, **more), caller(twin, i, **more)
         torch.testing.assert_close(out.chunk(2)[1], expected.chunk(2)[1], rtol=0, atol=1e-5)
@@ -223,7 +223,7 @@ def test_masks_in_one_tensor_are_not_halved():
 
 def test_a_call_with_an_unknown_argument_stays_whole():
     unet, caller = make_unet(), Guided()
-    handle = apply_agentsd(unet, recipe=Recipe(guidance=ReuseGuidance()))
+    handle = apply_agentsd(unet, recipe=Recipe(guidance=GuidanceCache()))
     seen = []
     for module in unet.modules():
         if hasattr(module, "processor"):
@@ -263,7 +263,7 @@ def test_another_cache_keeps_the_run_whole(make_pipeline, sample, other, first):
             handle = apply_agentsd(pipe, recipe=BOTH)
         if host is twin:
             expected = host("a cat", generator=torch.manual_seed(0), output_type="latent", **RUN).images
-    with pytest.warns(UserWarning, match="which leaves layers out itself: switch one of the two off"):
+    with pytest.warns(UserWarning, match="which skips layers itself: switch one of the two off"):
         made = pipe("a cat", generator=torch.manual_seed(0), output_type="latent", **RUN).images
     assert torch.equal(made, expected)
     off()

@@ -5,23 +5,27 @@ import random
 
 import pytest
 
-from agentsd import ReuseGuidance, ReuseSteps
+from agentsd import GuidanceCache, StepCache
+from agentsd.cache.plan import plan_run
 from agentsd.calibration.program import best_plans
-from agentsd.reuse.plan import plan_run
 
 PRICES = {"F": 10, "f": 2, "H": 5, "h": 1}
 LEVELS = (999, 900, 850, 700, 400, 150, 20)
 
 
-def realized(full, whole, order):
-    """What a run with these full steps, and of them these whole ones, computes."""
+def realized(full, guided, order):
+    """What a run with these computed steps, and of them these guided ones, computes."""
     at_full = tuple(level for level, is_full in zip(LEVELS, full, strict=True) if is_full)
-    at_whole = tuple(level for level, is_whole in zip(LEVELS, whole, strict=True) if is_whole)
-    plan = plan_run(ReuseSteps(order=order, at=at_full), ReuseGuidance(at=at_whole), LEVELS)
+    at_whole = tuple(level for level, is_whole in zip(LEVELS, guided, strict=True) if is_whole)
+    plan = plan_run(
+        StepCache(extrapolation_order=order, computed_timesteps=at_full),
+        GuidanceCache(computed_timesteps=at_whole),
+        LEVELS,
+    )
     return "".join(kind.symbol for kind in plan.values())
 
 
-def every_plan(order, halves, max_age, max_kept):
+def every_plan(order, conditional, max_age, max_kept):
     """The symbols of all plans within the limits, one by one."""
     count, found = len(LEVELS), {}
     for full in itertools.product((True, False), repeat=count - 1):
@@ -29,7 +33,7 @@ def every_plan(order, halves, max_age, max_kept):
         places = [i for i in range(count) if full[i]]
         for picked in itertools.product((True, False), repeat=len(places) - 1):
             chosen = dict(zip(places, (True, *picked), strict=True))
-            if all(picked) or halves:
+            if all(picked) or conditional:
                 symbols = realized(full, [chosen.get(i, False) for i in range(count)], order)
                 found[symbols] = None
     return [symbols for symbols in found if within(symbols, max_age, max_kept)]
@@ -47,33 +51,33 @@ def within(symbols, max_age, max_kept):
     return True
 
 
-def price_of(i, symbol, fulls, _=0):
-    """One more for each cheap call that a full one is told of."""
-    return PRICES[symbol] + (i - fulls[-1] - 1 if symbol == "F" and fulls else 0)
+def price_of(i, symbol, computed, _=0):
+    """One more for each cached step that a computed one is told of."""
+    return PRICES[symbol] + (i - computed[-1] - 1 if symbol == "F" and computed else 0)
 
 
 def figures_of(symbols, order, lost):
     """Cost and error, by looking back from each step."""
     cost, error = 0, 0.0
     for i, symbol in enumerate(symbols):
-        fulls = tuple(j for j in range(i) if symbols[j] in "FH")[-1 - order :]
-        whole = max((j for j in range(i) if symbols[j] in "Ff"), default=-1)
-        cost += price_of(i, symbol, fulls)
-        error += lost(i, symbol, fulls, whole)
+        computed = tuple(j for j in range(i) if symbols[j] in "FH")[-1 - order :]
+        guided = max((j for j in range(i) if symbols[j] in "Ff"), default=-1)
+        cost += price_of(i, symbol, computed)
+        error += lost(i, symbol, computed, guided)
     return cost, error
 
 
 @pytest.mark.parametrize("order", [0, 1])
-@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("conditional", [False, True])
 @pytest.mark.parametrize(("max_age", "max_kept"), [(3, 4), (1, 2), (9, 9)])
-def test_no_plan_of_all_is_better_at_any_cost(order, halves, max_age, max_kept):
+def test_no_plan_of_all_is_better_at_any_cost(order, conditional, max_age, max_kept):
     for seed in range(5):
         table = {}
 
         def lost(*key, table=table, rng=random.Random(seed)):  # noqa: B008  (a new one in each round)
             return table.setdefault(key, 0.0 if key[1] == "F" else rng.random())
 
-        limits = {"order": order, "halves": halves, "max_age": max_age, "max_kept": max_kept}
+        limits = {"order": order, "conditional": conditional, "max_age": max_age, "max_kept": max_kept}
         found = best_plans(
             len(LEVELS),
             price_of,
@@ -81,7 +85,9 @@ def test_no_plan_of_all_is_better_at_any_cost(order, halves, max_age, max_kept):
             phases={0: 1},
             **limits,
         )
-        every = [figures_of(symbols, order, lost) for symbols in every_plan(order, halves, max_age, max_kept)]
+        every = [
+            figures_of(symbols, order, lost) for symbols in every_plan(order, conditional, max_age, max_kept)
+        ]
         assert [plan.cost for plan in found] == sorted({plan.cost for plan in found}, reverse=True)
         for plan in found:
             assert figures_of(plan.symbols, order, lost) == pytest.approx((plan.cost, plan.error))
@@ -94,11 +100,11 @@ def test_no_plan_of_all_is_better_at_any_cost(order, halves, max_age, max_kept):
 def test_the_dearest_step_is_left_out_first():
     found = best_plans(
         4,
-        lambda i, symbol, fulls, _: PRICES[symbol] * (3 if i == 2 else 1),
-        lambda i, symbol, fulls, whole, _: 1.0 * (symbol != "F"),
+        lambda i, symbol, computed, _: PRICES[symbol] * (3 if i == 2 else 1),
+        lambda i, symbol, computed, guided, _: 1.0 * (symbol != "F"),
         phases={0: 1},
         order=0,
-        halves=False,
+        conditional=False,
         max_age=4,
         max_kept=8,
     )
@@ -108,7 +114,7 @@ def test_the_dearest_step_is_left_out_first():
 
 @pytest.mark.parametrize(("phases", "order"), [({0: 3, 3: 2}, 1), ({0: 2}, 0), ({0: 1, 4: 3}, 0)])
 def test_no_plan_with_any_choice_of_each_phase_is_better(phases, order):
-    """A choice saves more of a full call than of a cheap one, and loses in every step of its phase."""
+    """A choice saves more of a computed step than of a cached one, and loses in every step of its phase."""
     for seed in range(3):
         rng, table = random.Random(seed), {}
         starts = sorted(phases)
@@ -117,16 +123,16 @@ def test_no_plan_with_any_choice_of_each_phase_is_better(phases, order):
                  for start in starts for c in range(phases[start])}  # fmt: skip
         added = {(i, c): 0.0 if c == 0 else 0.3 * rng.random() for i in range(len(LEVELS)) for c in range(3)}
 
-        def price(i, symbol, fulls, choice, saved=saved, phase_of=phase_of):
+        def price(i, symbol, computed, choice, saved=saved, phase_of=phase_of):
             return PRICES[symbol] - saved[phase_of[i], choice][symbol in "fh"]
 
         def lost(*key, table=table, rng=rng):
             return table.setdefault(key, 0.0 if key[1] == "F" else rng.random())
 
-        def lost_with(i, symbol, fulls, whole, choice, lost=lost, added=added):
-            return lost(i, symbol, fulls, whole) + added[i, choice]
+        def lost_with(i, symbol, computed, guided, choice, lost=lost, added=added):
+            return lost(i, symbol, computed, guided) + added[i, choice]
 
-        limits = {"order": order, "halves": False, "max_age": 3, "max_kept": 4}
+        limits = {"order": order, "conditional": False, "max_age": 3, "max_kept": 4}
         found = best_plans(len(LEVELS), price, lost_with, phases=phases, **limits)
         every = {}
         for symbols in every_plan(order, False, 3, 4):

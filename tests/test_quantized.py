@@ -9,26 +9,26 @@ import logging
 import diffusers
 import pytest
 import torch
+from cache_twin import Twin
 from calibrating import distance, work
 from quantized import BLOCK, PACKAGES, STAND_IN, dequantized, wide_unet
 from recipes import AGENTS_THEN_KEYS, MERGED_FEED_FORWARD, TODO
-from reuse_twin import Twin
 from tiny import call, snapshot, watch_phases
 
-from agentsd import Merge, Recipe, ReuseGuidance, ReuseSteps, apply_agentsd, calibrate, remove_agentsd
+from agentsd import GuidanceCache, Merge, Recipe, StepCache, apply_agentsd, calibrate, remove_agentsd
 from agentsd.calibration.cost import macs
 from agentsd.hosts.models import weights_digest
 from agentsd.modules import AgentModule, FocusedLinear
 from agentsd.recipe import PAPER, STEP_CACHING
 
-BOTH = {"steps": ReuseSteps(2, order=0), "guidance": ReuseGuidance()}
+BOTH = {"steps": StepCache(2, extrapolation_order=0), "guidance": GuidanceCache()}
 RECIPES = {
     "paper": PAPER,
     "agents, then keys": AGENTS_THEN_KEYS,
     "merged feed-forward": MERGED_FEED_FORWARD,
     "downsampled keys": TODO,
     "step-caching": STEP_CACHING,
-    "guidance": Recipe(guidance=ReuseGuidance()),
+    "guidance": Recipe(guidance=GuidanceCache()),
     "both": Recipe(**BOTH),
     "both and attention": Recipe(AGENTS_THEN_KEYS.attention, **BOTH),
     "an untrained module": Recipe(AgentModule()),
@@ -148,7 +148,7 @@ def test_quantised_before_or_after_the_patch(quantize, host, make_pipeline, reci
 
 def test_what_leaves_nothing_out_changes_no_bit(host):
     baseline = run(host)
-    nothing = Recipe(Merge(0.0), steps=ReuseSteps(1), guidance=ReuseGuidance(1))
+    nothing = Recipe(Merge(0.0), steps=StepCache(1), guidance=GuidanceCache(1))
     apply_agentsd(host, recipe=nothing)
     assert torch.equal(run(host), baseline)
 

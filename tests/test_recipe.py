@@ -18,12 +18,12 @@ from agentsd import (
     Agents,
     ByDistance,
     Downsample,
+    GuidanceCache,
     Merge,
     Phases,
     PooledAgents,
     Recipe,
-    ReuseGuidance,
-    ReuseSteps,
+    StepCache,
     apply_agentsd,
 )
 from agentsd.modules import AgentModule, AttnZero, FocusedLinear
@@ -89,8 +89,8 @@ def test_what_runs_depends_on_the_mode():
         (Recipe, "levels", 1.0, TypeError, "pass a int"),
         (Recipe, "seed", -1, ValueError, r"2\*\*63"),
         (Recipe, "measured", 3, ValueError, "figures by name"),
-        (Recipe, "steps", 3, TypeError, r"pass ReuseSteps\(\) or None"),
-        (Recipe, "guidance", ReuseSteps(), TypeError, r"pass ReuseGuidance\(\) or None"),
+        (Recipe, "steps", 3, TypeError, r"pass StepCache\(\) or None"),
+        (Recipe, "guidance", StepCache(), TypeError, r"pass GuidanceCache\(\) or None"),
     ],
 )
 def test_bad_value_names_itself_and_the_way_out(kind, name, value, error, way_out):
@@ -171,9 +171,11 @@ def test_numpy_numbers_and_integers_are_numbers(tmp_path):
         Recipe(Phases(FocusedLinear(convolution=False), Agents(at_most=None))),
         Recipe(Phases(AgentModule(bias=False), None)),
         Recipe(layers={UP: MERGE_ALL, MID: AttnZero()}),
-        Recipe(steps=ReuseSteps(), guidance=ReuseGuidance()),
-        Recipe(steps=ReuseSteps(3, order=0, first=2, layers=2)),
-        Recipe(Merge(0.5), steps=ReuseSteps(at=(999, 500.5)), guidance=ReuseGuidance(start=0.25)),
+        Recipe(steps=StepCache(), guidance=GuidanceCache()),
+        Recipe(steps=StepCache(3, extrapolation_order=0, warmup_steps=2, layers=2)),
+        Recipe(
+            Merge(0.5), steps=StepCache(computed_timesteps=(999, 500.5)), guidance=GuidanceCache(start=0.25)
+        ),
     ],
 )
 def test_saved_and_loaded(tmp_path, recipe):
@@ -244,7 +246,7 @@ def test_ones_own_operator_is_read_and_written(tmp_path, monkeypatch):
             "version: 1\nratio: 0.3",
             "layers.yaml: 'ratio' is unknown; the settings are attention, guidance",
         ),
-        ("version: 1\nsteps: 3", "3: name it, as `reuse: {every: 2}`"),
+        ("version: 1\nsteps: 3", "steps: 3 is no mapping of its settings, such as {interval: 2}"),
         ("version: 1\nlayers: 3", "layers=3: write"),
         ("version: 1\nlayers: {}", "name a self-attention layer at least"),
         ("version: 1\nattention: {agents: {rato: 0.3}}", r"'rato' is unknown; the settings are agent_ratio"),

@@ -15,13 +15,13 @@ from agentsd import (
     Agents,
     ByDistance,
     Downsample,
+    GuidanceCache,
     Merge,
     Phases,
     PooledAgents,
     Recipe,
     ResidualSharing,
-    ReuseGuidance,
-    ReuseSteps,
+    StepCache,
     apply_agentsd,
     remove_agentsd,
 )
@@ -42,8 +42,8 @@ OPERATORS = {
     "phases": Phases(Agents(), Downsample()),
     "agents early alone": Phases(Agents(), None),
 }
-STEPS = {"every": 2, "first": 4}
-CACHED = {"steps": ReuseSteps(**STEPS)}
+STEPS = {"interval": 2, "warmup_steps": 4}
+CACHED = {"steps": StepCache(**STEPS)}
 SLOW = pytest.mark.slow
 
 
@@ -96,7 +96,7 @@ def test_an_operator_that_is_full_attention_gives_the_baseline():
     assert handle.summary().endswith("attention aaaasasasasa  (4 with a shared residual)")
 
 
-@pytest.mark.parametrize("steps", [None, ReuseSteps(**STEPS), ReuseSteps(**STEPS, order=0)])
+@pytest.mark.parametrize("steps", [None, StepCache(**STEPS), StepCache(**STEPS, extrapolation_order=0)])
 @pytest.mark.parametrize("order", [0, 1])
 def test_an_error_that_stays_the_same_goes(order, steps):
     caller = Caller(steps=12)
@@ -185,9 +185,9 @@ def denoised(recipe):
 
 CACHING = {
     "alone": {},
-    "steps": {"steps": ReuseSteps(**STEPS)},
-    "guidance": {"guidance": ReuseGuidance()},
-    "both": {"steps": ReuseSteps(**STEPS), "guidance": ReuseGuidance()},
+    "steps": {"steps": StepCache(**STEPS)},
+    "guidance": {"guidance": GuidanceCache()},
+    "both": {"steps": StepCache(**STEPS), "guidance": GuidanceCache()},
 }
 
 
@@ -264,8 +264,8 @@ def test_small_grids_keep_full_attention():
 
 @pytest.mark.parametrize("broken", ["step", "run", "text"])
 def test_nothing_is_left_of_a_run(broken):
-    unet, handle = patched(Agents(), ResidualSharing(), steps=ReuseSteps(**STEPS))
-    twin, _ = patched(Agents(), ResidualSharing(), steps=ReuseSteps(**STEPS))
+    unet, handle = patched(Agents(), ResidualSharing(), steps=StepCache(**STEPS))
+    twin, _ = patched(Agents(), ResidualSharing(), steps=StepCache(**STEPS))
     before, caller, other = snapshot(unet), Caller(steps=12), Caller(steps=12, seed=3)
     expected = outputs(twin, other)
     for i in range(7):
@@ -278,7 +278,7 @@ def test_nothing_is_left_of_a_run(broken):
     elif broken == "text":
         caller(unet, 7)
     assert same(outputs(unet, other), expected)
-    assert not handle._calls.reuse._kept.streams
+    assert not handle._calls.cache._kept.streams
     assert snapshot(unet) == before
     tensors = sum(type(x) is torch.Tensor for x in gc.get_objects())
     outputs(unet, other)
@@ -342,7 +342,7 @@ def test_a_copy_and_a_file(tmp_path, make_pipeline, sample):
         (lambda: ResidualSharing(warmup_steps=0), "warmup_steps=0: pass 1 or more"),
         (lambda: ResidualSharing(extrapolation_order=2), "extrapolation_order=2: pass 0"),
         (lambda: ResidualSharing(least_tokens=-1), "least_tokens=-1: pass 0"),
-        (lambda: Recipe(residual=ResidualSharing(), steps=ReuseSteps()), "it is of attention's operators"),
+        (lambda: Recipe(residual=ResidualSharing(), steps=StepCache()), "it is of attention's operators"),
         (lambda: Recipe(Agents(feed_forward=True), residual=ResidualSharing()), "nothing of feed_forward"),
     ],
 )
@@ -358,7 +358,7 @@ def test_what_is_trained_shares_nothing():
 
 
 def test_no_word_where_there_is_nothing_to_say():
-    unet, _ = patched(Phases(Agents(), Downsample()), ResidualSharing(), steps=ReuseSteps(**STEPS))
+    unet, _ = patched(Phases(Agents(), Downsample()), ResidualSharing(), steps=StepCache(**STEPS))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         outputs(unet, Caller(steps=12))

@@ -10,24 +10,24 @@ import torch
 from sampling import SAMPLERS, Denoiser, errors
 from tiny import BETAS
 
-from agentsd import Recipe, ReuseSteps, apply_agentsd
+from agentsd import Recipe, StepCache, apply_agentsd
 from agentsd.hosts.schedulers import Sampler, find_scheduler
 
-REUSE = {"every": 2, "first": 4}  # the last of 20 steps is computed, and corrects those before
+CACHE = {"interval": 2, "warmup_steps": 4}  # the last of 20 steps is computed, and corrects those before
 CASES = [(name, kind) for name, sampling in SAMPLERS.items() for kind in sampling.predictions]
 RATIOS = {}
 """By sampler and prediction: the loss of corrected runs, over that of others."""
 
 
 def recipe(**more):
-    return Recipe(steps=ReuseSteps(**REUSE | more))
+    return Recipe(steps=StepCache(**CACHE | more))
 
 
 @pytest.mark.filterwarnings("ignore:agentsd:UserWarning")
 @pytest.mark.parametrize(("name", "prediction"), CASES)
 def test_cached_steps(name, prediction):
     sampling = SAMPLERS[name]
-    recipes = [recipe(), recipe(corrected=False), recipe(corrected=False, order=0)]
+    recipes = [recipe(), recipe(correct=False), recipe(correct=False, extrapolation_order=0)]
     (corrected, plain, kept), (summary, *_) = errors(sampling, prediction, recipes)
     if sampling.says.startswith("off"):
         assert corrected == 0

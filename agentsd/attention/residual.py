@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ..checks import check, check_types
 
@@ -37,8 +36,6 @@ class ResidualSharing:
         TypeError, ValueError: a setting has a wrong type or value.
     """
 
-    name: ClassVar[str] = "shared"
-
     interval: int = 2
     warmup_steps: int = 4
     extrapolation_order: int = 1
@@ -61,16 +58,16 @@ class ResidualSharing:
             "least_tokens", self.least_tokens, self.least_tokens >= 0, "pass 0 (share on every grid) or more"
         )
 
-    def plan(self, computed: Sequence[bool], whole: Sequence[bool]) -> list[str]:
+    def plan(self, computed: Sequence[bool], guided: Sequence[bool]) -> list[str]:
         """What attention computes in each step of a run.
 
         Args:
             computed: whether each step computes all layers; in the others the last ones share.
-            whole: whether it computes both passes of guidance, where there is guidance.
+            guided: whether it computes both passes of guidance, where there is guidance.
         """
         warm = [i for i, all_layers in enumerate(computed) if all_layers][: self.warmup_steps]
         ends, gap = [], 0  # the steps of full attention that can leave a residual
-        for i, both in enumerate(zip(computed, whole, strict=True)):
+        for i, both in enumerate(zip(computed, guided, strict=True)):
             if all(both):
                 gap = 0 if i in warm else (gap + 1) % self.interval
                 ends += [i] if gap == 0 else []

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..attention import Agents, Downsample, Merge, Operator
+from ..cache.conditional import sample_of
 from ..hosts.models import Site
 from ..patch import apply_agentsd
 from ..recipe import Recipe
-from ..reuse.halves import sample_of
 from ..schedule import Phases, Schedule
 from .cost import Cost, cost_of
 from .losses import Losses, mean_square
@@ -29,7 +29,7 @@ OPERATORS: tuple[Operator, ...] = (
 
 
 GRAIN = 1e-3
-"""Share of a full call's cost that an operator saves at least, else it is left out."""
+"""Share of a computed step's cost that an operator saves at least, else it is not tried."""
 
 
 class Effect(NamedTuple):
@@ -37,7 +37,7 @@ class Effect(NamedTuple):
 
     Attributes:
         loss: mean square of the change of a call's guided output.
-        saved: share of a full call's cost.
+        saved: share of a computed step's cost.
     """
 
     loss: float
@@ -50,13 +50,14 @@ class Choice:
 
     Attributes:
         loss: mean square of the change of a call's guided output, as if the layers' losses added up.
-        full, cheap: shares of a full call's cost that it saves in a full call, and in a cheap one.
+        computed, cached: shares of a computed step's cost that it saves in a computed step, and in a cached
+            one.
         does: operators by layer.
     """
 
     loss: float = 0.0
-    full: float = 0.0
-    cheap: float = 0.0
+    computed: float = 0.0
+    cached: float = 0.0
     does: Mapping[str, Operator] = field(default_factory=dict)
 
 
@@ -91,7 +92,7 @@ def _metered(unet: Any, sites: Sequence[Site], call: Call, cost: Cost) -> tuple[
 
 
 def choices_of(
-    effects: Mapping[str, Mapping[Operator, Effect]], cheap: Callable[[str], bool], most: int
+    effects: Mapping[str, Mapping[Operator, Effect]], cached: Callable[[str], bool], most: int
 ) -> list[Choice]:
     """For some prices of a loss, what the layers run together; baseline first, then the more saved.
 
@@ -100,7 +101,7 @@ def choices_of(
 
     Args:
         effects: of operators by layer.
-        cheap: whether a cheap call computes a layer.
+        cached: whether a cached step computes a layer.
         most: how many choices, at most.
     """
     edges = sorted(
@@ -114,7 +115,7 @@ def choices_of(
             Choice(
                 sum(effect.loss for _, effect in taken.values()),
                 sum(effect.saved for _, effect in taken.values()),
-                sum(effect.saved for name, (_, effect) in taken.items() if cheap(name)),
+                sum(effect.saved for name, (_, effect) in taken.items() if cached(name)),
                 {name: operator for name, (operator, _) in taken.items()},
             )
         )
@@ -138,8 +139,8 @@ def _edges(name: str, tried: Mapping[Operator, Effect]) -> Iterator[tuple[float,
 
 def _spread(choices: Sequence[Choice], most: int) -> list[Choice]:
     """So many of them at most, evenly by what they save, the first and the last among them."""
-    wanted = [choices[-1].full * i / (most - 1) for i in range(most)]
-    near = {min(range(len(choices)), key=lambda i: abs(choices[i].full - full)) for full in wanted}
+    wanted = [choices[-1].computed * i / (most - 1) for i in range(most)]
+    near = {min(range(len(choices)), key=lambda i: abs(choices[i].computed - full)) for full in wanted}
     return [choices[i] for i in sorted(near)]
 
 

@@ -22,11 +22,11 @@ def chosen_levels(measured: Measured, order: int) -> dict[int, list[float]]:
     """
     plans = best_plans(
         len(measured.levels),
-        lambda step, symbol, fulls, _: int(symbol == "F"),
-        lambda step, symbol, fulls, whole, _: 0.0 if symbol == "F" else measured.skipped(step, fulls),
+        lambda step, symbol, computed, _: int(symbol == "F"),
+        lambda step, symbol, computed, guided, _: 0.0 if symbol == "F" else measured.skipped(step, computed),
         phases={0: 1},
         order=order,
-        halves=False,
+        conditional=False,
         max_age=MAX_AGE,
         max_kept=MAX_KEPT,
     )

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..attention import Operator
+from ..cache import StepCache
+from ..cache.suited import why_uncached
 from ..checks import check, check_share
 from ..hosts.models import EVERY_LEVEL, find_model, find_sites
 from ..hosts.schedulers import Sampler
 from ..patch import apply_agentsd
 from ..recipe import Recipe
-from ..reuse import ReuseSteps
-from ..reuse.suited import why_whole
 
 _OWN = ("timesteps", "sigmas", "generator", "output_type", "prompt")
 
@@ -75,8 +75,8 @@ def free_unet(pipe: Any, operators: Sequence[Operator], num_inference_steps: int
     if operators:
         layers = {site.name: operators[0] for site in find_sites(unet, EVERY_LEVEL, at_most=True)}
     apply_agentsd(
-        unet, recipe=Recipe(layers=layers, steps=ReuseSteps())
+        unet, recipe=Recipe(layers=layers, steps=StepCache())
     ).remove()  # raises what it would later
-    if reason := why_whole(unet, num_inference_steps, Sampler(pipe.scheduler, ())):
-        raise ValueError(f"nothing can be left out of these runs: {reason}")
+    if reason := why_uncached(unet, num_inference_steps, Sampler(pipe.scheduler, ())):
+        raise ValueError(f"nothing can be skipped in these runs: {reason}")
     return unet

@@ -1,4 +1,4 @@
-"""What the calls of a run lose and cost by what they leave out: measured on baseline runs of every prompt."""
+"""What the steps of a run lose and cost by what they skip: measured on baseline runs of every prompt."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from typing import Any
 import torch
 
 from ..attention import Operator
+from ..cache.conditional import conditional_half, is_guided
+from ..cache.skipped import SkippedLayers
+from ..cache.suited import FEWEST
 from ..hosts.models import EVERY_LEVEL, Site, find_sites
 from ..hosts.schedulers import Sampler
 from ..patch import apply_agentsd
 from ..recipe import Recipe
-from ..reuse.halves import conditional_half, is_guided
-from ..reuse.left_out import LeftOut
-from ..reuse.suited import FEWEST
 from .attention import Choice, Effect, choices_of, cost_of_layers, try_operator
 from .cost import Cost, cost_of
 from .journal import Journal
 from .losses import Losses, mean_square
-from .recording import Call, cheap_call, record
+from .recording import Call, cached_step, record
 from .runs import Runs
 
 MAX_AGE = 4
-"""Steps from a cheap call back to the last full one, at most."""
+"""Steps from a cached step back to the last computed one, at most."""
 MAX_KEPT = 8
-"""Steps from a half call back to the last whole one, at most."""
+"""Steps from a conditional-only step back to the last guided one, at most."""
 PROBES = 5
 """Steps whose weight is measured."""
 RECORDED = 2
 """Prompts whose runs' calls are recorded, at most."""
 SMALL = 0.01
-"""Share of a full call's cost below which a layer stays baseline."""
+"""Share of a computed step's cost below which a layer stays baseline."""
 CHOICES = 4
 """What the layers of a phase may run together, at most."""
 UNITS = 100
-"""That a full call of both passes costs."""
+"""That a computed step of both passes costs."""
 
 
 class Measured:
@@ -60,7 +60,7 @@ class Measured:
         levels: the run's noise levels.
         early: whether each step is early.
         guided: whether there are two passes.
-        corrects: whether cheap calls can be corrected under the run's sampler.
+        corrects: whether cached steps can be corrected under the run's sampler.
         choices: what the layers may run in each phase; the early one is under True.
     """
 
@@ -81,7 +81,7 @@ class Measured:
         self._get, self._cost, self._early_frac = journal.get, cost, early_frac
         self._operators = operators
         self._sites = find_sites(unet, EVERY_LEVEL, at_most=True) if operators else []
-        self._left_out = LeftOut(unet, 1)
+        self._skipped = SkippedLayers(unet, 1)
         self._recorded: tuple[int, list[Call]] = -1, []
         self.levels: list[float] = []
         self.early: list[bool] = []
@@ -91,12 +91,12 @@ class Measured:
         self._journal, self._scale = journal, guidance_scale
 
     def __enter__(self) -> Measured:
-        self._tap = self._left_out.hook()
+        self._tap = self._skipped.hook()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._tap.remove()
-        self._left_out.end()
+        self._skipped.end()
 
     def begin(self) -> None:
         """Run baseline once, and measure what calls cost."""
@@ -136,7 +136,7 @@ class Measured:
 
             def run() -> Any:
                 found, latents = record(
-                    self._pipe, self._unet, self._left_out, self._early_frac, lambda: self._runs.run(number)
+                    self._pipe, self._unet, self._skipped, self._early_frac, lambda: self._runs.run(number)
                 )
                 calls.extend(found)
                 return latents
@@ -161,20 +161,20 @@ class Measured:
         self.choices = {phase: self._choices(tried, phase) for phase in set(self.early)}
 
     def _losses_of(self, number: int, place: int) -> list[list[Any]]:
-        return self._losses.measure(self._calls(number), place, self._unet, self._left_out)
+        return self._losses.measure(self._calls(number), place, self._unet, self._skipped)
 
     def _measure_prices(self) -> dict[str, float]:
-        """What each kind of call costs; and a full one with an operator in every layer, by its number."""
+        """What each kind of call costs; and a computed one with an operator in every layer, by its number."""
         call = self._calls(0)[-1]
         batch = call.given["sample"].shape[0]
         halved = {name: conditional_half(value, batch) for name, value in call.given.items()}
         does: dict[str, Callable[[], Any]] = {
             "F": lambda: self._unet(**call.given),
-            "f": lambda: cheap_call(self._unet, self._left_out, call.given, call.hidden),
+            "f": lambda: cached_step(self._unet, self._skipped, call.given, call.hidden),
         }
         if self.guided:
             does["H"] = lambda: self._unet(**halved)
-            does["h"] = lambda: cheap_call(self._unet, self._left_out, halved, call.hidden.chunk(2)[1])
+            does["h"] = lambda: cached_step(self._unet, self._skipped, halved, call.hidden.chunk(2)[1])
         for number, operator in enumerate(self._operators):
             does[str(number)] = partial(self._all_run, operator, call)
         with torch.no_grad():
@@ -193,7 +193,7 @@ class Measured:
 
         Not a formula of the noise levels: how far an error at a step carries depends on the sampler and on
         what the model makes of it afterwards. So the first run is made again with one call's output changed
-        as a cheap call changes it, at a few steps; between these the weight's logarithm is a line.
+        as a cached step changes it, at a few steps; between these the weight's logarithm is a line.
         """
         last = self._steps[-1]
         weights = {}
@@ -205,7 +205,7 @@ class Measured:
     def _weight(self, step: int) -> float:
         calls, place = self._calls(0), self._steps.index(step)
         full = next(call for call in reversed(calls) if call.step == step - 1)
-        change = self._losses.change(calls[place], [full], self._unet, self._left_out)
+        change = self._losses.change(calls[place], [full], self._unet, self._skipped)
         lost = mean_square(self._losses.guided(change))
         return self._runs.moved_by(calls, place, change) / lost if lost else 0.0
 
@@ -246,64 +246,68 @@ class Measured:
                 operator: Effect(*map(mean, zip(*(of[operator] for of in seen), strict=True)))
                 for operator in common
             }
-        deep = {site.name for site in self._sites if self._left_out.holds(site.block)}
+        deep = {site.name for site in self._sites if self._skipped.holds(site.block)}
         return choices_of(effects, lambda name: name not in deep, CHOICES)
 
-    def cost(self, step: int, symbol: str, fulls: tuple[int, ...], choice: Choice) -> int:
+    def cost(self, step: int, symbol: str, computed: tuple[int, ...], choice: Choice) -> int:
         """Of a step, in units, rounded up."""
         full = symbol in "FH"
         of_both = self._prices["F" if full else "f"]
-        saved = (choice.full if full else choice.cheap) * self._prices["F"]
+        saved = (choice.computed if full else choice.cached) * self._prices["F"]
         share = (1 - saved / of_both) * self._prices[symbol] / self._prices["F"]
         return self._counts[step] * max(1, math.ceil(UNITS * share))
 
-    def cost_corrected(self, step: int, symbol: str, fulls: tuple[int, ...], choice: Choice) -> int:
-        """As `cost`, where a full call computes the cheap ones before it once more."""
-        again = range(fulls[-1] + 1, step) if symbol == "F" and fulls else ()
-        return self.cost(step, symbol, fulls, choice) + sum(self.cost(i, "f", fulls, choice) for i in again)
+    def cost_corrected(self, step: int, symbol: str, computed: tuple[int, ...], choice: Choice) -> int:
+        """As `cost`, where a computed step computes the cached ones before it once more."""
+        again = range(computed[-1] + 1, step) if symbol == "F" and computed else ()
+        return self.cost(step, symbol, computed, choice) + sum(
+            self.cost(i, "f", computed, choice) for i in again
+        )
 
-    def error(self, step: int, symbol: str, fulls: tuple[int, ...], whole: int, choice: Choice) -> float:
+    def error(self, step: int, symbol: str, computed: tuple[int, ...], guided: int, choice: Choice) -> float:
         """Of a step: its share of the final latents' squared distance.
 
-        Cheap calls after the same full one err alike, so that their errors add up before they are squared; a
-        step's share is what it adds to the square. What attention loses in a full call is in the state that
-        cheap ones start from: so it counts in each.
+        Cached steps after the same computed one err alike, so that their errors add up before they are
+        squared; a step's share is what it adds to the square. What attention loses in a computed step is in
+        the state that cached ones start from: so it counts in each.
         """
         attention = self._weights[step] * self._count * self._counts[step] * choice.loss / self._power
         if symbol in "FH":
-            return attention + self._share(step, symbol, fulls, whole)
-        before = range(fulls[-1] + 1, step)
+            return attention + self._share(step, symbol, computed, guided)
+        before = range(computed[-1] + 1, step)
         return (
             attention
-            + self._together((*before, step), symbol, fulls, whole)
-            - self._together(before, symbol, fulls, whole)
+            + self._together((*before, step), symbol, computed, guided)
+            - self._together(before, symbol, computed, guided)
         )
 
     def error_corrected(
-        self, step: int, symbol: str, fulls: tuple[int, ...], whole: int, choice: Choice
+        self, step: int, symbol: str, computed: tuple[int, ...], guided: int, choice: Choice
     ) -> float:
-        """As `error`, where full calls make up for the cheap ones before them, which then are told with it.
+        """As `error`, where computed steps make up for the cached ones before, which then are told with it.
 
-        What is left of a cheap call's error is that of the state between the two full ones.
+        What is left of a cached step's error is that of the state between the two computed ones.
         """
         own = self.error(step, "F", (), -1, choice)
         last = step == len(self.levels) - 1
         if symbol == "F":
-            cheap = range(fulls[-1] + 1, step) if fulls else ()
-            return own + self._together(cheap, "b", (*fulls[-1:], step))
-        ahead = range(fulls[-1] + 1, step + 1) if last else ()  # no full call comes after these
-        return own + self._together(ahead, "f", fulls)
+            cached = range(computed[-1] + 1, step) if computed else ()
+            return own + self._together(cached, "b", (*computed[-1:], step))
+        ahead = range(computed[-1] + 1, step + 1) if last else ()  # no computed step comes after these
+        return own + self._together(ahead, "f", computed)
 
-    def skipped(self, step: int, fulls: tuple[int, ...]) -> float:
-        """Of a step left out, as `error`."""
-        return self._share(step, "s", fulls)
+    def skipped(self, step: int, computed: tuple[int, ...]) -> float:
+        """Of a skipped step, as `error`."""
+        return self._share(step, "s", computed)
 
-    def _share(self, step: int, symbol: str, fulls: tuple[int, ...], whole: int = -1) -> float:
-        return self._weights[step] * self._losses.of(step, symbol, fulls, whole) / self._power
+    def _share(self, step: int, symbol: str, computed: tuple[int, ...], guided: int = -1) -> float:
+        return self._weights[step] * self._losses.of(step, symbol, computed, guided) / self._power
 
-    def _together(self, steps: Iterable[int], symbol: str, fulls: tuple[int, ...], whole: int = -1) -> float:
+    def _together(
+        self, steps: Iterable[int], symbol: str, computed: tuple[int, ...], guided: int = -1
+    ) -> float:
         """The square of a sum of errors, of each of which the square is known."""
-        return sum(math.sqrt(self._share(step, symbol, fulls, whole)) for step in steps) ** 2
+        return sum(math.sqrt(self._share(step, symbol, computed, guided)) for step in steps) ** 2
 
     @property
     def baseline_cost(self) -> int:
@@ -315,7 +319,7 @@ class Measured:
         """Of what any one operator saves in all layers, the most; nothing of it is measured but the cost."""
         spent = [self._prices[str(number)] for number in range(len(self._operators))]
         saved = max(0.0, 1 - min(spent, default=math.inf) / self._prices["F"])
-        return Choice(full=saved, cheap=min(saved, 0.99 * self._prices["f"] / self._prices["F"]))
+        return Choice(computed=saved, cached=min(saved, 0.99 * self._prices["f"] / self._prices["F"]))
 
 
 def between(weights: Mapping[int, float], step: int) -> float:

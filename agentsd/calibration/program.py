@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 Cost = Callable[[int, str, tuple[int, ...], int], int]
-"""What a call costs in whole units, by its step, its symbol, the last full steps and its phase's choice."""
+"""A call's cost in whole units, by its step, its symbol, the last computed steps and its phase's choice."""
 Error = Callable[[int, str, tuple[int, ...], int, int], float]
-"""What a call loses, by its step, its symbol, the last full steps, the step of the last whole call and its
+"""What a call loses, by its step, its symbol, the last computed steps, the last guided step and its
 phase's choice."""
 
 
@@ -17,7 +17,7 @@ class Plan(NamedTuple):
 
     Attributes:
         cost, error: sums over the calls.
-        symbols: F, f, H or h for each step, as `agentsd.reuse.plan.Kind` has them.
+        symbols: F, f, H or h for each step, as `agentsd.cache.plan.Kind` has them.
         choices: that of each phase.
     """
 
@@ -31,13 +31,13 @@ class Known(NamedTuple):
     """What later calls can be made from.
 
     Attributes:
-        fulls: the last full steps, `order + 1` at most, the latest last.
-        whole: the step of the last whole call; a half call takes the difference of the passes from it.
-        renewed: two calls or more were both full and whole.
+        computed: the last computed steps, `order + 1` at most, the latest last.
+        guided: the last guided step; a conditional-only step takes the difference of the passes from it.
+        renewed: two steps or more were both computed and guided.
     """
 
-    fulls: tuple[int, ...]
-    whole: int
+    computed: tuple[int, ...]
+    guided: int
     renewed: bool
 
 
@@ -51,24 +51,24 @@ def best_plans(
     *,
     phases: Mapping[int, int],
     order: int,
-    halves: bool,
+    conditional: bool,
     max_age: int,
     max_kept: int,
 ) -> list[Plan]:
     """All plans that no other beats in cost and error both.
 
-    A cheap call is whole or half as the full one before it, as `ReuseGuidance` has it; none is half before
-    two calls were full and whole. A phase's choice holds for all its steps; beyond its end no cost and no
-    error depends on it. Errors add up.
+    A cached step is guided or conditional-only as the computed one before it, as `GuidanceCache` has it; none
+    is conditional-only before two steps were computed and guided. A phase's choice holds for all its steps;
+    beyond its end no cost and no error depends on it. Errors add up.
 
     Args:
         count: steps of the run.
         cost, error: of a call.
         phases: how many choices there are from a step on; step 0 begins one.
-        order: full steps that a cheap call is made from, less one.
-        halves: whether there may be half calls.
-        max_age: steps from a cheap call back to the last full one, at most.
-        max_kept: steps from a half call back to the last whole one, at most.
+        order: computed steps that a cached step is made from, less one.
+        conditional: whether there may be conditional-only steps.
+        max_age: steps from a cached step back to the last computed one, at most.
+        max_kept: steps from a conditional-only step back to the last guided one, at most.
 
     Returns:
         Plans, the dearest and most exact first.
@@ -82,10 +82,10 @@ def best_plans(
         reached: dict[tuple[Known, int], dict[int, _Label]] = {}
         for (known, before), ways in labels.items():
             choices = range(phases[step]) if step in phases else (before,)
-            for symbol, after in _moves(step, known, order, halves, max_age, max_kept):
+            for symbol, after in _moves(step, known, order, conditional, max_age, max_kept):
                 for choice in choices:
-                    price = cost(step, symbol, known.fulls, choice)
-                    lost = error(step, symbol, known.fulls, known.whole, choice)
+                    price = cost(step, symbol, known.computed, choice)
+                    lost = error(step, symbol, known.computed, known.guided, choice)
                     best = reached.setdefault((after, choice), {})
                     for spent, label in ways.items():
                         total, place = label[0] + lost, spent + price
@@ -101,19 +101,19 @@ def best_plans(
 
 
 def _moves(
-    step: int, known: Known, order: int, halves: bool, max_age: int, max_kept: int
+    step: int, known: Known, order: int, conditional: bool, max_age: int, max_kept: int
 ) -> Iterator[tuple[str, Known]]:
     """What a step may be, and what is known after it."""
-    fulls = (*known.fulls, step)[-1 - order :]
-    was_whole = known.whole >= known.fulls[-1]
-    differs = step - known.whole <= max_kept
-    yield "F", Known(fulls, step, True)
-    if halves and known.renewed and differs:
-        yield "H", Known(fulls, known.whole, True)
-    if step - known.fulls[-1] > max_age:
+    computed = (*known.computed, step)[-1 - order :]
+    was_guided = known.guided >= known.computed[-1]
+    differs = step - known.guided <= max_kept
+    yield "F", Known(computed, step, True)
+    if conditional and known.renewed and differs:
+        yield "H", Known(computed, known.guided, True)
+    if step - known.computed[-1] > max_age:
         return
-    if was_whole:
-        yield "f", Known(known.fulls, step, known.renewed)
+    if was_guided:
+        yield "f", Known(known.computed, step, known.renewed)
     elif differs:
         yield "h", known
 

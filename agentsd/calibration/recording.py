@@ -1,4 +1,4 @@
-"""A baseline run's U-Net calls, step by step, with the state that cheap calls are made from."""
+"""A baseline run's U-Net calls, step by step, with the state that cached steps are made from."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cache.conditional import sample_of
+from ..cache.skipped import SkippedLayers
 from ..hosts.models import named_arguments
-from ..reuse.halves import sample_of
-from ..reuse.left_out import LeftOut
 from ..steps.run import RunReader
 
 
@@ -44,14 +44,14 @@ class Call:
 
 
 def record(
-    pipe: Any, unet: Any, left_out: LeftOut, early_frac: float, run: Callable[[], Tensor]
+    pipe: Any, unet: Any, skipped: SkippedLayers, early_frac: float, run: Callable[[], Tensor]
 ) -> tuple[list[Call], Tensor]:
     """The U-Net's calls in `run`, whose first is of step 0, and what `run` returns.
 
     Args:
         pipe: the pipeline.
         unet: its U-Net.
-        left_out: of it; its tap is in.
+        skipped: of it; its tap is in.
         early_frac: share of the steps that are early.
         run: runs the pipeline.
     """
@@ -61,7 +61,7 @@ def record(
     def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         given = named_arguments(unet, args, kwargs)
         read = reader.read(given["timestep"], pipe.scheduler)
-        hidden = left_out.end()
+        hidden = skipped.end()
         assert hidden is not None
         step = calls[-1].step + (read.timestep != calls[-1].level) if calls else 0
         # Copies, as pipelines may change theirs in place.
@@ -89,10 +89,10 @@ def standing_in(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def cheap_call(unet: Any, left_out: LeftOut, given: dict[str, Any], hidden: Tensor) -> Tensor:
+def cached_step(unet: Any, skipped: SkippedLayers, given: dict[str, Any], hidden: Tensor) -> Tensor:
     """(B, C, H, W) the prediction of the last layers, on a state (B, C, H, W) that enters them."""
-    left_out.begin(hidden)
+    skipped.begin(hidden)
     try:
-        return sample_of(unet(**left_out.without_residuals(given)))
+        return sample_of(unet(**skipped.without_residuals(given)))
     finally:
-        left_out.end()
+        skipped.end()

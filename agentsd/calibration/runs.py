@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..cache.conditional import with_sample
 from ..patch import apply_agentsd
 from ..recipe import Recipe
-from ..reuse.halves import with_sample
 from .cost import Cost, cost_of
 from .journal import Journal
 from .losses import mean_square

@@ -55,13 +55,13 @@ def calibrate(
     on_step: Tell | None = None,
     **call_kwargs: Any,
 ) -> Recipe:
-    """Plan a run: which calls are full or cheap, whole or half, and what each self-attention layer runs.
+    """Plan a run: which steps are cached or conditional-only, and what each self-attention layer runs.
 
-    On recorded baseline runs it is measured what a call would lose, by the last full calls and the last whole
-    one that it is made from, and what each operator would lose in each layer and phase. As if losses added
-    up, the plans of least loss are found for every cost; the best of them are run, and the one that meets
-    the goal with the least distance (or the fastest) is returned. Its steps are kept by noise level, so that
-    it serves other numbers of steps.
+    On recorded baseline runs it is measured what a call would lose, by the last computed steps and the last
+    guided one that it is made from, and what each operator would lose in each layer and phase. As if losses
+    added up, the plans of least loss are found for every cost; the best of them are run, and the one that
+    meets the goal with the least distance (or the fastest) is returned. Its steps are kept by noise level, so
+    that it serves other numbers of steps.
 
     Args:
         pipe: a diffusers text-to-image pipeline (or another that takes prompts first) with a Stable Diffusion
@@ -191,11 +191,11 @@ def _check_reach(measured: Measured, goal: float) -> None:
     choice = measured.greatest_saving
     plans = best_plans(
         len(measured.levels),
-        lambda step, symbol, fulls, _: measured.cost(step, symbol, fulls, choice),
+        lambda step, symbol, computed, _: measured.cost(step, symbol, computed, choice),
         lambda *call: 0.0,
         phases={0: 1},
         order=0,
-        halves=measured.guided,
+        conditional=measured.guided,
         max_age=MAX_AGE,
         max_kept=MAX_KEPT,
     )
@@ -272,5 +272,5 @@ def _distance(plans: list[Found], runs: Runs, numbers: Sequence[int], place: int
 def _compare(runs: Runs, one: Found, numbers: Sequence[int]) -> Figures:
     figures = runs.compare(one.recipe, numbers)
     if set(figures.calls) == {"F"} != set(one.plan.symbols):
-        raise ValueError("nothing was left out of a run under a plan: see the warning for the reason")
+        raise ValueError("nothing was skipped in a run under a plan: see the warning for the reason")
     return figures

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from agentsd import Recipe, ReuseSteps, apply_agentsd
+from agentsd import Recipe, StepCache, apply_agentsd
 from agentsd.attention.residual import FULL, PLAIN
+from agentsd.cache.plan import plan_run
 from agentsd.hosts.models import find_sites
 from agentsd.recipe import MODES
-from agentsd.reuse.plan import plan_run
 from agentsd.schedule import Phases, stages_of
 
 from ..errors import EvalError
@@ -48,7 +48,7 @@ def recipe_of(method: Method) -> Recipe | None:
     DeepCache is step caching that extrapolates and corrects nothing.
     """
     if method.interval is not None and len(method.parts) == 1:
-        return Recipe(steps=ReuseSteps(every=method.interval, order=0, corrected=False))
+        return Recipe(steps=StepCache(interval=method.interval, extrapolation_order=0, correct=False))
     mode = next((MODES[part] for part in method.parts if part in MODES), None)
     recipe = method.recipe or mode
     if method.parts and (recipe is None or len(method.parts) > 1 or recipe.guidance):
@@ -77,11 +77,11 @@ def calls_of(recipe: Recipe | None, timesteps: Sequence[float]) -> Counter[Kind]
     waiting: list[Kind] = []  # cached steps that the next computed one corrects
     for i, timestep in enumerate(timesteps):
         step = plan[timestep]
-        kind = Kind(i < early if timing and step.attention != FULL else None, step.full, step.attention)
+        kind = Kind(i < early if timing and step.attention != FULL else None, step.computed, step.attention)
         found[kind] += 1
-        if not step.full:
+        if not step.computed:
             waiting.append(kind)
-        elif recipe.steps is not None and recipe.steps.corrected:
+        elif recipe.steps is not None and recipe.steps.correct:
             found.update(waiting)
             waiting = []
     return found
@@ -100,7 +100,7 @@ def prices_of(pipe: Any, recipe: Recipe | None, call: Any) -> dict[Kind, Seconds
     for number, operator in enumerate(stages):
         assert recipe is not None
         stage = number == 0 if len(stages) > 1 else None
-        steps = recipe.steps and replace(recipe.steps, every=2, first=1, late_every=None)
+        steps = recipe.steps and replace(recipe.steps, interval=2, warmup_steps=1, late_interval=None)
         residual = recipe.residual and replace(recipe.residual, interval=1 if steps else 2, warmup_steps=1)
         probe = replace(recipe, attention=operator, steps=steps, residual=residual)
         pipe.scheduler.set_timesteps(PROBED)
@@ -108,7 +108,7 @@ def prices_of(pipe: Any, recipe: Recipe | None, call: Any) -> dict[Kind, Seconds
         with apply_agentsd(pipe, recipe=probe):
             for timestep in pipe.scheduler.timesteps[: 2 if steps or residual else 1]:
                 kind = plan[float(timestep)]
-                prices[Kind(stage, kind.full, kind.attention)] = call(timestep)
+                prices[Kind(stage, kind.computed, kind.attention)] = call(timestep)
     return prices
 
 

@@ -3,10 +3,10 @@
 from html import escape
 
 KINDS = {
-    "F": ("full", "#1f5fa8"),
-    "f": ("cheap", "#a9cbee"),
-    "H": ("full, conditional pass alone", "#c4600c"),
-    "h": ("cheap, conditional pass alone", "#f6c79a"),
+    "F": ("computed", "#1f5fa8"),
+    "f": ("cached", "#a9cbee"),
+    "H": ("computed, conditional-only", "#c4600c"),
+    "h": ("cached, conditional-only", "#f6c79a"),
 }
 """Of each letter of `AgentHandle.summary`: its name and colour."""
 

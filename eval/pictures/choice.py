@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from agentsd import Recipe, ReuseSteps
+from agentsd import Recipe, StepCache
 from agentsd.recipe import MODES
 
 from ..settings import recipe_of
@@ -16,9 +16,9 @@ ATTENTION = {
     "early_frac": "early_frac (early steps)",
 }
 STEPS = {
-    "every": "every (one step is full)",
-    "late_every": "late_every (in the later half)",
-    "order": "order (0 keeps states)",
+    "interval": "interval (of computed steps)",
+    "late_interval": "late_interval (in the later half)",
+    "extrapolation_order": "extrapolation_order (0 keeps)",
 }
 LABELS = ATTENTION | STEPS
 """Settings that may be chosen, and what they are called."""
@@ -57,17 +57,17 @@ def python_of(mode: str, settings: Mapping[str, Any]) -> str:
         how = f'mode="{mode}"' + (f", {words}" if words else "")
         return f"from agentsd import apply_agentsd\n\napply_agentsd(pipe, {how})\n"
     recipe = recipe_from(mode, settings)
-    values = {field: getattr(recipe.steps, field.name) for field in fields(ReuseSteps)}
-    steps = f"ReuseSteps({_words({f.name: value for f, value in values.items() if value != f.default})})"
+    values = {field: getattr(recipe.steps, field.name) for field in fields(StepCache)}
+    steps = f"StepCache({_words({f.name: value for f, value in values.items() if value != f.default})})"
     if recipe.attention is None:
         return (
-            f"from agentsd import Recipe, ReuseSteps, apply_agentsd\n\n"
+            f"from agentsd import Recipe, StepCache, apply_agentsd\n\n"
             f"apply_agentsd(pipe, recipe=Recipe(steps={steps}))\n"
         )
     base = f'MODES["{mode}"]' + (f".with_settings({words})" if words else "")
     return (
         "from dataclasses import replace\n\n"
-        "from agentsd import ReuseSteps, apply_agentsd\nfrom agentsd.recipe import MODES\n\n"
+        "from agentsd import StepCache, apply_agentsd\nfrom agentsd.recipe import MODES\n\n"
         f"steps = {steps}\napply_agentsd(pipe, recipe=replace({base}, steps=steps))\n"
     )
 

@@ -9,9 +9,9 @@ from rich.table import Table
 
 from agentsd import Phases, Recipe, calibrate
 from agentsd.attention import Downsample, Operator
+from agentsd.cache.plan import tell
 from agentsd.calibration.attention import OPERATORS
 from agentsd.hosts.models import EVERY_LEVEL, find_sites
-from agentsd.reuse.plan import tell
 from agentsd.schedule import stages_of
 
 from ..errors import EvalError

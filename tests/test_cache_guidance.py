@@ -1,4 +1,4 @@
-"""Half calls between whole ones."""
+"""Conditional-only steps between guided ones."""
 
 import diffusers
 import pytest
@@ -6,10 +6,10 @@ import torch
 from callers import RUN, Guided, deep_unet
 from tiny import BETAS, WIDTH, make_sdxl_unet, make_unet, snapshot
 
-from agentsd import Agents, Downsample, Phases, Recipe, ReuseGuidance, ReuseSteps, apply_agentsd
-from agentsd.reuse.halves import both_halves, conditional_half, difference_of, is_guided
+from agentsd import Agents, Downsample, GuidanceCache, Phases, Recipe, StepCache, apply_agentsd
+from agentsd.cache.conditional import both_passes, conditional_half, difference_of, is_guided
 
-HALVES = Recipe(guidance=ReuseGuidance())
+HALVES = Recipe(guidance=GuidanceCache())
 
 
 def ddim(make_pipeline, **parts):
@@ -38,7 +38,7 @@ def test_the_true_difference_gives_baselines_picture(make_pipeline, sample):
     assert not torch.allclose(picture, baseline, atol=1e-3)
 
     def tell_true_difference(unet, args, kwargs):
-        for stream in handle._calls.reuse._kept.streams.values():
+        for stream in handle._calls.cache._kept.streams.values():
             stream.difference = difference_of(twin(*args, **kwargs)[0])
 
     pipe.unet.register_forward_pre_hook(tell_true_difference, with_kwargs=True, prepend=True)
@@ -50,7 +50,7 @@ def test_the_true_difference_gives_baselines_picture(make_pipeline, sample):
 def test_the_difference_is_kept_between_whole_calls(make_pipeline, sample, rescale):
     """A pipeline by hand: what `guidance_rescale` and the scheduler get has both halves."""
     pipe, twin = ddim(make_pipeline), make_unet()
-    apply_agentsd(pipe, recipe=Recipe(guidance=ReuseGuidance(3)))
+    apply_agentsd(pipe, recipe=Recipe(guidance=GuidanceCache(3)))
     picture = sample(pipe, guidance_rescale=rescale, **RUN)
     calls = []
 
@@ -119,7 +119,7 @@ def test_halves_of_what_a_call_gets():
     for other in (torch.tensor(5), torch.arange(1), torch.arange(3), None, "x", 0.5):
         assert conditional_half(other, 4) is other
     out = torch.randn(4, 3)
-    torch.testing.assert_close(both_halves(out[2:], difference_of(out)), out)
+    torch.testing.assert_close(both_passes(out[2:], difference_of(out)), out)
 
 
 def test_an_even_batch_alone_proves_nothing():
@@ -146,7 +146,7 @@ def test_without_guidance_nothing_is_halved_and_it_is_said(make_pipeline):
         with apply_agentsd(pipe, recipe=HALVES) as handle:
             with pytest.warns(UserWarning, match="no guidance of two passes was found"):
                 assert torch.equal(run(pipe, **settings), baseline)
-            assert handle.summary() == "FFFFFFFFFF  (10 calls: 10 full)"
+            assert handle.summary() == "FFFFFFFFFF  (10 calls: 10 computed)"
         alone = apply_agentsd(pipe.unet, recipe=HALVES)  # it knows no pipeline to ask
         with alone, pytest.warns(UserWarning, match="no guidance of two passes was found"):
             assert torch.equal(run(pipe, **settings), baseline)
@@ -156,21 +156,21 @@ def test_without_guidance_nothing_is_halved_and_it_is_said(make_pipeline):
     ("steps", "guidance", "symbols"),
     [
         (None, {}, "FHFHFHFHFH"),
-        (None, {"every": 1}, "FFFFFFFFFF"),
+        (None, {"interval": 1}, "FFFFFFFFFF"),
         (None, {"start": 0.4}, "FFFFFHFHFH"),
-        (None, {"at": (999, 500)}, "FHHHFHHHHH"),
-        ({"every": 2}, {}, "FfHhFfHhFf"),
-        ({"every": 3}, {}, "FffHhhFffH"),
-        ({"every": 3}, {"every": 3}, "FffHhhHhhF"),
-        ({"every": 2}, {"start": 0.3}, "FfFfFfHhFf"),
-        ({"at": (999, 700, 300)}, {}, "FfHhhhFfff"),
-        ({"every": 3}, {"at": (999, 400)}, "FffHhhFffH"),
+        (None, {"computed_timesteps": (999, 500)}, "FHHHFHHHHH"),
+        ({"interval": 2}, {}, "FfHhFfHhFf"),
+        ({"interval": 3}, {}, "FffHhhFffH"),
+        ({"interval": 3}, {"interval": 3}, "FffHhhHhhF"),
+        ({"interval": 2}, {"start": 0.3}, "FfFfFfHhFf"),
+        ({"computed_timesteps": (999, 700, 300)}, {}, "FfHhhhFfff"),
+        ({"interval": 3}, {"computed_timesteps": (999, 400)}, "FffHhhFffH"),
     ],
 )
 def test_full_and_whole_calls_are_planned_together(make_pipeline, sample, steps, guidance, symbols):
     pipe = ddim(make_pipeline, unet=deep_unet())
     before, baseline = snapshot(pipe.unet), sample(pipe, **RUN)
-    recipe = Recipe(steps=steps and ReuseSteps(**steps), guidance=ReuseGuidance(**guidance))
+    recipe = Recipe(steps=steps and StepCache(**steps), guidance=GuidanceCache(**guidance))
     handle = apply_agentsd(pipe, recipe=recipe)
     picture = sample(pipe, **RUN)
     assert handle.summary().split()[0] == symbols
@@ -181,15 +181,15 @@ def test_full_and_whole_calls_are_planned_together(make_pipeline, sample, steps,
     assert torch.equal(sample(pipe, **RUN), baseline)
 
 
-def test_a_cheap_half_call_has_the_conditional_passs_own_states():
-    """A twin's deep blocks return the last full call's states of the conditional half."""
+def test_a_cached_conditional_only_step_has_the_conditional_passs_own_states():
+    """A twin's deep blocks return the last computed step's states of the conditional half."""
     unet, twin, caller = deep_unet(), deep_unet(), Guided(batch=2)
-    steps = ReuseSteps(2, order=0, corrected=False)
-    apply_agentsd(unet, recipe=Recipe(steps=steps, guidance=ReuseGuidance()))
+    steps = StepCache(2, extrapolation_order=0, correct=False)
+    apply_agentsd(unet, recipe=Recipe(steps=steps, guidance=GuidanceCache()))
     kept = {}
 
     def swap(module, args, output):
-        if kept["cheap"]:
+        if kept["cached"]:
             return (kept["state"],)
         kept["state"] = output[0]
         return None
@@ -197,7 +197,7 @@ def test_a_cheap_half_call_has_the_conditional_passs_own_states():
     twin.up_blocks[-1].attentions[-2].register_forward_hook(swap)
     outs = [caller(unet, i) for i in range(4)]  # F f H h
     for i in (2, 3):
-        kept["cheap"] = i == 3
+        kept["cached"] = i == 3
         with torch.no_grad():
             alone = twin(caller.latents[i][1:], caller.timesteps[i], caller.text[1:]).sample
         assert torch.equal(outs[i][1:], alone)
@@ -209,7 +209,7 @@ def test_a_cheap_half_call_has_the_conditional_passs_own_states():
 )
 def test_a_half_call_draws_the_cells_that_a_whole_one_does(attention):
     unet, twin, caller = make_unet(), make_unet(), Guided(batch=2)
-    apply_agentsd(unet, recipe=Recipe(attention, guidance=ReuseGuidance()))
+    apply_agentsd(unet, recipe=Recipe(attention, guidance=GuidanceCache()))
     apply_agentsd(twin, recipe=Recipe(attention))
     caller(unet, 0), caller(twin, 0)
     torch.testing.assert_close(caller(unet, 1)[1:], caller(twin, 1)[1:], rtol=0, atol=1e-5)
@@ -218,20 +218,21 @@ def test_a_half_call_draws_the_cells_that_a_whole_one_does(attention):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"every": 0}, "every=0: pass 2"),
+        ({"interval": 0}, "interval=0: pass 2"),
         ({"start": 1.0}, r"start=1.0: pass a share in \[0, 1\)"),
-        ({"at": (800,), "every": 3}, "every=3: `at` names the whole calls"),
-        ({"at": 5}, "at=5: pass timesteps"),
+        ({"computed_timesteps": (800,), "interval": 3}, "interval=3: computed_timesteps names the guided"),
+        ({"computed_timesteps": 5}, "computed_timesteps=5: pass timesteps"),
     ],
 )
 def test_bad_settings(settings, message):
     with pytest.raises(ValueError, match=message):
-        ReuseGuidance(**settings)
+        GuidanceCache(**settings)
 
 
 @pytest.mark.parametrize(
-    ("steps", "at"), [(None, (999,)), (ReuseSteps(at=(999, 500)), (900, 800)), (ReuseSteps(), (10,))]
+    ("steps", "at"),
+    [(None, (999,)), (StepCache(computed_timesteps=(999, 500)), (900, 800)), (StepCache(), (10,))],
 )
 def test_a_plan_that_never_renews_the_unconditional_pass_is_refused(steps, at):
     with pytest.raises(ValueError, match="would never be renewed: name a later level too"):
-        Recipe(steps=steps, guidance=ReuseGuidance(at=at))
+        Recipe(steps=steps, guidance=GuidanceCache(computed_timesteps=at))

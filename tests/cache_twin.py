@@ -1,4 +1,4 @@
-"""What reuse has to give, computed the long way: each call in whole, then its parts put in place by hand."""
+"""What caching has to give, the long way: each call in whole, then its parts put in place by hand."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def entrance(unet: Any, layers: int = 1) -> Any:
 class Twin:
     """Hooks on a U-Net without agentsd that make each of its calls what a letter of `symbols` says.
 
-    F and f are a full and a cheap call (order 0), H and h those of the conditional pass alone. With a
-    scheduler, full calls make up for the cheap ones before them.
+    F and f are a full and a cached step (order 0), H and h those of the conditional pass alone. With a
+    scheduler, computed steps make up for the cached ones before them.
     """
 
     def __init__(self, unet: Any, symbols: str, layers: int = 1, scheduler: Any = None) -> None:
         self.left = list(symbols)
         self.kind = ""
         self.scheduler = scheduler
-        self.entering: Any = None  # of a cheap call that is computed again
+        self.entering: Any = None  # of a cached step that is computed again
         self.known: list[list[Any]] = [[], []]  # [(sigma, state)] of either half
         self.difference: Any = None
-        self.cheap: list[Any] = []
-        self.corrected = 0  # cheap calls
+        self.cached: list[Any] = []
+        self.corrected = 0  # cached steps
         self.hooks = [
             unet.register_forward_pre_hook(self.begin, with_kwargs=True),
             entrance(unet, layers).register_forward_hook(self.enter),
@@ -55,7 +55,7 @@ class Twin:
         elif self.kind in "FH":
             halves = state.chunk(2) if state.shape[0] % 2 == 0 else (state, state)
             if self.known[1] and self.known[1][-1][1].shape != halves[1].shape:
-                self.known, self.cheap = [[], []], []
+                self.known, self.cached = [[], []], []
             for known, half in zip(self.known, halves, strict=True):
                 if self.kind == "F" or known is self.known[1]:
                     known[:] = [*(x for x in known if x[0] != self.timestep), (self.timestep, half.clone())]
@@ -89,21 +89,21 @@ class Twin:
             second = out.chunk(2)[1]
             out = torch.cat([second - self.difference, second])
         if letter in "fh":
-            self.cheap.append((letter, self.timestep, args, kwargs, raw))
-        elif self.cheap:
+            self.cached.append((letter, self.timestep, args, kwargs, raw))
+        elif self.cached:
             out = out + self.change(module, out)
-            self.cheap = []
+            self.cached = []
         return (out,) if isinstance(output, tuple) else type(output)(sample=out)
 
     def change(self, unet: Any, out: Any) -> Any:
-        """What a full call's output is changed by: what takes its step to where the run would have been."""
+        """A computed step's output is changed by what takes its step to where the run would have been."""
         now = self.noise(self.timestep)
         if self.scheduler is None or now is None:
             return 0.0
-        self.corrected += len(self.cheap)
-        both = self.kind == "F" and all(letter == "f" for letter, *_ in self.cheap)
+        self.corrected += len(self.cached)
+        both = self.kind == "F" and all(letter == "f" for letter, *_ in self.cached)
         moved: Any = 0.0  # of the latent at noise level sigma, over alpha
-        for _, timestep, args, kwargs, raw in self.cheap:
+        for _, timestep, args, kwargs, raw in self.cached:
             self.entering = self.together(raw, self.line(timestep))
             again = unet(*args, **kwargs)
             self.entering = None

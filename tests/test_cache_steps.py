@@ -1,4 +1,4 @@
-"""Cheap calls between full ones."""
+"""Cached steps between computed ones."""
 
 import functools
 
@@ -8,10 +8,10 @@ import torch
 from callers import RUN, Caller, deep_unet
 from tiny import BETAS, make_sdxl_unet, make_unet, snapshot
 
-from agentsd import Agents, Downsample, Phases, Recipe, ReuseSteps, apply_agentsd
+from agentsd import Agents, Downsample, Phases, Recipe, StepCache, apply_agentsd
+from agentsd.cache.states import States
 from agentsd.hosts.schedulers import training_sigma as sigma
 from agentsd.recipe import STEP_CACHING
-from agentsd.reuse.states import States
 
 
 def deep_sdxl_unet():
@@ -61,7 +61,7 @@ def entrance(unet, layers):
 @pytest.mark.parametrize(
     ("extra", "size"), [("plain", (9, 7)), ("ControlNet", (8, 8)), ("T2I-Adapter", (8, 8))]
 )
-def test_a_cheap_call_is_a_full_one_of_a_twin_whose_deep_blocks_return_the_kept_states(
+def test_a_cached_step_is_a_full_one_of_a_twin_whose_deep_blocks_return_the_kept_states(
     make, layers, extra, size
 ):
     if make is two_levels and extra == "T2I-Adapter":
@@ -80,12 +80,14 @@ def test_a_cheap_call_is_a_full_one_of_a_twin_whose_deep_blocks_return_the_kept_
             return {"down_intrablock_additional_residuals": [each[end].clone() for end in ends]}
         return {}
 
-    handle = apply_agentsd(unet, recipe=Recipe(steps=ReuseSteps(3, order=0, layers=layers, corrected=False)))
+    handle = apply_agentsd(
+        unet, recipe=Recipe(steps=StepCache(3, extrapolation_order=0, layers=layers, correct=False))
+    )
     kept = {}
 
     def swap(module, args, output):
         state = output[0] if isinstance(output, tuple) else output
-        if not kept["cheap"]:
+        if not kept["cached"]:
             kept["state"] = state.clone()
             return None
         state = kept["state"].clone()  # FreeU writes into it
@@ -93,15 +95,15 @@ def test_a_cheap_call_is_a_full_one_of_a_twin_whose_deep_blocks_return_the_kept_
 
     entrance(twin, layers).register_forward_hook(swap)
     for i in range(4):
-        kept["cheap"] = i % 3 > 0
+        kept["cached"] = i % 3 > 0
         out, expected = caller(unet, i, **more(i)), caller(twin, i, **more(i))
         assert torch.equal(out, expected)
     assert handle.summary().startswith("FffF ")
 
 
-def test_a_cheap_call_computes_the_last_layers_alone():
+def test_a_cached_step_computes_the_last_layers_alone():
     unet, caller = deep_unet(), Caller()
-    apply_agentsd(unet, recipe=Recipe(steps=ReuseSteps(2)))
+    apply_agentsd(unet, recipe=Recipe(steps=StepCache(2)))
     caller(unet, 0)
     ran = []
     for name, module in unet.named_modules():
@@ -140,7 +142,7 @@ def test_order_1_is_exact_on_states_linear_in_the_noise_level():
 
 
 def test_order_1_in_a_run():
-    """A twin's entrance is made linear in the noise level; the cheap calls of it are then full ones."""
+    """A twin's entrance is made linear in the noise level; the cached steps of it are then computed ones."""
     unet, twin, caller = deep_unet(), deep_unet(), Caller()
     rng = torch.Generator().manual_seed(0)
     base, slope = (torch.randn(2, 16, 16, 16, generator=rng) for _ in range(2))
@@ -149,7 +151,7 @@ def test_order_1_in_a_run():
         entrance(model, 1).register_forward_hook(
             lambda m, args, out: (base + now["sigma"] * slope,) if out[0].shape == base.shape else None
         )
-    apply_agentsd(unet, recipe=Recipe(steps=ReuseSteps(3, corrected=False)))
+    apply_agentsd(unet, recipe=Recipe(steps=StepCache(3, correct=False)))
     for i, kind in enumerate("FffFffFffF"):
         now["sigma"] = noise_level(caller.timesteps[i]).float()
         out, expected = caller(unet, i), caller(twin, i)
@@ -169,7 +171,7 @@ def test_deepcache_gives_the_same_pictures(make_pipeline, sample, interval):
     helper.enable()
     theirs = sample(pipe, **RUN)
     helper.disable()
-    with apply_agentsd(pipe, recipe=Recipe(steps=ReuseSteps(interval, order=0, corrected=False))):
+    with apply_agentsd(pipe, recipe=Recipe(steps=StepCache(interval, extrapolation_order=0, correct=False))):
         assert torch.equal(sample(pipe, **RUN), theirs)
 
 
@@ -187,14 +189,14 @@ def test_deepcache_gives_the_same_pictures(make_pipeline, sample, interval):
 def test_every_step_full_is_bit_equal_to_baseline(make_pipeline, sample, scheduler):
     pipe = make_pipeline(scheduler=scheduler.from_config(diffusers.PNDMScheduler(**BETAS).config))
     before, baseline = snapshot(pipe.unet), sample(pipe, **RUN)
-    with apply_agentsd(pipe, recipe=Recipe(steps=ReuseSteps(1))) as handle:
+    with apply_agentsd(pipe, recipe=Recipe(steps=StepCache(1))) as handle:
         assert torch.equal(sample(pipe, **RUN), baseline)
         assert set(handle.summary().split()[0]) == {"F"}
     handle = apply_agentsd(pipe, mode="step-caching")
     picture = sample(pipe, **RUN)
     assert not torch.equal(picture, baseline)
     assert torch.equal(sample(pipe, **RUN), picture)
-    assert not handle._calls.reuse._kept.streams
+    assert not handle._calls.cache._kept.streams
     handle.remove()
     assert snapshot(pipe.unet) == before
     assert torch.equal(sample(pipe, **RUN), baseline)
@@ -203,31 +205,31 @@ def test_every_step_full_is_bit_equal_to_baseline(make_pipeline, sample, schedul
 @pytest.mark.parametrize(
     ("scheduler", "settings", "symbols"),
     [
-        (diffusers.DDIMScheduler, {"every": 2}, "FfFfFfFfFf"),
-        (diffusers.DDIMScheduler, {"every": 3, "first": 3}, "FFFffFffFf"),
-        (diffusers.DDIMScheduler, {"late_every": 4}, "FfFfFfffFf"),
-        (diffusers.DDIMScheduler, {"every": 2, "late_every": 3, "first": 4}, "FFFFfFffFf"),
-        (diffusers.DDIMScheduler, {"every": 3, "late_every": 1}, "FffFffFFFF"),
-        (diffusers.DDIMScheduler, {"at": (999, 640, 100)}, "FffFffffFf"),
-        (diffusers.PNDMScheduler, {"every": 3}, "FfffFffFffF"),  # PLMS repeats its second timestep
-        (diffusers.HeunDiscreteScheduler, {"every": 3}, "FffffFFffffFFffffFF"),
+        (diffusers.DDIMScheduler, {"interval": 2}, "FfFfFfFfFf"),
+        (diffusers.DDIMScheduler, {"interval": 3, "warmup_steps": 3}, "FFFffFffFf"),
+        (diffusers.DDIMScheduler, {"late_interval": 4}, "FfFfFfffFf"),
+        (diffusers.DDIMScheduler, {"interval": 2, "late_interval": 3, "warmup_steps": 4}, "FFFFfFffFf"),
+        (diffusers.DDIMScheduler, {"interval": 3, "late_interval": 1}, "FffFffFFFF"),
+        (diffusers.DDIMScheduler, {"computed_timesteps": (999, 640, 100)}, "FffFffffFf"),
+        (diffusers.PNDMScheduler, {"interval": 3}, "FfffFffFffF"),  # PLMS repeats its second timestep
+        (diffusers.HeunDiscreteScheduler, {"interval": 3}, "FffffFFffffFFffffFF"),
     ],
 )
 def test_a_steps_calls_share_its_decision(make_pipeline, sample, scheduler, settings, symbols):
     pipe = make_pipeline(scheduler=scheduler(**BETAS))
     if scheduler is diffusers.PNDMScheduler:
         pipe.scheduler = scheduler(**BETAS, skip_prk_steps=True)
-    handle = apply_agentsd(pipe, recipe=Recipe(steps=ReuseSteps(**settings)))
+    handle = apply_agentsd(pipe, recipe=Recipe(steps=StepCache(**settings)))
     sample(pipe, **RUN)
     assert handle.summary().split()[0] == symbols
-    assert f"{symbols.count('f')} cheap" in handle.summary()
+    assert f"{symbols.count('f')} cached" in handle.summary()
 
 
 def test_noise_levels_serve_another_number_of_steps():
-    steps = ReuseSteps(at=(999, 640, 100))
+    steps = StepCache(computed_timesteps=(999, 640, 100))
     for count in (8, 10, 25, 50):
         levels = [1000 * (count - 1 - i) / count for i in range(count)]
-        full = [level for level, is_full in zip(levels, steps.full(levels), strict=True) if is_full]
+        full = [level for level, is_full in zip(levels, steps.computed(levels), strict=True) if is_full]
         assert len(full) == 3
         assert all(abs(a - b) <= 1000 / count for a, b in zip(full, (999, 640, 100), strict=True))
 
@@ -236,13 +238,13 @@ def test_noise_levels_serve_another_number_of_steps():
     "attention", [Phases(Agents(), Downsample()), Agents(feed_forward=True), Phases(Downsample(), None)]
 )
 def test_attention_runs_where_its_layer_does(make_pipeline, sample, attention):
-    """The layers that a cheap call computes have the twin's; those that it leaves out warn of nothing."""
+    """The layers that a cached step computes have the twin's; those that it leaves out warn of nothing."""
     pipe = make_pipeline(unet=deep_unet())
-    recipe = Recipe(attention, steps=ReuseSteps(2))
+    recipe = Recipe(attention, steps=StepCache(2))
     handle = apply_agentsd(pipe, recipe=recipe)
     picture = sample(pipe, **RUN)  # a warning is an error in there
     assert handle.summary().startswith("FffFfFfFfFf ")
-    apply_agentsd(pipe, recipe=Recipe(steps=ReuseSteps(2)))
+    apply_agentsd(pipe, recipe=Recipe(steps=StepCache(2)))
     assert not torch.equal(sample(pipe, **RUN), picture)
 
 
@@ -258,7 +260,7 @@ def test_few_steps_stay_whole_and_say_so_once(make_pipeline, sample):
             generator=torch.Generator().manual_seed(0),
         ).images
     assert torch.equal(picture, baseline)
-    assert handle.summary() == "FFFFFFFF  (8 calls: 8 full)"
+    assert handle.summary() == "FFFFFFFF  (8 calls: 8 computed)"
     assert torch.equal(sample(pipe, num_inference_steps=7), baseline)  # not said again
     sample(pipe, **RUN)
     assert "f" in handle.summary().split()[0]
@@ -267,31 +269,35 @@ def test_few_steps_stay_whole_and_say_so_once(make_pipeline, sample):
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"every": 0}, ValueError, "every=0: pass 2"),
-        ({"every": 2.5}, TypeError, r"every=2\.5 is a float: pass a int"),
-        ({"order": 2}, ValueError, r"order=2: pass 0 \(keep\) or 1"),
-        ({"first": 0}, ValueError, "first=0: pass 1 or more"),
+        ({"interval": 0}, ValueError, "interval=0: pass 2"),
+        ({"interval": 2.5}, TypeError, r"interval=2\.5 is a float: pass a int"),
+        ({"extrapolation_order": 2}, ValueError, r"extrapolation_order=2: pass 0 \(keep\) or 1"),
+        ({"warmup_steps": 0}, ValueError, "warmup_steps=0: pass 1 or more"),
         ({"layers": 0}, ValueError, "layers=0: pass 1"),
-        ({"at": ()}, ValueError, r"at=\(\): pass timesteps"),
-        ({"at": ("x",)}, ValueError, r"at=\('x',\): pass timesteps"),
-        ({"at": (999,), "every": 3}, ValueError, "every=3: `at` names the full steps"),
+        ({"computed_timesteps": ()}, ValueError, r"computed_timesteps=\(\): pass timesteps"),
+        ({"computed_timesteps": ("x",)}, ValueError, r"computed_timesteps=\('x',\): pass timesteps"),
+        (
+            {"computed_timesteps": (999,), "interval": 3},
+            ValueError,
+            "interval=3: computed_timesteps names the computed steps",
+        ),
     ],
 )
 def test_bad_settings(settings, error, message):
     with pytest.raises(error, match=message):
-        ReuseSteps(**settings)
+        StepCache(**settings)
 
 
 @pytest.mark.parametrize(
     ("unet", "recipe", "message"),
     [
-        (lambda: make_unet(), Recipe(steps=ReuseSteps(layers=3)), "layers=3: the last up block has 2"),
+        (lambda: make_unet(), Recipe(steps=StepCache(layers=3)), "layers=3: the last up block has 2"),
         (
             lambda: make_unet(
                 down_block_types=("SimpleCrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D")
             ),
             STEP_CACHING,
-            "UNet2DConditionModel has a SimpleCrossAttnDownBlock2D, which no cheap call knows",
+            "UNet2DConditionModel has a SimpleCrossAttnDownBlock2D, which no cached step knows",
         ),
     ],
 )

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..attention.residual import PLAIN, SHARE, ResidualSharing
-from .guidance import ReuseGuidance
-from .steps import ReuseSteps
+from .guidance import GuidanceCache
+from .steps import StepCache
 
 
 @dataclass(frozen=True)
@@ -15,36 +15,38 @@ class Kind:
     """What a call computes.
 
     Attributes:
-        full: all layers; else the last ones.
-        whole: both passes of guidance, where there is guidance; else the conditional one.
+        computed: all layers; else the last ones.
+        guided: both passes of guidance, where there is guidance; else the conditional one.
         attention: what the patched layers compute (`agentsd.attention.residual`).
     """
 
-    full: bool = True
-    whole: bool = True
+    computed: bool = True
+    guided: bool = True
     attention: str = PLAIN
 
     @property
     def symbol(self) -> str:
-        """F or f for a full or a cheap call of both passes, H or h of the conditional one."""
-        return ("F" if self.full else "f") if self.whole else ("H" if self.full else "h")
+        """F or f for a computed or a cached step of both passes, H or h of the conditional one."""
+        if self.guided:
+            return "F" if self.computed else "f"
+        return "H" if self.computed else "h"
 
 
-WHOLE = Kind()
+COMPUTED = Kind()
 
 
 def plan_run(
-    steps: ReuseSteps | None,
-    guidance: ReuseGuidance | None,
+    steps: StepCache | None,
+    guidance: GuidanceCache | None,
     levels: Sequence[float],
     residual: ResidualSharing | None = None,
 ) -> dict[float, Kind]:
     """The kind of each step by its noise level; the levels come in the run's order and may repeat."""
     levels = list(dict.fromkeys(levels))
-    full = [True] * len(levels) if steps is None else steps.full(levels)
-    whole = [True] * len(levels) if guidance is None else guidance.whole(levels, full)
-    attention = [PLAIN] * len(levels) if residual is None else residual.plan(full, whole)
-    kinds = map(Kind, full, whole, attention)
+    computed = [True] * len(levels) if steps is None else steps.computed(levels)
+    guided = [True] * len(levels) if guidance is None else guidance.guided(levels, computed)
+    attention = [PLAIN] * len(levels) if residual is None else residual.plan(computed, guided)
+    kinds = map(Kind, computed, guided, attention)
     return dict(zip(levels, kinds, strict=True))
 
 
@@ -52,7 +54,12 @@ def tell(symbols: str, corrected: int = 0, attention: Sequence[str] = ()) -> str
     """A line of a run's calls and their counts, and of their attention where residuals are shared."""
     if not symbols:
         return "no call yet"
-    names = {"F": "full", "f": "cheap", "H": "full, conditional pass alone", "h": "cheap, conditional alone"}
+    names = {
+        "F": "computed",
+        "f": "cached",
+        "H": "computed, conditional-only",
+        "h": "cached, conditional-only",
+    }
     counts = [f"{symbols.count(symbol)} {name}" for symbol, name in names.items() if symbol in symbols]
     if corrected:
         counts.append(f"{corrected} corrected")

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..hosts.schedulers import Sampler, SigmaStep
-from .correction import Cheap
+from .correction import CachedStep
 from .plan import Kind
 from .residuals import Residuals
 from .states import States
@@ -24,10 +24,10 @@ class Stream:
         guided: both passes of guidance are in its batch.
         states: of the unconditional and the conditional pass, or of all pictures.
         residuals: of attention, where they are shared.
-        difference: conditional minus unconditional prediction of the last whole call.
-        cheap: the calls since the last full one that are to be corrected.
+        difference: conditional minus unconditional prediction of the last guided step.
+        cached: the calls since the last computed one that are to be corrected.
         place: in the scheduler's list, of its last call.
-        halved: a half call was made.
+        halved: a conditional-only step was made.
     """
 
     text: Any
@@ -35,7 +35,7 @@ class Stream:
     states: list[States]
     difference: Tensor | None = None
     residuals: Residuals | None = None
-    cheap: list[Cheap] = field(default_factory=list)
+    cached: list[CachedStep] = field(default_factory=list)
     place: int = -1
     halved: bool = False
 
@@ -48,8 +48,8 @@ class Kept(threading.local):
         self.plan: dict[float, Kind] = {}
         self.streams: dict[Any, Stream] = {}
         self.sampler = Sampler(None, ())
-        self.steps: list[SigmaStep | None] = []  # where cheap calls are corrected
-        self.corrected = 0  # cheap calls of the run
+        self.steps: list[SigmaStep | None] = []  # where cached steps are corrected
+        self.corrected = 0  # cached steps of the run
         self.unmatched = 0  # calls in succession that came on a text of their own
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy begins anew

@@ -13,9 +13,9 @@ import torch
 from callers import Guided
 from tiny import BETAS, make_text_encoder, make_unet, make_vae, sdxl_parts, sdxl_unet, snapshot
 
-from agentsd import Recipe, ReuseGuidance, ReuseSteps, apply_agentsd, remove_agentsd
+from agentsd import GuidanceCache, Recipe, StepCache, apply_agentsd, remove_agentsd
 
-BOTH = Recipe(steps=ReuseSteps(2), guidance=ReuseGuidance())
+BOTH = Recipe(steps=StepCache(2), guidance=GuidanceCache())
 RUN = {"num_inference_steps": 10}
 
 
@@ -26,7 +26,7 @@ def ddim(make_pipeline):
 
 
 def kept(handle):
-    return handle._calls.reuse._kept.streams
+    return handle._calls.cache._kept.streams
 
 
 def whole(unet):
@@ -93,7 +93,7 @@ def test_states_are_let_go_when_a_run_ends_or_breaks_off(ddim, sample):
     assert kept(handle)
     ddim.maybe_free_model_hooks()
     assert not kept(handle)
-    assert handle._calls.reuse.left_out.tap.seen is None
+    assert handle._calls.cache.skipped.tap.seen is None
 
 
 def test_no_reference_cycle_holds_the_model():
@@ -272,7 +272,7 @@ def test_two_pipelines_on_one_unet_by_turns(make_pipeline, ddim, sample):
     assert torch.equal(sample(ddim, **RUN), expected[0])
 
     one, two, baseline = Guided(), Guided(seed=1), make_unet()
-    for i in range(10):  # a run that is broken into begins anew, with a full call
+    for i in range(10):  # a run that is broken into begins anew, with a computed step
         for caller in (one, two):
             assert torch.equal(caller(ddim.unet, i), caller(baseline, i))
 
@@ -343,7 +343,7 @@ def test_modular_guiders_call_once_for_each_pass(tokenizer):
         return pipe(generator=rng, output="images", output_type="latent", **inputs)
 
     baseline = run()
-    handle = apply_agentsd(pipe, recipe=Recipe(steps=ReuseSteps(2)))
+    handle = apply_agentsd(pipe, recipe=Recipe(steps=StepCache(2)))
     picture = run()
     assert handle.summary().split()[0] == "FFff" * 4
     assert (picture - baseline).norm() < 0.3 * baseline.norm()

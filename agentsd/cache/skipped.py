@@ -1,9 +1,9 @@
-"""The layers that a cheap call leaves out, and the hidden state that enters those it computes.
+"""The layers that a cached step skips, and the hidden state that enters those it computes.
 
-torch's hooks cannot skip a forward. So, for the length of a cheap call, the instance's `forward` of each
-block left out is a function of this file that does next to nothing; the U-Net's own forward runs. Between
+torch's hooks cannot skip a forward. So, for the length of a cached step, the instance's `forward` of each
+skipped block is a function of this file that does next to nothing; the U-Net's own forward runs. Between
 calls nothing is replaced: copies, pickles, offloading and other hooks see the model as it is. Dynamo guards
-on an instance's `forward`, so a cheap call is a graph of its own.
+on an instance's `forward`, so a cached step is a graph of its own.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ class Tap:
     """Forward hook where the computed layers begin: notes the hidden state, or puts one in its place.
 
     Attributes:
-        cheap: whether the call puts one in.
+        cached: whether the call puts one in.
         hidden: (B, C, H, W) that one.
-        seen: (B, C, H, W) what a full call had there.
+        seen: (B, C, H, W) what a computed step had there.
         aliased: the host writes into this state (FreeU on the last up block).
     """
 
     def __init__(self, aliased: bool) -> None:
-        self.cheap = False
+        self.cached = False
         self.hidden: Tensor | None = None
         self.seen: Tensor | None = None
         self.aliased = aliased
 
     def __call__(self, module: Module, args: Any, output: Any) -> Any:
         """Forward hook."""
-        if self.cheap:
+        if self.cached:
             state = self.hidden
         else:
             state = self.seen = output[0] if isinstance(output, tuple) else output
@@ -71,8 +71,8 @@ class Tap:
         return (state,) if isinstance(output, tuple) else state
 
 
-class LeftOut:
-    """What a cheap call of a U-Net leaves out.
+class SkippedLayers:
+    """What a cached step of a U-Net skips.
 
     Args:
         unet: the model.
@@ -114,29 +114,29 @@ class LeftOut:
         return self._tapped.register_forward_hook(self.tap)
 
     def holds(self, layer: Module) -> bool:
-        """Whether a layer is left out."""
+        """Whether a layer is skipped."""
         return any(layer is inner for module, _ in self._stands for inner in module.modules())
 
     def begin(self, hidden: Tensor) -> None:
-        """From here on the model leaves them out, and computes its last layers on `hidden`."""
-        self.tap.cheap, self.tap.hidden = True, hidden
+        """From here on the model skips them, and computes its last layers on `hidden`."""
+        self.tap.cached, self.tap.hidden = True, hidden
         for module, stand in self._stands:
             self._replaced.append((module, vars(module).get("forward")))
             module.forward = stand
 
     def end(self) -> Tensor | None:
-        """From here on the model is whole; returns the state that a full call had."""
+        """From here on the model is whole; returns the state that a computed step had."""
         while self._replaced:
             module, forward = self._replaced.pop()
             if forward is None:
                 del module.forward
             else:
                 module.forward = forward
-        seen, self.tap.seen, self.tap.hidden, self.tap.cheap = self.tap.seen, None, None, False
+        seen, self.tap.seen, self.tap.hidden, self.tap.cached = self.tap.seen, None, None, False
         return seen
 
     def without_residuals(self, given: dict[str, Any]) -> dict[str, Any]:
-        """A cheap call's arguments: of ControlNet's and T2I-Adapter's residuals those that it needs."""
+        """A cached step's arguments: of ControlNet's and T2I-Adapter's residuals those that it needs."""
         given = dict(given)
         mid, down = (given.get(name) for name in ("mid_block_additional_residual", _DOWN_RESIDUALS))
         if mid is not None:
@@ -173,6 +173,6 @@ def _check_blocks(unet: Any) -> None:
     blocks = [*((block, _DOWN) for block in unet.down_blocks), *((block, _UP) for block in unet.up_blocks)]
     for block, known in blocks:
         if (name := type(block).__name__) not in known:
-            raise ValueError(f"{kind} has a {name}, which no cheap call knows: {way_out}")
+            raise ValueError(f"{kind} has a {name}, which no cached step knows: {way_out}")
     if len(unet.up_blocks) < 2 and unet.mid_block is None:
-        raise ValueError(f"{kind} has no layer that could be left out: {way_out}")
+        raise ValueError(f"{kind} has no layer that could be skipped: {way_out}")

@@ -1,4 +1,4 @@
-"""What cheap calls got wrong, made up for by the full call after them."""
+"""What cached steps got wrong, made up for by the computed step after them."""
 
 import copy
 from dataclasses import replace
@@ -6,14 +6,14 @@ from dataclasses import replace
 import diffusers
 import pytest
 import torch
+from cache_twin import entrance
 from callers import RUN, Caller, deep_unet
-from reuse_twin import entrance
 from tiny import BETAS
 
-from agentsd import Recipe, ReuseSteps, apply_agentsd
+from agentsd import Recipe, StepCache, apply_agentsd
+from agentsd.cache.correction import correction
 from agentsd.hosts.schedulers import Sampler
 from agentsd.hosts.schedulers import training_sigma as sigma
-from agentsd.reuse.correction import correction
 
 SAMPLERS = {
     "DDIM": lambda **more: diffusers.DDIMScheduler(**BETAS, clip_sample=False, set_alpha_to_one=True, **more),
@@ -51,7 +51,7 @@ def test_on_a_gaussian_the_latent_is_where_it_would_have_been(name, prediction_t
     """After each corrected step, whatever the steps before it predicted wrong."""
     rng = torch.Generator().manual_seed(0)
     latents, mean = torch.randn(2, 3, 4, generator=rng, dtype=torch.float64)
-    runs, cheap = [], {3, 5, 6, 8, 9, 10}
+    runs, cached = [], {3, 5, 6, 8, 9, 10}
     for wrong in (0.0, 0.5):
         scheduler = SAMPLERS[name](prediction_type=prediction_type)
         scheduler.set_timesteps(13)
@@ -59,7 +59,7 @@ def test_on_a_gaussian_the_latent_is_where_it_would_have_been(name, prediction_t
         levels, lost, seen = Sampler(scheduler, scheduler.timesteps.tolist()).steps(), [], []
         for i, t in enumerate(scheduler.timesteps):
             out = model(now, t)
-            if i in cheap:
+            if i in cached:
                 error = wrong * torch.randn(out.shape, generator=rng, dtype=torch.float64)
                 out = out + error
                 lost.append((levels[i], error))
@@ -71,7 +71,7 @@ def test_on_a_gaussian_the_latent_is_where_it_would_have_been(name, prediction_t
         runs.append(seen)
     for i, (one, other) in enumerate(zip(*runs, strict=True)):
         off = (one - other).abs().max()
-        assert off > 1e-3 if i in cheap else off < 1e-5
+        assert off > 1e-3 if i in cached else off < 1e-5
 
 
 def test_no_step_before_is_no_correction():
@@ -100,7 +100,7 @@ def test_samplers(make_pipeline, sample, scheduler, corrected):
     handle = apply_agentsd(pipe, mode="step-caching")
     picture = sample(pipe, **RUN)
     assert ("corrected" in handle.summary()) == corrected
-    apply_agentsd(pipe, recipe=Recipe(steps=replace(handle.recipe.steps, corrected=False)))
+    apply_agentsd(pipe, recipe=Recipe(steps=replace(handle.recipe.steps, correct=False)))
     assert torch.equal(sample(pipe, **RUN), picture) != corrected
 
 
@@ -113,7 +113,7 @@ def test_without_a_scheduler_noise_levels_are_stable_diffusions_and_nothing_is_c
 
 @pytest.mark.parametrize("order", [0, 1])
 def test_states_on_a_line_between_full_calls_need_no_correction_of_order_1(order):
-    """The cheap calls are then right from the second on."""
+    """The cached steps are then right from the second on."""
     unet, twin, caller = deep_unet(), deep_unet(), Caller(steps=12)
     rng = torch.Generator().manual_seed(0)
     base, slope = (torch.randn(2, 16, 16, 16, generator=rng) for _ in range(2))
@@ -122,7 +122,7 @@ def test_states_on_a_line_between_full_calls_need_no_correction_of_order_1(order
         entrance(model).register_forward_hook(
             lambda m, args, out: (base + now["sigma"] * slope,) if not now["again"] else None
         )
-    handle = apply_agentsd(unet, recipe=Recipe(steps=ReuseSteps(3, order=order, first=2)))
+    handle = apply_agentsd(unet, recipe=Recipe(steps=StepCache(3, extrapolation_order=order, warmup_steps=2)))
     calls = handle._calls
     for i, kind in enumerate("FFffFffFffFf"):
         now["sigma"], now["again"] = sigma(float(caller.timesteps[i])), False

@@ -1,6 +1,6 @@
-"""Reuse in every kind of pipeline: each run is compared with a twin's that computes every call in whole.
+"""Caching in every kind of pipeline: each run is compared with a twin's that computes every call in whole.
 
-The pipelines whose sampler is left at PLMS get DDIM, under which cheap calls are corrected.
+The pipelines whose sampler is left at PLMS get DDIM, under which cached steps are corrected.
 """
 
 import warnings
@@ -9,10 +9,10 @@ import accelerate
 import diffusers
 import pytest
 import torch
+from cache_twin import Twin
 from callers import Off
 from pipelines import FEATURES, HOSTS, IMAGE
 from recipes import AGENTS_THEN_KEYS
-from reuse_twin import Twin
 from tiny import (
     BETAS,
     PICTURE,
@@ -25,10 +25,10 @@ from tiny import (
     snapshot,
 )
 
-from agentsd import Recipe, ResidualSharing, ReuseGuidance, ReuseSteps, apply_agentsd, remove_agentsd
+from agentsd import GuidanceCache, Recipe, ResidualSharing, StepCache, apply_agentsd, remove_agentsd
 
-STEPS = ReuseSteps(2, order=0)
-BOTH = Recipe(steps=STEPS, guidance=ReuseGuidance())
+STEPS = StepCache(2, extrapolation_order=0)
+BOTH = Recipe(steps=STEPS, guidance=GuidanceCache())
 WHOLE = {
     "LCM": "LCMScheduler is for few steps",
     "SD Turbo": "a run of 4 steps has none to spare",
@@ -104,7 +104,7 @@ def build(make_pipeline, tokenizer):
         cls, unet, parts, inputs = (HOSTS | MORE)[name](tokenizer)
         pipe = make_pipeline(unet=unet, cls=cls, **parts | features)
         if name != "PLMS" and isinstance(pipe.scheduler, diffusers.PNDMScheduler):
-            pipe.scheduler = diffusers.DDIMScheduler(**BETAS, clip_sample=False)  # cheap calls are corrected
+            pipe.scheduler = diffusers.DDIMScheduler(**BETAS, clip_sample=False)  # cached steps are corrected
 
         def run(**more):
             torch.manual_seed(0)
@@ -117,7 +117,7 @@ def build(make_pipeline, tokenizer):
 
 
 def check(pipe, run, *more, rounds=1):
-    """Run with reuse and as the twin does; returns the letters of the calls. No more is said than `more`.
+    """Run with caching and as the twin does; returns the letters of the calls. No more is said than `more`.
 
     A pipeline may make several runs alike, `rounds`.
     """
@@ -130,7 +130,7 @@ def check(pipe, run, *more, rounds=1):
         picture = run()
     symbols = handle.summary().split()[0]
     summary = handle.summary()
-    assert not handle._calls.reuse._kept.streams
+    assert not handle._calls.cache._kept.streams
     remove_agentsd(pipe)
     assert snapshot(pipe.unet) == before
     twin = Twin(pipe.unet, rounds * symbols, scheduler=pipe.scheduler)
@@ -157,13 +157,13 @@ def test_residuals_are_shared_in_each_host(build, name):
     """An operator whose error stays the same gives what cached and conditional-only steps alone give."""
     pipe, run = build(name)
     before, shared = snapshot(pipe.unet), ResidualSharing(2, warmup_steps=2)
-    off = Recipe(Off(constant=0.3), residual=shared, steps=STEPS, guidance=ReuseGuidance())
+    off = Recipe(Off(constant=0.3), residual=shared, steps=STEPS, guidance=GuidanceCache())
     pictures = []
     for recipe in (BOTH, off):
         handle = apply_agentsd(pipe, recipe=recipe)
         pictures.append(run())
     assert ("attention" in handle.summary()) == (name not in WHOLE)
-    assert not handle._calls.reuse._kept.streams
+    assert not handle._calls.cache._kept.streams
     remove_agentsd(pipe)
     assert snapshot(pipe.unet) == before
     expected, made = pictures
@@ -202,7 +202,7 @@ OFFLOADS = {
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("name", OFFLOADS)
 def test_offloaded_weights(make_pipeline, sample, name, first):
-    """Before or after the patch, an offload changes no bit of a run with reuse."""
+    """Before or after the patch, an offload changes no bit of a run with caching."""
     pipe, twin = make_pipeline(), make_pipeline()
     if name == "layerwise casting":
         OFFLOADS[name](twin)
@@ -286,7 +286,7 @@ def test_ddim_inversion(make_pipeline, sample):
     assert check(pipe, lambda: sample(pipe, num_inference_steps=10)) == "FfHhFfHhFf"
 
 
-def test_controlnet_xs_has_half_calls_and_refuses_cheap_ones(make_pipeline, tokenizer):
+def test_controlnet_xs_has_conditional_only_steps_and_refuses_cached_ones(make_pipeline, tokenizer):
     unet = make_unet(layers_per_block=2)
     torch.manual_seed(0)
     control = diffusers.ControlNetXSAdapter.from_unet(
@@ -294,10 +294,10 @@ def test_controlnet_xs_has_half_calls_and_refuses_cheap_ones(make_pipeline, toke
     )
     pipe = make_pipeline(unet=unet, cls=diffusers.StableDiffusionControlNetXSPipeline, controlnet=control)
     before = snapshot(pipe.unet)
-    with pytest.raises(ValueError, match="ControlNetXSCrossAttnDownBlock2D, which no cheap call knows"):
+    with pytest.raises(ValueError, match="ControlNetXSCrossAttnDownBlock2D, which no cached step knows"):
         apply_agentsd(pipe, recipe=BOTH)
     assert snapshot(pipe.unet) == before
-    handle = apply_agentsd(pipe, recipe=Recipe(guidance=ReuseGuidance()))
+    handle = apply_agentsd(pipe, recipe=Recipe(guidance=GuidanceCache()))
     rng = torch.Generator().manual_seed(0)
     pipe("a cat", PICTURE, num_inference_steps=10, output_type="latent", generator=rng)
     assert set(handle.summary().split()[0]) == set("FH")
@@ -315,7 +315,7 @@ def test_panorama_stays_whole_and_says_so(make_pipeline):
 
     baseline = run()
     handle = apply_agentsd(pipe, recipe=BOTH)
-    with pytest.warns(UserWarning, match="nothing more is left out of this run"):
+    with pytest.warns(UserWarning, match="nothing more is skipped in this run"):
         assert torch.equal(run(), baseline)
     assert set(handle.summary().split()[0]) == {"F"}
 

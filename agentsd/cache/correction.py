@@ -1,9 +1,9 @@
-"""What cheap calls got wrong, and the full call after them that makes up for it.
+"""What cached steps got wrong, and the computed step after them that makes up for it.
 
-A cheap call's hidden state is extrapolated from full calls before it. The next full call shows the state on
-the other side: on the state between, the same layers tell how wrong the prediction was. By then the sampler
-has moved the latent by it. So the full call's prediction is changed to take its own step to where the sampler
-would have been.
+A cached step's hidden state is extrapolated from computed steps before it. The next computed step shows the
+state on the other side: on the state between, the same layers tell how wrong the prediction was. By then the
+sampler has moved the latent by it. So the computed step's prediction is changed to take its own step to where
+the sampler would have been.
 
 Predictions are turned into denoised latents D, and latents into y = x / alpha, whose noise level is sigma.
 A first-order step from sigma to sigma' is y' = rho y + (1 - rho) D with rho = sigma' / sigma (DDIM;
@@ -21,15 +21,15 @@ from typing import Any
 from torch import Tensor
 
 from ..hosts.schedulers import SigmaStep
-from .halves import conditional_arguments, conditional_half
+from .conditional import conditional_arguments, conditional_half
 
 
 @dataclass
-class Cheap:
-    """A cheap call that the next full one is to make up for.
+class CachedStep:
+    """A cached step that the next computed one is to make up for.
 
     Attributes:
-        whole: it computed both passes of guidance, or there is one.
+        guided: it computed both passes of guidance, or there is one.
         sigma: its noise level, as states are kept by.
         step: what its sampler's step made of it.
         given: its arguments by name.
@@ -37,27 +37,27 @@ class Cheap:
         planned: what its attention was planned from.
     """
 
-    whole: bool
+    guided: bool
     sigma: float | None
     step: SigmaStep
     given: dict[str, Any]
     prediction: Tensor
     planned: Any
 
-    def conditional(self) -> Cheap:
-        """The half call in a whole one."""
+    def conditional(self) -> CachedStep:
+        """The conditional-only step in a guided one."""
         batch = self.given["sample"].shape[0]
         given = conditional_arguments(self.given)
         given["sample"] = given["sample"].clone()  # a view would be another graph under torch.compile
-        return replace(self, whole=False, given=given, prediction=conditional_half(self.prediction, batch))
+        return replace(self, guided=False, given=given, prediction=conditional_half(self.prediction, batch))
 
 
 def correction(lost: Sequence[tuple[SigmaStep, Tensor]], now: SigmaStep) -> Tensor | None:
-    """What a full call's prediction (B, ...) changes by to make up for the calls just before it.
+    """What a computed step's prediction (B, ...) changes by to make up for the calls just before it.
 
     Args:
         lost: what each of these predicted too much (B, ...), in their order, one a step.
-        now: of the full call.
+        now: of the computed step.
 
     Returns:
         None where there were none.

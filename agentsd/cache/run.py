@@ -1,4 +1,4 @@
-"""A run whose calls leave layers or the unconditional pass out: what each of them computes."""
+"""A run whose calls skip layers or the unconditional pass: what each of them computes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from ..attention.processor import LayerState
 from ..attention.residual import FULL, KEEP, PLAIN, SHARE, ResidualSharing
 from ..hosts.schedulers import Sampler, SigmaStep
 from ..steps.run import RunReader, Step
-from .correction import Cheap, correction
-from .guidance import ReuseGuidance
-from .halves import (
-    both_halves,
+from .conditional import (
+    both_passes,
     conditional_arguments,
     difference_of,
     is_guided,
@@ -25,30 +23,32 @@ from .halves import (
     unknown_argument,
     with_sample,
 )
-from .left_out import LeftOut
-from .plan import WHOLE, Kind, plan_run
+from .correction import CachedStep, correction
+from .guidance import GuidanceCache
+from .plan import COMPUTED, Kind, plan_run
 from .residuals import Residuals
+from .skipped import SkippedLayers
 from .states import States
-from .steps import ReuseSteps
+from .steps import StepCache
 from .streams import Kept, Stream, identity
-from .suited import why_whole
+from .suited import why_uncached
 
 _JUMPS = (
     "agentsd: the U-Net is called on timesteps that skip some of the scheduler's list; what is left of the "
-    "run is planned anew there, and cheap calls are not corrected"
+    "run is planned anew there, and cached steps are not corrected"
 )
 _OFF_LIST = (
     "agentsd: a timestep is not one of the scheduler's list, so its call is computed in whole; pass elements "
     "of scheduler.timesteps to the U-Net"
 )
 _UNKNOWN = (
-    "agentsd: the timesteps are not those of a scheduler that is known, so cheap calls are not corrected; "
+    "agentsd: the timesteps are not those of a scheduler that is known, so cached steps are not corrected; "
     "pass elements of scheduler.timesteps to the U-Net"
 )
 _UNGUIDED = "agentsd: no guidance of two passes was found in a call, so none was halved"
 
 Again: TypeAlias = Callable[[dict[str, Any], Any], Any]
-"""Computes a cheap call once more: its arguments, what its attention was planned from -> the output."""
+"""Computes a cached step once more: its arguments, what its attention was planned from -> the output."""
 
 
 @dataclass
@@ -60,8 +60,8 @@ class Call:
         sigma: its noise level, as states are kept by.
         stream: where its states are kept; None if they are not.
         last: it is in the last step of its run.
-        step: what its sampler's step makes of it, where cheap calls are corrected.
-        given, planned: of a cheap call that is to be corrected, as in `Cheap`.
+        step: what its sampler's step makes of it, where cached steps are corrected.
+        given, planned: of a cached step that is to be corrected, as in `CachedStep`.
     """
 
     kind: Kind
@@ -73,8 +73,8 @@ class Call:
     planned: Any = None
 
 
-class Reuse:
-    """Leaves out of a U-Net's calls what a recipe says.
+class Caching:
+    """Skips in a U-Net's calls what a recipe says.
 
     Args:
         unet: the model.
@@ -82,7 +82,7 @@ class Reuse:
         layers: whose residuals are shared.
 
     Attributes:
-        left_out: the layers that its cheap calls leave out, where it has any.
+        skipped: the layers that its cached steps skip, where it has any.
         words: what the user is to be told, a line each, since this was last emptied.
 
     Raises:
@@ -92,18 +92,18 @@ class Reuse:
     def __init__(
         self,
         unet: Any,
-        steps: ReuseSteps | None,
-        guidance: ReuseGuidance | None,
+        steps: StepCache | None,
+        guidance: GuidanceCache | None,
         residual: ResidualSharing | None = None,
         layers: Sequence[LayerState] = (),
     ) -> None:
         if not hasattr(unet, "up_blocks"):
             raise ValueError(
-                f"{type(unet).__name__} is no U-Net, and no call of it can be left out: "
+                f"{type(unet).__name__} is no U-Net, and no layer of it can be skipped: "
                 'pass mode="paper", or a recipe without steps, guidance and residual'
             )
         self._steps, self._guidance, self._residual, self._layers = steps, guidance, residual, layers
-        self.left_out = None if steps is None else LeftOut(unet, steps.layers)
+        self.skipped = None if steps is None else SkippedLayers(unet, steps.layers)
         self.words: list[str] = []
         self._kept = Kept()
         self._call: Call | None = None
@@ -130,7 +130,7 @@ class Reuse:
 
     @property
     def corrected(self) -> int:
-        """How many cheap calls of the thread's run were."""
+        """How many cached steps of the thread's run were."""
         return self._kept.corrected
 
     def begin(
@@ -154,7 +154,7 @@ class Reuse:
             scheduler: of the run, where it is known.
 
         Returns:
-            What it computes, and its arguments, halved where it is half.
+            What it computes, and its arguments, halved where it is conditional-only.
         """
         self._end()  # a call that died
         kept = self._kept
@@ -163,7 +163,7 @@ class Reuse:
             if step.jumps:
                 self.words.append(_JUMPS)
         place = reader.place
-        alone = WHOLE if self._residual is None else replace(WHOLE, attention=FULL)
+        alone = COMPUTED if self._residual is None else replace(COMPUTED, attention=FULL)
         self._call = Call(alone)
         if step.off_list and kept.plan:
             self.words.append(_OFF_LIST)
@@ -178,24 +178,24 @@ class Reuse:
         last = place + reader.stride >= len(reader.levels)
         sampler_step = kept.steps[place] if kept.steps else None
         self._call = Call(kind, kept.sampler.coordinate(place), stream, last, sampler_step)
-        if not kind.whole:
+        if not kind.guided:
             stream.halved = True
             given = conditional_arguments(given)
         return kind, given
 
     def start(self, given: dict[str, Any], planned: Any) -> dict[str, Any]:
-        """Leave out the layers of the call that `begin` decided on; returns its arguments.
+        """Skip the layers of the call that `begin` decided on; returns its arguments.
 
         Args:
             given: its arguments by name.
             planned: what its attention is planned from; handed back where it is computed once more.
         """
         call = self._call
-        if call is None or call.kind.full or self.left_out is None or call.stream is None:
+        if call is None or call.kind.computed or self.skipped is None or call.stream is None:
             return given
-        states = call.stream.states if call.kind.whole else call.stream.states[-1:]
-        self.left_out.begin(_together([state.at(call.sigma) for state in states]))
-        given = self.left_out.without_residuals(given)
+        states = call.stream.states if call.kind.guided else call.stream.states[-1:]
+        self.skipped.begin(_together([state.at(call.sigma) for state in states]))
+        given = self.skipped.without_residuals(given)
         if call.step is not None:
             given["sample"] = given["sample"].clone()  # samplers may write into theirs
             call.given, call.planned = given, planned
@@ -209,38 +209,38 @@ class Reuse:
         if call is None or output is None or call.stream is None:
             return output
         stream, kind = call.stream, call.kind
-        if kind.full and seen is not None:
-            states = stream.states if kind.whole else stream.states[-1:]
+        if kind.computed and seen is not None:
+            states = stream.states if kind.guided else stream.states[-1:]
             for state, part in zip(states, seen.chunk(len(states)), strict=True):
                 state.keep(call.sigma, part.clone())
         if call.given is not None and call.step is not None:
             prediction = sample_of(output).clone()
-            cheap = Cheap(kind.whole, call.sigma, call.step, call.given, prediction, call.planned)
-            stream.cheap.append(cheap)
-        if stream.guided and kind.whole:
+            cached = CachedStep(kind.guided, call.sigma, call.step, call.given, prediction, call.planned)
+            stream.cached.append(cached)
+        if stream.guided and kind.guided:
             stream.difference = difference_of(sample_of(output))
-        elif not kind.whole:
+        elif not kind.guided:
             assert stream.difference is not None
-            output = with_sample(output, both_halves(sample_of(output), stream.difference))
-        if kind.full and stream.cheap:
+            output = with_sample(output, both_passes(sample_of(output), stream.difference))
+        if kind.computed and stream.cached:
             output = self._correct(output, call, stream, again)
         if call.last:
             self._kept.streams = {key: s for key, s in self._kept.streams.items() if s is not stream}
         return output
 
     def _correct(self, output: Any, call: Call, stream: Stream, again: Again) -> Any:
-        """A full call's output, made to make up for the cheap calls before it."""
-        every, stream.cheap = stream.cheap, []
+        """A computed step's output, made to make up for the cached steps before it."""
+        every, stream.cached = stream.cached, []
         if call.step is None:
             return output
-        if not call.kind.whole or not all(cheap.whole for cheap in every):
-            every = [cheap.conditional() if cheap.whole else cheap for cheap in every]
+        if not call.kind.guided or not all(cached.guided for cached in every):
+            every = [cached.conditional() if cached.guided else cached for cached in every]
         try:
-            made = [(cheap, self._once_more(cheap, stream, again)) for cheap in every]
+            made = [(cached, self._once_more(cached, stream, again)) for cached in every]
         except BaseException:
             self.reset()
             raise
-        lost = [(cheap.step, cheap.prediction - prediction) for cheap, prediction in made]
+        lost = [(cached.step, cached.prediction - prediction) for cached, prediction in made]
         change = correction(lost, call.step)
         if change is None:
             return output
@@ -250,19 +250,19 @@ class Reuse:
             change = torch.cat([change, change])
         return with_sample(output, sample + change)
 
-    def _once_more(self, cheap: Cheap, stream: Stream, again: Again) -> Tensor:
-        """What a cheap call would have given on the states that are known now."""
-        assert self.left_out is not None
-        states = stream.states if cheap.whole else stream.states[-1:]
-        self.left_out.begin(_together([state.between(cheap.sigma) for state in states]))
+    def _once_more(self, cached: CachedStep, stream: Stream, again: Again) -> Tensor:
+        """What a cached step would have given on the states that are known now."""
+        assert self.skipped is not None
+        states = stream.states if cached.guided else stream.states[-1:]
+        self.skipped.begin(_together([state.between(cached.sigma) for state in states]))
         try:
-            return sample_of(again(cheap.given, cheap.planned))
+            return sample_of(again(cached.given, cached.planned))
         finally:
-            self.left_out.end()
+            self.skipped.end()
 
     def _end(self) -> tuple[Call | None, Tensor | None]:
         call, self._call = self._call, None
-        return call, None if self.left_out is None else self.left_out.end()
+        return call, None if self.skipped is None else self.skipped.end()
 
     def _open(self, unet: Any, reader: RunReader, scheduler: Any) -> None:
         """Plan a run from its first call on, or what is left of one."""
@@ -272,20 +272,20 @@ class Reuse:
         kept.plan, kept.steps, kept.corrected = {}, [], 0
         ahead = reader.levels[reader.place :: reader.stride]
         kept.sampler = sampler = Sampler(scheduler, reader.levels)
-        whole = why_whole(unet, len(set(ahead)), sampler)
+        reason = why_uncached(unet, len(set(ahead)), sampler)
         if reader.guesses:
-            whole = (
+            reason = (
                 "the run's steps are not known (pass elements of scheduler.timesteps to the U-Net, or apply "
                 "agentsd to the pipeline)"
             )
-        if whole:
-            self.words.append(f"agentsd: {whole}; nothing is left out of this run")
+        if reason:
+            self.words.append(f"agentsd: {reason}; nothing is skipped in this run")
             return
         plan = plan_run(self._steps, self._guidance, ahead, self._residual)
-        if all(kind.full and kind.whole and kind.attention in (PLAIN, FULL) for kind in plan.values()):
+        if all(kind.computed and kind.guided and kind.attention in (PLAIN, FULL) for kind in plan.values()):
             return
         kept.plan = plan
-        if self._steps is not None and self._steps.corrected:
+        if self._steps is not None and self._steps.correct:
             if scheduler is None:
                 self.words.append(_UNKNOWN)
             elif reader.stride == 1:  # else its steps are not from one call to the next
@@ -293,8 +293,8 @@ class Reuse:
                 kept.steps = steps if any(steps) else []
         if sampler.adds_noise():
             self.words.append(
-                f"agentsd: {sampler.name} adds noise in each step, which reuse changes pictures more under; "
-                "a deterministic sampler loses less"
+                f"agentsd: {sampler.name} adds noise in each step, under which caching changes pictures "
+                "more; a deterministic sampler loses less"
             )
 
     def _may_keep(self) -> bool:
@@ -302,8 +302,8 @@ class Reuse:
             return True
         self._kept.streams.clear()
         self.words.append(
-            "agentsd: gradients are on, under which no call is left out or halved; call the U-Net under "
-            "torch.no_grad() to leave some out"
+            "agentsd: gradients are on, under which no layer and no pass is skipped; call the U-Net under "
+            "torch.no_grad() to skip some"
         )
         return False
 
@@ -339,14 +339,14 @@ class Reuse:
         return stream
 
     def _states(self, count: int) -> list[States]:
-        order = 0 if self._steps is None else self._steps.order
+        order = 0 if self._steps is None else self._steps.extrapolation_order
         kept = 1 + max(order, bool(self._kept.steps))
         return [States(order, kept) for _ in range(count)]
 
     def _give_up(self, reason: str) -> None:
         self._kept.plan = {}
         self._kept.streams.clear()
-        self.words.append(f"agentsd: {reason}; nothing more is left out of this run")
+        self.words.append(f"agentsd: {reason}; nothing more is skipped in this run")
 
     def _residuals(self, passes: int) -> Residuals | None:
         if self._residual is None:
@@ -356,24 +356,24 @@ class Reuse:
     def _possible(self, kind: Kind, stream: Stream, given: dict[str, Any], stages: tuple[int, ...]) -> Kind:
         """What is planned, or more where not enough is known yet."""
         sample = given["sample"]
-        whole = kind.whole or not stream.guided or stream.difference is None
-        if not whole and (name := unknown_argument(given)):
+        guided = kind.guided or not stream.guided or stream.difference is None
+        if not guided and (name := unknown_argument(given)):
             self.words.append(
-                f"agentsd: a call has {name}, of which it is not known how it is halved; it stays whole"
+                f"agentsd: a call has {name}, of which it is not known how it is halved; it stays guided"
             )
-            whole = True
-        if not whole and not stream.halved and not torch.equal(*sample.chunk(2)):
-            stream.guided, whole = False, True  # equal pictures at the start, and no guidance
-            stream.states, stream.difference, stream.cheap = self._states(1), None, []
+            guided = True
+        if not guided and not stream.halved and not torch.equal(*sample.chunk(2)):
+            stream.guided, guided = False, True  # equal pictures at the start, and no guidance
+            stream.states, stream.difference, stream.cached = self._states(1), None, []
             stream.residuals = self._residuals(1)
             self.words.append(_UNGUIDED)
-        states = stream.states if whole else stream.states[-1:]
-        full, attention = kind.full or not all(states), kind.attention
+        states = stream.states if guided else stream.states[-1:]
+        computed, attention = kind.computed or not all(states), kind.attention
         if stream.residuals is not None:
-            fits = stream.residuals.fit(stages if whole else stages[len(stages) // 2 :])
+            fits = stream.residuals.fit(stages if guided else stages[len(stages) // 2 :])
             if attention == SHARE and not fits:  # there are none yet, or another operator's
-                attention = KEEP if full and whole else FULL
-        return Kind(full, whole, attention)
+                attention = KEEP if computed and guided else FULL
+        return Kind(computed, guided, attention)
 
 
 def _together(parts: list[Tensor]) -> Tensor:

@@ -96,8 +96,8 @@ def difference_of(sample: Tensor) -> Tensor:
     return conditional - unconditional
 
 
-def both_halves(conditional: Tensor, difference: Tensor) -> Tensor:
-    """(B, ...) -> (2B, ...), as a whole call gives it."""
+def both_passes(conditional: Tensor, difference: Tensor) -> Tensor:
+    """(B, ...) -> (2B, ...), as a guided step gives it."""
     return torch.cat([conditional - difference, conditional])
 
 

@@ -1,4 +1,4 @@
-"""Cheap and half calls under torch.compile: no break, a graph a kind of call, none for a second run."""
+"""Cached and conditional-only steps compiled: no break, a graph a kind of call, none for a second run."""
 
 import pytest
 import torch
@@ -6,14 +6,14 @@ from callers import Guided
 from tiny import make_unet
 from torch._dynamo.testing import CompileCounter
 
-from agentsd import Agents, Downsample, Phases, Recipe, ReuseGuidance, ReuseSteps, apply_agentsd
+from agentsd import Agents, Downsample, GuidanceCache, Phases, Recipe, StepCache, apply_agentsd
 from agentsd.recipe import STEP_CACHING
 
-BOTH = {"steps": ReuseSteps(2), "guidance": ReuseGuidance()}
+BOTH = {"steps": StepCache(2), "guidance": GuidanceCache()}
 RECIPES = {
     "steps": (STEP_CACHING, 2),  # F and f
-    "steps, order 0, two layers": (Recipe(steps=ReuseSteps(3, order=0, layers=2)), 2),
-    "guidance": (Recipe(guidance=ReuseGuidance()), 2),  # F and H
+    "steps, order 0, two layers": (Recipe(steps=StepCache(3, extrapolation_order=0, layers=2)), 2),
+    "guidance": (Recipe(guidance=GuidanceCache()), 2),  # F and H
     "both": (Recipe(**BOTH), 4),  # F, f, H and h
     "and attention": (Recipe(Phases(Agents(), Downsample(), 0.4), **BOTH), 8),  # each early and late
 }

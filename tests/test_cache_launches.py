@@ -1,14 +1,14 @@
-"""What calls with reuse ask of the device on SD 1.5's structure: counted, not timed."""
+"""What calls with caching ask of the device on SD 1.5's structure: counted, not timed."""
 
 import pytest
 import torch
 from diffusers import DDIMScheduler, UNet2DConditionModel
 from launches import Launches
 
-from agentsd import Recipe, ReuseGuidance, ReuseSteps, apply_agentsd
+from agentsd import GuidanceCache, Recipe, StepCache, apply_agentsd
 
-BASELINE = 727  # launches of a whole call
-LAST_LAYERS = 60  # of a cheap one
+BASELINE = 727  # launches of a guided step
+LAST_LAYERS = 60  # of a cached one
 WAITS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")
 
 
@@ -38,8 +38,8 @@ def run(unet, recipe, calls):
 
 def test_launches_of_each_kind_of_call(unet):
     """A few for what a call leaves and takes."""
-    assert run(unet, Recipe(steps=ReuseSteps(1)), 2)[1][1].total() == BASELINE
-    recipe = Recipe(steps=ReuseSteps(2, corrected=False), guidance=ReuseGuidance())
+    assert run(unet, Recipe(steps=StepCache(1)), 2)[1][1].total() == BASELINE
+    recipe = Recipe(steps=StepCache(2, correct=False), guidance=GuidanceCache())
     symbols, counts = run(unet, recipe, 12)
     assert symbols == "FfHhFfHhFfHh"
     later = dict(zip(symbols[8:], (c.total() for c in counts[8:]), strict=True))
@@ -50,8 +50,8 @@ def test_launches_of_each_kind_of_call(unet):
 
 
 def test_launches_of_a_correction(unet):
-    """The last layers once more for each cheap call, and a few."""
-    recipe = Recipe(steps=ReuseSteps(2), guidance=ReuseGuidance())
+    """The last layers once more for each cached step, and a few."""
+    recipe = Recipe(steps=StepCache(2), guidance=GuidanceCache())
     symbols, counts = run(unet, recipe, 12)
     assert symbols == "FfHhFfHhFfHh"
     later = dict(zip(symbols[8:], (c.total() for c in counts[8:]), strict=True))
@@ -62,19 +62,19 @@ def test_launches_of_a_correction(unet):
     assert later["H"] == BASELINE + 3 + LAST_LAYERS + 7  # after f, whose half latent is cloned
 
 
-@pytest.mark.parametrize("cheap", [1, 2])
-def test_launches_of_a_correction_without_guidance(unet, cheap):
-    symbols, counts = run(unet, Recipe(steps=ReuseSteps(cheap + 1)), 2 * cheap + 3)
-    assert symbols == "F" + 2 * ("f" * cheap + "F")
+@pytest.mark.parametrize("cached", [1, 2])
+def test_launches_of_a_correction_without_guidance(unet, cached):
+    symbols, counts = run(unet, Recipe(steps=StepCache(cached + 1)), 2 * cached + 3)
+    assert symbols == "F" + 2 * ("f" * cached + "F")
     assert counts[-2].total() == LAST_LAYERS + 3  # a line; the latent and the prediction cloned
-    # One state kept; for each cheap call a line, subtracted, a factor; between two a factor and a sum; at the
-    # end a factor and a sum.
-    assert counts[-1].total() == BASELINE + 1 + cheap * (LAST_LAYERS + 3) + (cheap - 1) * 2 + 2
+    # One state kept; for each cached step a line, subtracted, a factor; between two a factor and a sum; at
+    # the end a factor and a sum.
+    assert counts[-1].total() == BASELINE + 1 + cached * (LAST_LAYERS + 3) + (cached - 1) * 2 + 2
 
 
 @pytest.mark.parametrize("order", [0, 1])
 def test_no_call_waits_for_the_device_once_a_run_is_known(unet, order):
-    recipe = Recipe(steps=ReuseSteps(2, order=order), guidance=ReuseGuidance())
+    recipe = Recipe(steps=StepCache(2, extrapolation_order=order), guidance=GuidanceCache())
     symbols, counts = run(unet, recipe, 10)
     waits = [sum(call[name] for name in WAITS) for call in counts]
     first_half = symbols.index("H")

@@ -19,11 +19,11 @@ from tiny import BETAS, make_unet
 from agentsd import (
     Agents,
     Downsample,
+    GuidanceCache,
     Phases,
     Recipe,
     ResidualSharing,
-    ReuseGuidance,
-    ReuseSteps,
+    StepCache,
     apply_agentsd,
     remove_agentsd,
 )
@@ -33,19 +33,22 @@ SEQUENCES = int(os.environ.get("AGENTSD_SEQUENCES", "300"))
 RECIPES = {
     "baseline": None,
     "step-caching": STEP_CACHING,
-    "steps": Recipe(steps=ReuseSteps(2, late_every=3)),
-    "two layers": Recipe(steps=ReuseSteps(3, order=0, layers=2)),
-    "guidance": Recipe(guidance=ReuseGuidance(2, start=0.25)),
-    "both": Recipe(steps=ReuseSteps(2), guidance=ReuseGuidance()),
-    "levels": Recipe(steps=ReuseSteps(at=(999, 600, 200)), guidance=ReuseGuidance(at=(999, 200))),
+    "steps": Recipe(steps=StepCache(2, late_interval=3)),
+    "two layers": Recipe(steps=StepCache(3, extrapolation_order=0, layers=2)),
+    "guidance": Recipe(guidance=GuidanceCache(2, start=0.25)),
+    "both": Recipe(steps=StepCache(2), guidance=GuidanceCache()),
+    "levels": Recipe(
+        steps=StepCache(computed_timesteps=(999, 600, 200)),
+        guidance=GuidanceCache(computed_timesteps=(999, 200)),
+    ),
     "residual": Recipe(Agents(stride=2), residual=ResidualSharing(2, 2)),
     "all": Recipe(
         Phases(Agents(stride=2), Downsample()),
         residual=ResidualSharing(2, 3),
-        steps=ReuseSteps(2, first=3),
-        guidance=ReuseGuidance(),
+        steps=StepCache(2, warmup_steps=3),
+        guidance=GuidanceCache(),
     ),
-    "attention": Recipe(Phases(None, Downsample()), steps=ReuseSteps(2), guidance=ReuseGuidance()),
+    "attention": Recipe(Phases(None, Downsample()), steps=StepCache(2), guidance=GuidanceCache()),
 }
 SAMPLERS = {
     "DDIM": functools.partial(diffusers.DDIMScheduler, clip_sample=False),

@@ -1,4 +1,4 @@
-"""Which runs have calls to spare."""
+"""Which runs have steps to spare."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ..hosts.models import foreign_cache, keeps_nothing
 from ..hosts.schedulers import Sampler
 
 FEWEST = 8
-"""Steps of a run that anything is left out of."""
+"""Steps of a run in which anything is skipped."""
 
 
-def why_whole(unet: Any, count: int, sampler: Sampler) -> str:
-    """Why nothing can be left out of a run of so many steps, or nothing."""
+def why_uncached(unet: Any, count: int, sampler: Sampler) -> str:
+    """Why nothing can be skipped in a run of so many steps, or nothing."""
     if sampler.for_few_steps:
         return f"{sampler.name} is for few steps, none of which can be spared"
     if count < FEWEST:
@@ -22,5 +22,5 @@ def why_whole(unet: Any, count: int, sampler: Sampler) -> str:
             kind = type(processor).__name__
             return f"{name} has a {kind}, which may have to see each call"
     if other := foreign_cache(unet):
-        return f"{other}, which leaves layers out itself: switch one of the two off"
+        return f"{other}, which skips layers itself: switch one of the two off"
     return ""

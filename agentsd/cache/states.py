@@ -1,4 +1,4 @@
-"""Hidden states that full calls leave for cheap ones."""
+"""Hidden states that computed steps leave for cached ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class States:
         return bool(self._kept)
 
     def keep(self, sigma: float | None, state: Tensor) -> None:
-        """Take in a full call's state (B, C, H, W); a repeated noise level replaces the one before."""
+        """Take in a computed step's state (B, C, H, W); a repeated noise level replaces the one before."""
         others = [kept for kept in self._kept if kept[0] != sigma or sigma is None]
         self._kept = [*others, (sigma, state)][-self._count :]
 
