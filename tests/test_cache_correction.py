@@ -112,7 +112,7 @@ def test_without_a_scheduler_noise_levels_are_stable_diffusions_and_nothing_is_c
 
 
 @pytest.mark.parametrize("order", [0, 1])
-def test_states_on_a_line_between_full_calls_need_no_correction_of_order_1(order):
+def test_states_on_a_line_between_computed_steps_need_no_correction_of_order_1(order):
     """The cached steps are then right from the second on."""
     unet, twin, caller = deep_unet(), deep_unet(), Caller(steps=12)
     rng = torch.Generator().manual_seed(0)

@@ -172,7 +172,7 @@ def test_another_scheduler_dtype_or_list(make_pipeline, ddim, sample):
     assert set(handle.summary().split()[0]) == set("FfHh")
 
 
-def test_a_prompt_that_changes_in_the_middle_is_computed_whole(ddim, sample):
+def test_a_prompt_that_changes_in_the_middle_is_computed(ddim, sample):
     handle = apply_agentsd(ddim, recipe=BOTH)
 
     def change(pipe, step, t, tensors):

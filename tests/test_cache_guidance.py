@@ -17,7 +17,7 @@ def ddim(make_pipeline, **parts):
     return make_pipeline(scheduler=scheduler, **parts)
 
 
-def test_a_half_call_is_the_conditional_pass_and_the_kept_difference():
+def test_a_conditional_only_step_is_the_conditional_pass_and_the_kept_difference():
     unet, twin, caller = make_unet(), make_unet(), Guided(batch=4)
     handle = apply_agentsd(unet, recipe=HALVES)
     first = caller(unet, 0)
@@ -47,7 +47,7 @@ def test_the_true_difference_gives_baselines_picture(make_pipeline, sample):
 
 
 @pytest.mark.parametrize("rescale", [0.0, 0.7])
-def test_the_difference_is_kept_between_whole_calls(make_pipeline, sample, rescale):
+def test_the_difference_is_kept_between_guided_steps(make_pipeline, sample, rescale):
     """A pipeline by hand: what `guidance_rescale` and the scheduler get has both halves."""
     pipe, twin = ddim(make_pipeline), make_unet()
     apply_agentsd(pipe, recipe=Recipe(guidance=GuidanceCache(3)))
@@ -71,7 +71,7 @@ def test_the_difference_is_kept_between_whole_calls(make_pipeline, sample, resca
     torch.testing.assert_close(sample(pipe, guidance_rescale=rescale, **RUN), picture, rtol=0, atol=1e-5)
 
 
-def test_every_argument_of_a_half_call_is_halved():
+def test_every_argument_of_a_conditional_only_step_is_halved():
     """SDXL's conditions, masks, a time condition, residuals and labels: the twin gets the halves by hand."""
     changes = {
         "addition_embed_type": "text_time",
@@ -167,7 +167,7 @@ def test_without_guidance_nothing_is_halved_and_it_is_said(make_pipeline):
         ({"interval": 3}, {"computed_timesteps": (999, 400)}, "FffHhhFffH"),
     ],
 )
-def test_full_and_whole_calls_are_planned_together(make_pipeline, sample, steps, guidance, symbols):
+def test_computed_and_guided_steps_are_planned_together(make_pipeline, sample, steps, guidance, symbols):
     pipe = ddim(make_pipeline, unet=deep_unet())
     before, baseline = snapshot(pipe.unet), sample(pipe, **RUN)
     recipe = Recipe(steps=steps and StepCache(**steps), guidance=GuidanceCache(**guidance))
@@ -207,7 +207,7 @@ def test_a_cached_conditional_only_step_has_the_conditional_passs_own_states():
 @pytest.mark.parametrize(
     "attention", [Phases(Agents(), Downsample()), Phases(Agents(cells="random"), None), Downsample()]
 )
-def test_a_half_call_draws_the_cells_that_a_whole_one_does(attention):
+def test_a_conditional_only_step_draws_the_cells_that_a_guided_one_does(attention):
     unet, twin, caller = make_unet(), make_unet(), Guided(batch=2)
     apply_agentsd(unet, recipe=Recipe(attention, guidance=GuidanceCache()))
     apply_agentsd(twin, recipe=Recipe(attention))

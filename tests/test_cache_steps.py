@@ -61,7 +61,7 @@ def entrance(unet, layers):
 @pytest.mark.parametrize(
     ("extra", "size"), [("plain", (9, 7)), ("ControlNet", (8, 8)), ("T2I-Adapter", (8, 8))]
 )
-def test_a_cached_step_is_a_full_one_of_a_twin_whose_deep_blocks_return_the_kept_states(
+def test_a_cached_step_is_a_computed_one_of_a_twin_whose_deep_blocks_return_the_kept_states(
     make, layers, extra, size
 ):
     if make is two_levels and extra == "T2I-Adapter":
@@ -186,7 +186,7 @@ def test_deepcache_gives_the_same_pictures(make_pipeline, sample, interval):
         diffusers.EulerDiscreteScheduler,
     ],
 )
-def test_every_step_full_is_bit_equal_to_baseline(make_pipeline, sample, scheduler):
+def test_every_step_computed_is_bit_equal_to_baseline(make_pipeline, sample, scheduler):
     pipe = make_pipeline(scheduler=scheduler.from_config(diffusers.PNDMScheduler(**BETAS).config))
     before, baseline = snapshot(pipe.unet), sample(pipe, **RUN)
     with apply_agentsd(pipe, recipe=Recipe(steps=StepCache(1))) as handle:

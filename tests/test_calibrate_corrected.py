@@ -22,7 +22,7 @@ def only_corrected(monkeypatch):
     monkeypatch.setattr(plans, "CHEAP", (StepCache(),))
 
 
-def test_a_corrected_call_loses_what_the_line_between_its_full_ones_misses(plain):
+def test_a_corrected_step_loses_what_the_line_between_its_computed_ones_misses(plain):
     """Nothing where the states are on a line but what cached steps of the true state lose."""
     skipped = SkippedLayers(plain.unet, 1)
     tap = skipped.hook()
@@ -87,7 +87,7 @@ def test_the_error_of_a_plan_is_that_of_its_corrected_calls():
     assert error == pytest.approx(corrected + ending)
 
 
-def test_errors_of_cached_steps_after_the_same_full_one_add_up_before_they_are_squared():
+def test_errors_of_cached_steps_after_the_same_computed_one_add_up_before_they_are_squared():
     measured = of_eight_steps()
     plan, computed, error = "FFffFfff", (), 0.0
     for step, symbol in enumerate(plan):

@@ -13,13 +13,13 @@ PRICES = {"F": 10, "f": 2, "H": 5, "h": 1}
 LEVELS = (999, 900, 850, 700, 400, 150, 20)
 
 
-def realized(full, guided, order):
+def realized(computed, guided, order):
     """What a run with these computed steps, and of them these guided ones, computes."""
-    at_full = tuple(level for level, is_full in zip(LEVELS, full, strict=True) if is_full)
-    at_whole = tuple(level for level, is_whole in zip(LEVELS, guided, strict=True) if is_whole)
+    at_computed = tuple(level for level, is_computed in zip(LEVELS, computed, strict=True) if is_computed)
+    at_guided = tuple(level for level, is_guided in zip(LEVELS, guided, strict=True) if is_guided)
     plan = plan_run(
-        StepCache(extrapolation_order=order, computed_timesteps=at_full),
-        GuidanceCache(computed_timesteps=at_whole),
+        StepCache(extrapolation_order=order, computed_timesteps=at_computed),
+        GuidanceCache(computed_timesteps=at_guided),
         LEVELS,
     )
     return "".join(kind.symbol for kind in plan.values())
@@ -28,13 +28,13 @@ def realized(full, guided, order):
 def every_plan(order, conditional, max_age, max_kept):
     """The symbols of all plans within the limits, one by one."""
     count, found = len(LEVELS), {}
-    for full in itertools.product((True, False), repeat=count - 1):
-        full = (True, *full)
-        places = [i for i in range(count) if full[i]]
+    for computed in itertools.product((True, False), repeat=count - 1):
+        computed = (True, *computed)
+        places = [i for i in range(count) if computed[i]]
         for picked in itertools.product((True, False), repeat=len(places) - 1):
             chosen = dict(zip(places, (True, *picked), strict=True))
             if all(picked) or conditional:
-                symbols = realized(full, [chosen.get(i, False) for i in range(count)], order)
+                symbols = realized(computed, [chosen.get(i, False) for i in range(count)], order)
                 found[symbols] = None
     return [symbols for symbols in found if within(symbols, max_age, max_kept)]
 

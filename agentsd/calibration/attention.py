@@ -140,7 +140,7 @@ def _edges(name: str, tried: Mapping[Operator, Effect]) -> Iterator[tuple[float,
 def _spread(choices: Sequence[Choice], most: int) -> list[Choice]:
     """So many of them at most, evenly by what they save, the first and the last among them."""
     wanted = [choices[-1].computed * i / (most - 1) for i in range(most)]
-    near = {min(range(len(choices)), key=lambda i: abs(choices[i].computed - full)) for full in wanted}
+    near = {min(range(len(choices)), key=lambda i: abs(choices[i].computed - share)) for share in wanted}
     return [choices[i] for i in sorted(near)]
 
 

@@ -17,7 +17,7 @@ from .runs import Figures, Runs
 def chosen_levels(measured: Measured, order: int) -> dict[int, list[float]]:
     """For numbers of steps, those of the run's noise levels that lose least, as if losses added up.
 
-    A step left out is a call that costs nothing: the sampler goes on with the prediction of the last steps
+    A skipped step is a call that costs nothing: the sampler goes on with the prediction of the last steps
     made, kept (order 0) or extrapolated over the noise level (order 1).
     """
     plans = best_plans(

@@ -89,7 +89,7 @@ class Losses:
 
     def change(self, call: Call, computed: Sequence[Call], unet: Any, skipped: SkippedLayers) -> Tensor:
         """(B, C, H, W) what a cached step changes, made from the states of these computed ones."""
-        hidden = _continued([(full.level, full.hidden) for full in computed], call.level)
+        hidden = _continued([(one.level, one.hidden) for one in computed], call.level)
         return cached_step(unet, skipped, call.given, hidden) - call.sample
 
     def guided(self, output: Tensor) -> Tensor:

@@ -204,8 +204,8 @@ class Measured:
 
     def _weight(self, step: int) -> float:
         calls, place = self._calls(0), self._steps.index(step)
-        full = next(call for call in reversed(calls) if call.step == step - 1)
-        change = self._losses.change(calls[place], [full], self._unet, self._skipped)
+        before = next(call for call in reversed(calls) if call.step == step - 1)
+        change = self._losses.change(calls[place], [before], self._unet, self._skipped)
         lost = mean_square(self._losses.guided(change))
         return self._runs.moved_by(calls, place, change) / lost if lost else 0.0
 
@@ -251,9 +251,9 @@ class Measured:
 
     def cost(self, step: int, symbol: str, computed: tuple[int, ...], choice: Choice) -> int:
         """Of a step, in units, rounded up."""
-        full = symbol in "FH"
-        of_both = self._prices["F" if full else "f"]
-        saved = (choice.computed if full else choice.cached) * self._prices["F"]
+        computes_all = symbol in "FH"
+        of_both = self._prices["F" if computes_all else "f"]
+        saved = (choice.computed if computes_all else choice.cached) * self._prices["F"]
         share = (1 - saved / of_both) * self._prices[symbol] / self._prices["F"]
         return self._counts[step] * max(1, math.ceil(UNITS * share))
 
