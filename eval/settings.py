@@ -417,7 +417,7 @@ class RedundancySettings(SamplingSettings):
 
 
 class CalibrateSettings(SamplingSettings):
-    """Plan a run for a goal: which steps are cached or conditional-only, and what each layer runs."""
+    """Find the recipe that meets a goal, among the named ones and variations, on your model and prompts."""
 
     hidden: ClassVar[tuple[str, ...]] = ("agent",)
     steps: int = Field(25, ge=1, le=1000)
@@ -434,10 +434,8 @@ class CalibrateSettings(SamplingSettings):
     """The goal: how much cheaper the U-Net's calls of a run."""
     max_distance: float | None = Field(None, gt=0)
     """Or the goal: the largest distance of a run's final latents to the baseline's, such as 0.05."""
-    cost: Literal["time", "macs"] = "macs"
-    """What is to become cheaper; time needs a machine that does nothing else."""
-    attention: bool = True
-    """Plan self-attention too."""
+    cost: Literal["macs", "seconds"] = "macs"
+    """What is to become cheaper; seconds need a machine that does nothing else."""
     out: Path = Path("outputs/calibrated.yaml")
     """The YAML file to write; what was measured is kept beside it (.jsonl), and the same command goes on."""
 

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import torch
 
-from agentsd import Merge
+from agentsd import Downsample, Recipe, ResidualSharing, StepCache
 from agentsd.calibration.cost import macs
 
 STEPS = 8
 SETTINGS = {"num_inference_steps": STEPS, "guidance_scale": 7.5}
-MERGE = Merge(0.5, ranking="layer")
-COUNTED = {
-    "cost": "macs",
-    "operators": (MERGE,),
-    "held_out": ["a dog"],
-    "reference_steps": 20,
-} | SETTINGS
+CANDIDATES = (
+    Recipe(steps=StepCache(2)),
+    Recipe(steps=StepCache(3)),
+    Recipe(steps=StepCache(2, warmup_steps=4)),
+    Recipe(Downsample(2, at_most=None), steps=StepCache(2), residual=ResidualSharing(1)),
+    Recipe(Downsample(2, at_most=None), residual=ResidualSharing(2)),
+)
+COUNTED = {"held_out": ["a dog"], "reference_steps": 20, "candidates": CANDIDATES} | SETTINGS
 
 
 def run(pipe, prompt="a cat", seed=0, **changes):
-    """The final latents and what the U-Net gave in each call."""
-    outputs = []
-    hook = pipe.unet.register_forward_hook(lambda m, args, out: outputs.append(out[0].clone()))
+    """The final latents of a run."""
     rng = torch.Generator().manual_seed(seed)
-    latents = pipe(prompt, generator=rng, output_type="latent", **SETTINGS | changes).images
-    hook.remove()
-    return latents, outputs
+    return pipe(prompt, generator=rng, output_type="latent", **SETTINGS | changes).images
 
 
 def distance(one, other):

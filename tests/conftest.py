@@ -151,7 +151,7 @@ def calibrated(
     found = calibrate(
         make_plain(),
         ["a cat"],
-        speedup=1.6,
+        speedup=1.3,
         resume=path,
         on_step=lambda *step: told.append(step),
         **COUNTED,

@@ -9,12 +9,11 @@ from agentsd_eval.cli import app
 from agentsd_eval.pictures import models
 from agentsd_eval.studies import calibration
 from agentsd_eval.studies.calibration import note
-from agentsd_eval.studies.redundancy import short_name
 from typer.testing import CliRunner
 
-from agentsd import Downsample, Merge, Phases, Recipe, calibrate
+from agentsd import Recipe, calibrate
 
-RUN = ("--steps", 8, "--scheduler", "ddim", "--no-attention", "--cost", "time")
+RUN = ("--steps", 8, "--scheduler", "ddim", "--cost", "seconds")
 
 
 def invoke(*arguments: object, code: int = 0) -> str:
@@ -36,9 +35,8 @@ def test_the_command_saves_what_the_call_finds_and_goes_on(model_folder: str, tm
         "num_inference_steps": 8,
         "height": 32,
         "width": 32,
-        "operators": (),
         "reference_steps": 10,
-        "cost": "time",
+        "cost": "seconds",
     }
     resumed = calibrate(
         pipe,
@@ -49,24 +47,15 @@ def test_the_command_saves_what_the_call_finds_and_goes_on(model_folder: str, tm
         **same,
     )
     assert (resumed, resumed.measured) == (found, found.measured)
-    promises = found.measured["promises"]
-    assert (promises["prompts"], promises["held_out"]) == (1, True)
-    assert f"{found.measured['plan']} (8 calls: " in printed
-    assert f"{promises['speedup']:.3f}x" in printed
-    for row in promises["fewer_steps"]:
+    validation = found.measured["validation"]
+    assert (validation["prompts"], validation["held_out"]) == (1, True)
+    assert f"{found.measured['steps']} (8 calls: " in printed
+    assert f"{validation['speedup']:.3f}x" in printed
+    for row in validation["fewer_steps"]:
         assert f"baseline, {row['steps']} steps" in printed
-    assert f"{promises['baseline_reference']:.3g}" in printed
+    assert f"{validation['baseline_reference_distance']:.3g}" in printed
     assert "Measured on 1 held-out prompts. Chosen on: a cat" in printed
     assert str(path) in printed
-
-
-def test_what_each_layer_runs_is_shown(pipe) -> None:
-    name = "mid_block.attentions.0.transformer_blocks.0.attn1"
-    table = calibration.choices(pipe, Recipe(layers={name: Phases(Merge(0.5), Downsample(), 0.3)}))
-    cells = [list(column.cells) for column in table.columns]
-    row = next(row for row in zip(*cells, strict=True) if row[0] == short_name(name))
-    assert row[2:] == ("merge, r=0.5", "downsample")
-    assert table.columns[2].header == "first 30% of the steps"
 
 
 def test_prompts_are_the_embedded_models_if_none_are_given(monkeypatch, model_folder: str, tmp_path: Path):
@@ -78,20 +67,16 @@ def test_prompts_are_the_embedded_models_if_none_are_given(monkeypatch, model_fo
 
     monkeypatch.setattr(calibration, "calibrate", keep)
     path = tmp_path / "calls.yaml"
-    arguments = ("--images", 3, "--held-out", 1, "--speedup", 1.3, "--no-attention")
+    arguments = ("--images", 3, "--held-out", 1, "--speedup", 1.3)
     assert "enough" in invoke("--model", model_folder, *arguments, "--out", path, code=2)
-    assert (len(given["prompts"]), len(given["held_out"]), given["operators"]) == (2, 1, ())
+    assert (len(given["prompts"]), len(given["held_out"])) == (2, 1)
 
 
 def test_fewer_steps_are_advised_where_they_win() -> None:
-    rows = [
-        {"steps": 4, "distance": 0.1, "timesteps": [751, 501, 251, 1]},
-        {"steps": 5, "distance": 0.3, "timesteps": [801, 601.5, 1]},
-        {"steps": 5, "distance": 0.2, "timesteps": [801, 502.5, 1], "chosen": True},
-    ]
-    promises = {"fewer_steps": rows, "prompts": 2, "held_out": False, "beaten_by_fewer_steps": True}
-    measured = {"promises": promises, "made_on": {"prompts": ["a cat"]}}
-    assert "use fewer steps, 5, at these noise levels (the pipeline's timesteps): 801, 502.5, 1." in note(
+    rows = [{"steps": 4, "distance": 0.1}, {"steps": 5, "distance": 0.2}]
+    validation = {"fewer_steps": rows, "prompts": 2, "held_out": False, "beaten_by_fewer_steps": True}
+    measured = {"validation": validation, "environment": {"prompts": ["a cat"]}}
+    assert "end nearer to the baseline at this cost: use 5 steps of it." in note(
         Recipe.from_mapping({"version": 1, "attention": {"merge": {}}, "measured": measured})
     )
 

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from ..hosts.models import is_quantized
 
-Cost = Literal["time", "macs"]
+Cost = Literal["macs", "seconds"]
 
 
 def cost_of(cost: Cost, device: torch.device, run: Callable[[], Any]) -> float:

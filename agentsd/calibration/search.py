@@ -1,40 +1,34 @@
-"""Find, on a user's own model and prompts, the plan of a run that meets a goal."""
+"""Find, on a user's own model and prompts, the recipe that meets a goal."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from diffusers.utils import logging
 
-from ..attention import Operator
+from ..cache.suited import why_uncached
 from ..checks import check
-from ..hosts.models import weights_digest
+from ..hosts.models import find_model, weights_digest
+from ..hosts.schedulers import Sampler
+from ..patch import apply_agentsd
 from ..recipe import Recipe
-from .attention import OPERATORS
+from .candidates import CANDIDATES
 from .cost import Cost
-from .fewer import promises
-from .goal import check_arguments, check_goal, free_unet
-from .journal import Journal, Tell, plain
-from .measured import MAX_AGE, MAX_KEPT, Measured
-from .plans import Found, plans_of
-from .program import best_plans
-from .runs import Figures, Runs
+from .measurements import Measurements, json_safe
+from .runs import Metrics, Runs
 
-TRIES = 3
-"""Times that plans are looked for again, where those measured were slower than predicted."""
 FINALISTS = 3
-"""Of the plans that are run on the first prompt, those that are run on all."""
-FRONTIER = 32
-"""Plans of a frontier that are looked through for a distance, at most."""
-_MARGIN = 1.1  # by which a goal is out of reach beyond doubt
+"""Of the candidates that meet the goal on the first prompt, those that are run on all."""
+MARGIN = 1.5
+"""By which a speed-up above the boldest candidate's is out of reach of all."""
+Progress = Callable[[int, int], None]
+_OWN = ("timesteps", "sigmas", "generator", "output_type", "prompt")
 
 
 def calibrate(
@@ -44,66 +38,63 @@ def calibrate(
     speedup: float | None = None,
     max_distance: float | None = None,
     held_out: Sequence[str] = (),
+    candidates: Sequence[Recipe] = CANDIDATES,
     reference_steps: int | None = None,
     cost: Cost = "macs",
-    operators: Sequence[Operator] = OPERATORS,
-    early_frac: float = 0.4,
     num_inference_steps: int = 25,
     guidance_scale: float = 7.5,
     seed: int = 0,
     resume: str | Path | None = None,
-    on_step: Tell | None = None,
+    on_step: Progress | None = None,
     **call_kwargs: Any,
 ) -> Recipe:
-    """Plan a run: which steps are cached or conditional-only, and what each self-attention layer runs.
+    """Return the candidate that meets a goal with the least distance, or the greatest speed-up.
 
-    On recorded baseline runs it is measured what a call would lose, by the last computed steps and the last
-    guided one that it is made from, and what each operator would lose in each layer and phase. As if losses
-    added up, the plans of least loss are found for every cost; the best of them are run, and the one that
-    meets the goal with the least distance (or the fastest) is returned. Its steps are kept by noise level, so
-    that it serves other numbers of steps.
+    Each candidate is run on the first prompt. Of those that meet the goal there, the best three are run on
+    all prompts, and the best of these that meets it still is returned, with the metrics of the baseline in as
+    many steps as cost the same.
 
     Args:
         pipe: a diffusers text-to-image pipeline (or another that takes prompts first) with a Stable Diffusion
             `unet` that is not compiled yet; it is left as it was.
         prompts: what to run; a handful that is like the prompts to come.
         speedup: the goal: the cost of a baseline run's U-Net calls over what it is to be; more than 1.
-        max_distance: or the goal: the largest `Figures.distance` of the final latents to the baseline's.
-        held_out: prompts that nothing is chosen by; what the recipe promises is measured on them.
+        max_distance: or the goal: the largest latent relative RMSE to the baseline, such as 0.05.
+        held_out: prompts that nothing is chosen by; the validation metrics are measured on them.
+        candidates: what to choose from; the named recipes and variations of them.
         reference_steps: so many more steps, such as 100, lead to the latents that fewer steps and the recipe
             are compared by; without it they are by the baseline's own.
-        cost: what counts as cost: "macs" (exact) or "time" (CPU seconds; on a GPU seconds), which
-            needs a machine that does nothing else.
-        operators: of self-attention that are tried, with settings of their own; none plans calls alone.
-        early_frac: share of the steps in which layers may run something else than in the later ones.
+        cost: "macs" (exact) or "seconds" (of a processor; on a GPU of the clock), for which the machine has
+            to do nothing else.
         num_inference_steps, guidance_scale, call_kwargs: of the pipeline's call.
         seed: the first prompt's; the i-th has seed + i, held-out ones after the others.
         resume: a file that keeps what was measured; the same call goes on from it, with any goal.
-        on_step: told how many of how many figures are there, in place of a progress bar.
+        on_step: is told how many of how many runs are done, in place of a progress bar.
 
     Returns:
-        A recipe for `apply_agentsd(pipe, recipe=...)`. Its `measured` has the "goal", the "plan" (a symbol a
-        step, as `AgentHandle.summary`), what it "promises" (with the baseline in "fewer_steps" that cost
-        about as
-        much, their noise levels, and whether the plan is "beaten_by_fewer_steps"), what was "found" on the
-        prompts it was chosen by, and what it was "made_on".
+        A recipe for `apply_agentsd(pipe, recipe=...)`. Its `measured` has the "goal", the "steps" (a letter a
+        step, as in `AgentHandle.summary`), the "search" metrics on the prompts, the "validation" metrics on
+        the held-out ones with "fewer_steps" beside them and whether one is "beaten_by_fewer_steps", and the
+        "environment".
 
     Raises:
-        TypeError: `pipe` is no pipeline with a U-Net.
-        ValueError: an argument is out of range, the U-Net is patched or compiled, there is not exactly one
-            goal, the sampler is for few steps, `resume` is of something else, or nothing meets the goal; the
-            message says what can be had.
+        TypeError: `pipe` is no pipeline with a U-Net, or a candidate no recipe.
+        ValueError: an argument is out of range, the U-Net is patched, compiled or offloaded layer by layer,
+            there is not exactly one goal, nothing can be cached in such runs, `resume` is of something else,
+            or no candidate meets the goal; the message says what can be had.
     """
-    check_goal(speedup, max_distance)
-    check_arguments(prompts, held_out, cost, operators, early_frac, call_kwargs)
+    _check_goal(speedup, max_distance)
+    _check_arguments(prompts, held_out, cost, candidates, call_kwargs)
     way_out = f"pass more than num_inference_steps={num_inference_steps}, such as 100"
     check("reference_steps", reference_steps, (reference_steps or math.inf) > num_inference_steps, way_out)
-    unet = free_unet(pipe, operators, num_inference_steps)
-    made_on = {
+    unet = _free_unet(pipe, num_inference_steps)
+    usable = [recipe for recipe in candidates if _fits(pipe, recipe)]
+    check("candidates", len(candidates), len(usable) > 0, "none of them fits the model: pass others")
+    environment = {
         "model": _name_of(pipe),
         "weights": weights_digest(unet),
-        "steps": num_inference_steps,
-        "sampler": type(pipe.scheduler).__name__,
+        "num_inference_steps": num_inference_steps,
+        "scheduler": type(pipe.scheduler).__name__,
         "guidance_scale": guidance_scale,
         "prompts": list(prompts),
         "seed": seed,
@@ -112,49 +103,170 @@ def calibrate(
         "dtype": str(unet.dtype).removeprefix("torch."),
         "versions": {name: version(name) for name in ("agentsd", "torch", "diffusers")},
     }
-    of = made_on | {
+    of = environment | {
         "held_out": list(held_out),
         "reference_steps": reference_steps,
-        "operators": [repr(operator) for operator in operators],
-        "early_frac": early_frac,
-        "sampler_settings": {n: plain(v) for n, v in pipe.scheduler.config.items() if n[0] != "_"},
-        "call": plain(call_kwargs),
+        "scheduler_settings": {n: json_safe(v) for n, v in pipe.scheduler.config.items() if n[0] != "_"},
+        "call": json_safe(call_kwargs),
     }
     settings = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale, **call_kwargs}
     own = range(len(prompts))
-    judged = range(len(prompts), len(prompts) + len(held_out)) if held_out else own
-    with _telling(pipe, on_step) as tell:
-        journal = Journal(None if resume is None else Path(resume), of, tell)
-        every, counted = [*prompts, *held_out], (0, len(prompts))
-        runs = Runs(pipe, unet, cost, every, counted, seed, settings, journal, judged, reference_steps)
-        with Measured(
-            pipe, unet, runs, len(prompts), journal, cost, guidance_scale, operators, early_frac
-        ) as measured:
-            measured.begin()
-            if speedup is not None:
-                _check_reach(measured, speedup)
-            measured.measure()
-        kinds = plans_of(measured, early_frac)
-        if speedup is not None:
-            best = _of_speedup(kinds, measured.baseline_cost, speedup, runs, own)
-        else:
-            best = _of_distance(kinds, max_distance or 0.0, runs, own)
-        figures = runs.compare(best.recipe, own)
-        side = pipe.vae_scale_factor if hasattr(pipe, "vae_scale_factor") else 8
+    held = range(len(prompts), len(prompts) + len(held_out)) if held_out else own
+    with _progress(pipe, on_step) as tell:
+        measurements = Measurements(None if resume is None else Path(resume), of, tell)
+        measurements.expect(len(usable) + 2 * len(prompts) + (FINALISTS + 4) * len(held))
+        runs = Runs(pipe, [*prompts, *held_out], cost, seed, settings, reference_steps, measurements)
+        best = _search(runs, usable, own, speedup, max_distance)
+        metrics = runs.compare(best, own)
         found = {
             "goal": {"max_distance": max_distance} if speedup is None else {"speedup": speedup},
-            "plan": best.plan.symbols,
-            "promises": promises(pipe, runs, measured, best.recipe, judged) | {"held_out": bool(held_out)},
-            "found": {
-                "speedup": figures.speedup,
-                "distance": figures.distance,
-                "predicted_speedup": measured.baseline_cost / best.plan.cost,
-                "predicted_distance": best.distance,
-            },
-            "made_on": made_on | {"size": [side * n for n in runs.baseline(0)[0].shape[-2:]]},
+            "steps": metrics.steps,
+            "search": _row(metrics),
+            "validation": _validation(runs, best, held, num_inference_steps) | {"held_out": bool(held_out)},
+            "environment": environment,
         }
-        journal.finish()
-    return replace(best.recipe, measured=found)
+        measurements.finish()
+    return replace(best, measured=found)
+
+
+def _search(
+    runs: Runs,
+    candidates: Sequence[Recipe],
+    numbers: Sequence[int],
+    speedup: float | None,
+    max_distance: float | None,
+) -> Recipe:
+    """The best candidate that meets the goal on all prompts. Raises ValueError where none does."""
+
+    def meets(metrics: Metrics) -> bool:
+        if speedup is not None:
+            return metrics.speedup >= speedup
+        return metrics.distance <= (max_distance or 0.0) and metrics.speedup > 1
+
+    def badness(metrics: Metrics) -> float:
+        return metrics.distance if speedup is not None else -metrics.speedup
+
+    if speedup is not None:
+        _check_reach(runs, candidates, speedup)
+    first = {recipe: runs.compare(recipe, numbers[:1]) for recipe in candidates}
+    near = sorted((r for r in candidates if meets(first[r])), key=lambda recipe: badness(first[recipe]))
+    seen = []
+    for recipe in near:
+        seen.append((recipe, runs.compare(recipe, numbers)))
+        good = [pair for pair in seen if meets(pair[1])]
+        if len(seen) >= FINALISTS and good:
+            return min(good, key=lambda pair: badness(pair[1]))[0]
+    if good := [pair for pair in seen if meets(pair[1])]:
+        return min(good, key=lambda pair: badness(pair[1]))[0]
+    if speedup is not None:
+        most = max(metrics.speedup for metrics in first.values())
+        raise ValueError(f"speedup={speedup} cannot be met in these runs: the greatest is {most:.2f}")
+    least = min(metrics.distance for metrics in [*first.values(), *(m for _, m in seen)])
+    raise ValueError(
+        f"max_distance={max_distance} cannot be met in these runs: the least seen is {least:.2g}"
+    )
+
+
+def _check_reach(runs: Runs, candidates: Sequence[Recipe], speedup: float) -> None:
+    """Raise ValueError for a speed-up far above that of the candidate that computes the fewest steps."""
+    some = range(100)
+    bold = min(candidates, key=lambda r: sum(r.steps.computed(some)) if r.steps else len(some))
+    most = runs.compare(bold, (0,)).speedup
+    if speedup > MARGIN * most:
+        raise ValueError(f"speedup={speedup} cannot be met in these runs: the greatest is about {most:.2f}")
+
+
+def _validation(runs: Runs, recipe: Recipe, numbers: Sequence[int], steps: int) -> dict[str, Any]:
+    """The recipe's metrics, those of fewer steps that cost about as much, and whether these are the better.
+
+    That goes by the distance to the reference, where there is one: in fewer steps a run strays from it and
+    from the baseline in the same direction, so that the distance to the baseline flatters fewer steps.
+    """
+    metrics = runs.compare(recipe, numbers)
+    exact = steps / metrics.speedup
+    counts = sorted({max(2, math.floor(exact)), max(2, math.ceil(exact))})
+    fewer = [{"steps": n} | _row(runs.compare(None, numbers, num_inference_steps=n)) for n in counts]
+    name = "distance" if runs.reference_steps is None else "reference_distance"
+    found = {"prompts": len(numbers)} | _row(metrics)
+    if (baseline := runs.baseline_reference_distance(numbers)) is not None:
+        found["baseline_reference_distance"] = baseline
+    return found | {
+        "fewer_steps": fewer,
+        "beaten_by_fewer_steps": distance_between(fewer, exact, name) <= found[name],
+    }
+
+
+def _row(metrics: Metrics) -> dict[str, Any]:
+    kept = asdict(metrics)
+    return {k: kept[k] for k in ("speedup", "distance", "reference_distance") if kept[k] is not None}
+
+
+def distance_between(rows: Sequence[dict[str, Any]], exact: float, name: str) -> float:
+    """A distance of a number of steps between two that were run: on the line of its logarithm."""
+    fewer, more = rows[0], rows[-1]
+    share = (exact - fewer["steps"]) / max(1, more["steps"] - fewer["steps"])
+    share = min(max(share, 0.0), 1.0)
+    return float(fewer[name] ** (1 - share) * more[name] ** share)
+
+
+def _check_goal(speedup: float | None, max_distance: float | None) -> None:
+    if (speedup is None) == (max_distance is None):
+        raise ValueError(
+            f"speedup={speedup}, max_distance={max_distance}: give one goal, the one or the other"
+        )
+    if speedup is not None:
+        check("speedup", speedup, 1 < speedup < math.inf, "pass more than 1, for instance 1.8")
+    if max_distance is not None:
+        ok = 0 < max_distance < math.inf
+        check("max_distance", max_distance, ok, "pass more than 0, for instance 0.05")
+
+
+def _check_arguments(
+    prompts: Sequence[str],
+    held_out: Sequence[str],
+    cost: str,
+    candidates: Sequence[Recipe],
+    call_kwargs: dict[str, Any],
+) -> None:
+    way_out = "pass a list of a few that are like the ones to come"
+    check("prompts", prompts, bool(prompts) and not isinstance(prompts, str), way_out)
+    check("held_out", held_out, not isinstance(held_out, str), "pass a list of prompts, or leave it out")
+    if both := sorted(set(prompts) & set(held_out)):
+        raise ValueError(f"held_out={both}: they are among the prompts, pass others")
+    check("cost", cost, cost in ("macs", "seconds"), "choose 'macs' or 'seconds'")
+    for recipe in candidates:
+        if not isinstance(recipe, Recipe):
+            raise TypeError(f"candidates: {recipe!r} is a {type(recipe).__name__}: pass recipes")
+        untrained = not any(operator.needs_core for operator in recipe.operators)
+        check("candidates", recipe, untrained, "it is to be trained; only what runs without is calibrated")
+    for name in _OWN:
+        if name in call_kwargs:
+            raise ValueError(f"{name}={call_kwargs[name]!r}: leave it out, calibration sets it itself")
+
+
+def _free_unet(pipe: Any, num_inference_steps: int) -> Any:
+    """The pipeline's U-Net. Raises TypeError or ValueError where it can't be calibrated."""
+    if not all(hasattr(pipe, name) for name in ("unet", "scheduler", "set_progress_bar_config")):
+        raise TypeError(f"{type(pipe).__name__} is no pipeline with a `unet`, to be run on the prompts")
+    unet = find_model(pipe)
+    if unet is not pipe.unet or unet._compiled_call_impl is not None:
+        raise ValueError("the U-Net is compiled: calibrate first, and compile it afterwards")
+    if any(parameter.device.type == "meta" for parameter in unet.parameters()):
+        raise ValueError("the U-Net's weights are kept elsewhere by sequential offloading: calibrate first")
+    if hasattr(unet, "_agentsd"):
+        raise ValueError("the pipeline is patched: call remove_agentsd(pipe) first")
+    if reason := why_uncached(unet, num_inference_steps, Sampler(pipe.scheduler, ())):
+        raise ValueError(f"nothing can be cached in these runs: {reason}")
+    return unet
+
+
+def _fits(pipe: Any, recipe: Recipe) -> bool:
+    """Whether the model has the layers that a candidate changes, and they are free."""
+    try:
+        apply_agentsd(pipe, recipe=recipe).remove()
+    except ValueError:
+        return False
+    return True
 
 
 def _name_of(pipe: Any) -> str:
@@ -164,7 +276,7 @@ def _name_of(pipe: Any) -> str:
 
 
 @contextmanager
-def _telling(pipe: Any, on_step: Tell | None) -> Iterator[Tell]:
+def _progress(pipe: Any, on_step: Progress | None) -> Iterator[Progress]:
     """Whom to tell of progress: the caller, or a bar; the pipeline's own bars are off."""
     before = dict(getattr(pipe, "_progress_bar_config", {}))
     pipe.set_progress_bar_config(**before | {"disable": True})
@@ -173,7 +285,7 @@ def _telling(pipe: Any, on_step: Tell | None) -> Iterator[Tell]:
             yield on_step
             return
         with logging.tqdm(desc="calibrating") as bar:
-            shown = 0
+            shown = 0  # diffusers' bar knows no count of its own where bars are switched off
 
             def show(done: int, total: int) -> None:
                 nonlocal shown
@@ -184,93 +296,3 @@ def _telling(pipe: Any, on_step: Tell | None) -> Iterator[Tell]:
             yield show
     finally:
         pipe.set_progress_bar_config(**before)
-
-
-def _check_reach(measured: Measured, goal: float) -> None:
-    """Raise ValueError for a speed-up that no plan has, whatever it may lose."""
-    choice = measured.greatest_saving
-    plans = best_plans(
-        len(measured.levels),
-        lambda step, symbol, computed, _: measured.cost(step, symbol, computed, choice),
-        lambda *call: 0.0,
-        phases={0: 1},
-        order=0,
-        conditional=measured.guided,
-        max_age=MAX_AGE,
-        max_kept=MAX_KEPT,
-    )
-    most = measured.baseline_cost / plans[-1].cost
-    if goal > _MARGIN * most:
-        raise ValueError(f"speedup={goal} cannot be met in these runs: the greatest is about {most:.2f}")
-
-
-def _of_speedup(
-    kinds: list[list[Found]], baseline: int, goal: float, runs: Runs, numbers: Sequence[int]
-) -> Found:
-    """Of the best plans of each kind that are fast enough, the one that ends nearest to the baseline."""
-    budget = baseline / goal
-    most = 0.0
-    for _ in range(TRIES):
-        fitting = [next((one for one in kind if one.plan.cost <= budget), None) for kind in kinds]
-        tried = list({one.recipe: one for one in fitting if one is not None}.values())
-        if not tried:
-            break
-        tried.sort(key=lambda one: _compare(runs, one, numbers[:1]).distance)
-        seen = [(one, _compare(runs, one, numbers)) for one in tried[:FINALISTS]]
-        if meets := [pair for pair in seen if pair[1].speedup >= goal]:
-            return min(meets, key=lambda pair: pair[1].distance)[0]
-        most = max(figures.speedup for _, figures in seen)
-        budget *= min(0.98, 0.99 * most / goal)
-    reach = baseline / min(one.plan.cost for kind in kinds for one in kind)
-    if reach < goal:
-        raise ValueError(f"speedup={goal} cannot be met in these runs: the greatest is about {reach:.2f}")
-    raise ValueError(
-        f"speedup={goal} was predicted, but the plans that were run had {most:.2f} at most: ask for less, or "
-        "on a machine that does other things too pass cost='macs'"
-    )
-
-
-def _of_distance(kinds: list[list[Found]], goal: float, runs: Runs, numbers: Sequence[int]) -> Found:
-    """Of the plans that no other beats, the fastest one that is seen to end near enough to the baseline.
-
-    By bisection on the first prompt, among plans with attention and among those without; then dearer ones
-    are run on all prompts until one meets the goal.
-    """
-    seen: list[tuple[Found, Figures]] = []
-    for attends in (False, True):
-        plans = _thinned([one for kind in kinds for one in kind if one.attends == attends])
-        near = partial(_distance, plans, runs, numbers[:1])
-        place, back = bisect_right(range(len(plans)), goal, key=near) - 1, 1
-        while plans:
-            place = max(0, place)
-            seen.append((plans[place], _compare(runs, plans[place], numbers)))
-            if seen[-1][1].distance <= goal or not place:
-                break
-            place, back = place - back, 2 * back
-    meets = [pair for pair in seen if pair[1].distance <= goal and pair[1].speedup > 1]
-    if not meets:
-        least = min(figures.distance for _, figures in seen)
-        raise ValueError(f"max_distance={goal} cannot be met in these runs: the least seen is {least:.2g}")
-    return max(meets, key=lambda pair: pair[1].speedup)[0]
-
-
-def _thinned(every: list[Found]) -> list[Found]:
-    """Of these plans those that no other beats, the nearest and dearest first, a few evenly spread."""
-    plans: list[Found] = []
-    for one in sorted(every, key=lambda one: one.plan[:2]):
-        if not plans or one.distance < plans[-1].distance:
-            plans.append(one)
-    plans.reverse()
-    count = min(FRONTIER, len(plans))
-    return [plans[i * (len(plans) - 1) // max(1, count - 1)] for i in range(count)]
-
-
-def _distance(plans: list[Found], runs: Runs, numbers: Sequence[int], place: int) -> float:
-    return _compare(runs, plans[place], numbers).distance
-
-
-def _compare(runs: Runs, one: Found, numbers: Sequence[int]) -> Figures:
-    figures = runs.compare(one.recipe, numbers)
-    if set(figures.calls) == {"F"} != set(one.plan.symbols):
-        raise ValueError("nothing was skipped in a run under a plan: see the warning for the reason")
-    return figures

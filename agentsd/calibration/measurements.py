@@ -11,25 +11,22 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-Tell = Callable[[int, int], None]
-"""Is told how many of how many figures are there."""
 
-
-class Journal:
-    """Figures by name, which JSON can hold; each is measured once.
+class Measurements:
+    """Values by name, which JSON can hold; each is measured once.
 
     Args:
-        path: the file, which begins with `of` and has a line a figure; None keeps none.
-        of: what the figures depend on, in plain values.
-        tell: is told of each figure.
+        path: the file, which begins with `of` and has a line for each value; None keeps none.
+        of: what the values depend on, JSON-safe.
+        tell: is told how many of how many there are.
 
     Raises:
-        ValueError: the file can't be used, is no journal, or is of something else.
+        ValueError: the file can't be used, is none of a calibration, or is of something else.
     """
 
-    def __init__(self, path: Path | None, of: Mapping[str, Any], tell: Tell) -> None:
+    def __init__(self, path: Path | None, of: Mapping[str, Any], tell: Callable[[int, int], None]) -> None:
         self._path, self._tell = path, tell
-        self._figures: dict[str, Any] = {}
+        self._known: dict[str, Any] = {}
         self._asked: set[str] = set()
         self._total = 0
         if path is not None:
@@ -40,15 +37,15 @@ class Journal:
 
     def _open(self, path: Path, of: dict[str, Any]) -> None:
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-        whole, _, torn = text.rpartition("\n")
-        if not whole:
+        complete, _, torn = text.rpartition("\n")
+        if not complete:
             if torn and not torn.startswith('{"of"'):
                 raise ValueError(f"resume={str(path)!r} is no calibration's: pass another file")
             path.write_text(json.dumps({"of": of}) + "\n", encoding="utf-8")
             return
         try:
-            head, *lines = [json.loads(line) for line in whole.split("\n")]
-            self._figures = {line["name"]: line["value"] for line in lines}
+            head, *lines = [json.loads(line) for line in complete.split("\n")]
+            self._known = {line["name"]: line["value"] for line in lines}
             was, now = _flat(head["of"]), _flat(of)
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f"resume={str(path)!r} is no calibration's: pass another file") from None
@@ -59,25 +56,24 @@ class Journal:
                     f"{now.get(name)!r}: pass another file, or remove this one"
                 )
         if torn:  # the last line of one that was killed
-            path.write_text(whole + "\n", encoding="utf-8")
+            path.write_text(complete + "\n", encoding="utf-8")
 
     def expect(self, count: int) -> None:
-        """So many more figures will be asked for."""
-        self._total = len(self._asked) + count
+        """At most so many will be asked for."""
+        self._total = count
 
     def get(self, name: str, measure: Callable[[], Any]) -> Any:
-        """The figure of that name, measured now where it is not known."""
-        if name not in self._figures:
+        """The value of that name, measured now where it is not known."""
+        if name not in self._known:
             text = json.dumps({"name": name, "value": measure()})
             if self._path is not None:
                 with self._path.open("a", encoding="utf-8") as file:
                     file.write(text + "\n")
-            self._figures[name] = json.loads(text)["value"]
+            self._known[name] = json.loads(text)["value"]
         if name not in self._asked:
             self._asked.add(name)
-            self._total = max(self._total, len(self._asked))
-            self._tell(len(self._asked), self._total)
-        return self._figures[name]
+            self._tell(len(self._asked), max(self._total, len(self._asked)))
+        return self._known[name]
 
     def finish(self) -> None:
         """All is there."""
@@ -95,14 +91,14 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def plain(value: Any) -> Any:
+def json_safe(value: Any) -> Any:
     """What says in a line that an argument of a call is the same: itself, or a hash of its numbers."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return {str(name): plain(item) for name, item in value.items()}
+        return {str(name): json_safe(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [json_safe(item) for item in value]
     numbers = value.detach().float().cpu() if isinstance(value, Tensor) else value
     if isinstance(value, Tensor | np.ndarray) or hasattr(value, "__array_interface__"):
         return sha256(np.ascontiguousarray(numbers).tobytes()).hexdigest()[:16]

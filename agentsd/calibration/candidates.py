@@ -1,0 +1,38 @@
+"""What calibration runs: named recipes, and variations of each technique from careful to bold."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from ..attention import Agents, Downsample, ResidualSharing
+from ..cache import StepCache
+from ..recipe import AGENTSD, DOWNSAMPLE, STEP_CACHING, Recipe
+from ..schedule import Phases, Schedule
+
+INTERVALS = ((2, 2), (2, 3), (2, 4), (3, 3), (3, 4), (4, 4))
+"""Of step caching: one computed step in so many, and in the later half of the run."""
+_KEYS = Downsample(4, at_most=None)
+_AGENTS = Phases(Agents(), _KEYS)
+_OPERATORS: tuple[Schedule, ...] = (_KEYS, _AGENTS)
+
+
+def _step_caches() -> list[StepCache]:
+    spaced = product((2, 4, 6), INTERVALS)
+    return [StepCache(interval, warmup_steps=warm, late_interval=late) for warm, (interval, late) in spaced]
+
+
+def _candidates() -> tuple[Recipe, ...]:
+    steps = _step_caches()
+    shared = [
+        Recipe(attention, steps=cache, residual=ResidualSharing(interval))
+        for attention, cache, interval in product(_OPERATORS, [steps[0], *steps[6:10]], (1, 2))
+    ]
+    alone = [
+        Recipe(attention, residual=ResidualSharing(interval))
+        for attention, interval in product(_OPERATORS, (2, 3, 4))
+    ]
+    every = [STEP_CACHING, AGENTSD, DOWNSAMPLE, *(Recipe(steps=cache) for cache in steps), *shared, *alone]
+    return tuple(dict.fromkeys(every))
+
+
+CANDIDATES = _candidates()
