@@ -14,8 +14,10 @@ from torch.nn import Module
 from .attention import Agents
 from .attention.operator import CORE
 from .attention.processor import LayerState, is_ours
-from .calls import Calls, Group
+from .cache.plan import StepKind
+from .denoiser_hook import DenoiserHook
 from .hosts.models import EVERY_LEVEL, Site, find_model, find_sites, is_plain, is_tomesd_block
+from .layers import Group
 from .modules.adapter import FILE_NAME as WEIGHTS
 from .modules.adapter import (
     LoadedWeights,
@@ -151,7 +153,7 @@ class AgentHandle:
             check_fit(self._named_layers(), self._trained, trained / WEIGHTS)
         owner = None if pipe is unet or isinstance(pipe, Module) else pipe
         compiled = pipe if isinstance(pipe, Module) and pipe is not unet else None
-        self._calls = Calls(recipe, unet, owner, self._sites, self._layers, self._groups, compiled)
+        self._hook = DenoiserHook(recipe, unet, owner, self._sites, self._layers, self._groups, compiled)
         self._unet: weakref.ref[Module] | None = None
         self._outer: AgentHandle | None = None
         self._entered = False
@@ -209,8 +211,7 @@ class AgentHandle:
         Pipelines need none of it. A loop by hand that breaks off and goes on with another image on the same
         list of timesteps calls this, or `scheduler.set_timesteps`, which tells runs apart.
         """
-        if self._calls.cache is not None:
-            self._calls.cache.reset()
+        self._hook.reset()
 
     def summary(self) -> str:
         """What each call of the last run was: a letter a call, and counts.
@@ -218,7 +219,29 @@ class AgentHandle:
         F is a computed step and f a cached one, which computes the last layers alone; H and h are those of
         the conditional pass alone.
         """
-        return self._calls.summary()
+        return self._hook.summary()
+
+    @property
+    def last_run(self) -> list[StepKind]:
+        """What each call of the last run was: all layers computed or not, both passes of guidance or not, and
+        whether attention was full or added a shared residual."""
+        return self._hook.history()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the recipe runs. At False the pipeline is the baseline until it is True again.
+
+        Raises:
+            ValueError: it is set to False where trained weights are loaded, which would stay.
+        """
+        return self._hook.enabled
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        if not value and self._loaded is not None:
+            raise ValueError("enabled=False: the trained weights would stay, call handle.remove() instead")
+        self._hook.reset()
+        self._hook.enabled = bool(value)
 
     def __enter__(self) -> AgentHandle:
         self._entered = True
@@ -254,7 +277,7 @@ class AgentHandle:
         for site, layer, core in zip(self._sites, self._layers, self._cores, strict=True):
             attn: Any = site.attn
             attn._agentsd = layer
-            self._calls.claim(attn, layer)
+            self._hook.layers.claim(attn, layer)
             if core is not None:
                 attn.add_module(CORE, core)
             self._hooks.append(site.block.norm1.register_forward_pre_hook(layer.see))
@@ -263,13 +286,13 @@ class AgentHandle:
                 self._hooks.append(site.block.ff.register_forward_hook(layer.unmerge_feed_forward))
         if self._trained is not None:
             self._loaded = LoadedWeights(self._named_layers(), self._trained)
-        cache = self._calls.cache
+        cache = self._hook.cache
         if cache is not None:
-            unet._reset_stateful_cache = cache.reset
+            unet._reset_stateful_cache = self._hook.reset
             if cache.skipped is not None:
                 self._hooks.append(cache.skipped.hook())
-        self._hooks.append(unet.register_forward_pre_hook(self._calls.begin, with_kwargs=True))
-        self._hooks.append(unet.register_forward_hook(self._calls.end, always_call=True))
+        self._hooks.append(unet.register_forward_pre_hook(self._hook.begin, with_kwargs=True))
+        self._hooks.append(unet.register_forward_hook(self._hook.end, always_call=True))
 
     def _check_undoable(self) -> None:
         """Raise ValueError where what loaded weights took the place of can't be put back."""
@@ -283,8 +306,8 @@ class AgentHandle:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        if self._calls.cache is not None:
-            self._calls.cache.detach()
+        self._hook.detach()
+        if self._hook.cache is not None:
             vars(unet).pop("_reset_stateful_cache", None)
         if self._loaded is not None:
             self._loaded.restore(self._named_layers())

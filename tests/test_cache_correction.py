@@ -123,11 +123,11 @@ def test_states_on_a_line_between_computed_steps_need_no_correction_of_order_1(o
             lambda m, args, out: (base + now["sigma"] * slope,) if not now["again"] else None
         )
     handle = apply_agentsd(unet, recipe=Recipe(steps=StepCache(3, extrapolation_order=order, warmup_steps=2)))
-    calls = handle._calls
+    hook = handle._hook
     for i, kind in enumerate("FFffFffFffFf"):
         now["sigma"], now["again"] = sigma(float(caller.timesteps[i])), False
         entering = unet.register_forward_pre_hook(
-            lambda m, args, kind=kind: now.update(again=calls._again or kind == "f")
+            lambda m, args, kind=kind: now.update(again=hook._recomputes or kind == "f")
         )
         out, expected = caller(unet, i), None
         entering.remove()

@@ -26,7 +26,7 @@ def ddim(make_pipeline):
 
 
 def kept(handle):
-    return handle._calls.cache._kept.streams
+    return handle._hook.run.entries
 
 
 def whole(unet):
@@ -93,7 +93,7 @@ def test_states_are_let_go_when_a_run_ends_or_breaks_off(ddim, sample):
     assert kept(handle)
     ddim.maybe_free_model_hooks()
     assert not kept(handle)
-    assert handle._calls.cache.skipped.tap.seen is None
+    assert handle._hook.cache.skipped.tap.seen is None
 
 
 def test_no_reference_cycle_holds_the_model():
@@ -116,8 +116,8 @@ def test_states_take_the_memory_that_the_docs_say(ddim, sample):
     most = []
 
     def count(*_):
-        for stream in kept(handle).values():
-            tensors = [state for states in stream.states for _, state in states._kept]
+        for entry in kept(handle).values():
+            tensors = [state for known in entry.features for _, state in known._kept]
             most.append(sum(t.untyped_storage().nbytes() for t in tensors))
 
     ddim.unet.register_forward_hook(count)

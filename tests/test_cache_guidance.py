@@ -38,8 +38,8 @@ def test_the_true_difference_gives_baselines_picture(make_pipeline, sample):
     assert not torch.allclose(picture, baseline, atol=1e-3)
 
     def tell_true_difference(unet, args, kwargs):
-        for stream in handle._calls.cache._kept.streams.values():
-            stream.difference = difference_of(twin(*args, **kwargs)[0])
+        for entry in handle._hook.run.entries.values():
+            entry.difference = difference_of(twin(*args, **kwargs)[0])
 
     pipe.unet.register_forward_pre_hook(tell_true_difference, with_kwargs=True, prepend=True)
     torch.testing.assert_close(sample(pipe, **RUN), baseline, rtol=1e-4, atol=1e-4)

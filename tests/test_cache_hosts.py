@@ -130,7 +130,7 @@ def check(pipe, run, *more, rounds=1):
         picture = run()
     symbols = handle.summary().split()[0]
     summary = handle.summary()
-    assert not handle._calls.cache._kept.streams
+    assert not handle._hook.run.entries
     remove_agentsd(pipe)
     assert snapshot(pipe.unet) == before
     twin = Twin(pipe.unet, rounds * symbols, scheduler=pipe.scheduler)
@@ -163,7 +163,7 @@ def test_residuals_are_shared_in_each_host(build, name):
         handle = apply_agentsd(pipe, recipe=recipe)
         pictures.append(run())
     assert ("attention" in handle.summary()) == (name not in WHOLE)
-    assert not handle._calls.cache._kept.streams
+    assert not handle._hook.run.entries
     remove_agentsd(pipe)
     assert snapshot(pipe.unet) == before
     expected, made = pictures

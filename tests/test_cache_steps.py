@@ -9,7 +9,7 @@ from callers import RUN, Caller, deep_unet
 from tiny import BETAS, make_sdxl_unet, make_unet, snapshot
 
 from agentsd import Agents, Downsample, Phases, Recipe, StepCache, apply_agentsd
-from agentsd.cache.states import States
+from agentsd.cache.features import CachedFeatures
 from agentsd.hosts.schedulers import training_sigma as sigma
 from agentsd.recipe import STEP_CACHING
 
@@ -130,7 +130,7 @@ def test_noise_levels_are_those_of_karras_sigmas():
 
 
 def test_order_1_is_exact_on_states_linear_in_the_noise_level():
-    states, slope, base = States(1, 2), torch.randn(2, 3), torch.randn(2, 3)
+    states, slope, base = CachedFeatures(1, 2), torch.randn(2, 3), torch.randn(2, 3)
     for timestep in (981.0, 901.0, 701.0):
         states.keep(sigma(timestep), base + noise_level(timestep) * slope)
         expected = base + noise_level(661) * slope
@@ -196,7 +196,7 @@ def test_every_step_computed_is_bit_equal_to_baseline(make_pipeline, sample, sch
     picture = sample(pipe, **RUN)
     assert not torch.equal(picture, baseline)
     assert torch.equal(sample(pipe, **RUN), picture)
-    assert not handle._calls.cache._kept.streams
+    assert not handle._hook.run.entries
     handle.remove()
     assert snapshot(pipe.unet) == before
     assert torch.equal(sample(pipe, **RUN), baseline)

@@ -12,7 +12,7 @@ import pytest
 from agentsd_eval.pages.strip import strip_of
 from agentsd_eval.pictures.choice import ATTENTION, LABELS, defaults_of, python_of, recipe_from
 
-from agentsd.cache.plan import tell
+from agentsd.cache.plan import describe
 from agentsd.patch import handle_of
 from agentsd.recipe import AGENTSD, MODES
 
@@ -64,7 +64,7 @@ def test_a_bad_setting_is_named(name: str, value: Any) -> None:
 
 
 def test_the_strip_has_a_box_for_each_call_in_order() -> None:
-    html = strip_of(tell("FfHh"))
+    html = strip_of(describe("FfHh"))
     assert re.findall(r'title="call (\d): ([^"]+)"', html) == [
         ("1", "computed"),
         ("2", "cached"),
@@ -72,9 +72,9 @@ def test_the_strip_has_a_box_for_each_call_in_order() -> None:
         ("4", "cached, conditional-only"),
     ]
     assert html.count("</span>") == 4
-    assert strip_of(tell("FFF")).count("</span>") == 1
-    assert strip_of(tell("FFF")).count("title=") == 3
-    assert "title=" not in strip_of(tell(""))
+    assert strip_of(describe("FFF")).count("</span>") == 1
+    assert strip_of(describe("FFF")).count("title=") == 3
+    assert "title=" not in strip_of(describe(""))
     assert "&lt;b&gt;" in strip_of("<b>")
 
 

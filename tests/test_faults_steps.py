@@ -230,7 +230,7 @@ def test_a_call_with_an_unknown_argument_stays_whole():
             module.set_processor(type("AttnProcessor2_0", (), {"__call__": _plain(seen)})())
     more = {"cross_attention_kwargs": {"weights": torch.ones(2, 1)}}
     caller(unet, 0, **more)
-    with pytest.warns(UserWarning, match=r"cross_attention_kwargs\['weights'\].*stays whole"):
+    with pytest.warns(UserWarning, match=r"cross_attention_kwargs\['weights'\].*stays guided"):
         caller(unet, 1, **more)
     caller(unet, 2, **more)
     assert handle.summary().startswith("FFF")

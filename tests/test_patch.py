@@ -429,3 +429,28 @@ def test_settings_from_a_recipe_or_its_folder(pipe, tmp_path):
 def test_the_door_has_eight_parameters():
     names = list(inspect.signature(apply_agentsd).parameters)
     assert names == ["pipe", "ratio", "k", "scale", "early_frac", "mode", "recipe", "seed"]
+
+
+@pytest.mark.parametrize("recipe", [PAPER, STEP_CACHING, AGENTSD])
+def test_a_handle_that_is_not_enabled_leaves_the_baseline(pipe, sample, recipe):
+    baseline = sample(pipe, num_inference_steps=12)
+    handle = apply_agentsd(pipe, recipe=recipe)
+    patched = sample(pipe, num_inference_steps=12)
+    assert len(handle.last_run) == 13  # PLMS calls once more
+    handle.enabled = False
+    assert torch.equal(sample(pipe, num_inference_steps=12), baseline)
+    assert not handle._hook.run.entries
+    handle.enabled = True
+    assert torch.equal(sample(pipe, num_inference_steps=12), patched)
+
+
+def test_the_last_run_is_told_step_by_step(make_pipeline, sample):
+    pipe = make_pipeline(scheduler=diffusers.DDIMScheduler(**BETAS, clip_sample=False))
+    sharing = replace(AGENTSD, residual=replace(AGENTSD.residual, least_tokens=0))
+    handle = apply_agentsd(pipe, recipe=sharing)
+    assert handle.last_run == []
+    sample(pipe, num_inference_steps=12)
+    letters = handle.summary().split()[0]
+    assert [kind.computed for kind in handle.last_run] == [letter == "F" for letter in letters]
+    assert all(kind.guided for kind in handle.last_run)
+    assert [kind.attention == "share" for kind in handle.last_run] == [letter == "f" for letter in letters]

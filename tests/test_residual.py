@@ -278,7 +278,7 @@ def test_nothing_is_left_of_a_run(broken):
     elif broken == "text":
         caller(unet, 7)
     assert same(outputs(unet, other), expected)
-    assert not handle._calls.cache._kept.streams
+    assert not handle._hook.run.entries
     assert snapshot(unet) == before
     tensors = sum(type(x) is torch.Tensor for x in gc.get_objects())
     outputs(unet, other)
@@ -328,7 +328,7 @@ def test_a_copy_and_a_file(tmp_path, make_pipeline, sample):
         Phases(Agents(), Downsample(4)), residual=ResidualSharing(3, least_tokens=9), steps=STEP_CACHING.steps
     )
     assert Recipe.load(recipe.save(tmp_path)) == recipe
-    assert "shared" in (tmp_path / "agentsd.yaml").read_text()
+    assert "residual:" in (tmp_path / "agentsd.yaml").read_text()
     pipe = make_pipeline(scheduler=diffusers.DDIMScheduler(**BETAS, clip_sample=False))
     apply_agentsd(pipe, recipe=recipe)
     picture = sample(pipe, **RUN)

@@ -15,41 +15,10 @@ through a step by rho + (1 - rho) dD/dy, where dD/dy = v / (v + sigma**2) for Ga
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 
 from ..hosts.schedulers import SigmaStep
-from .conditional import conditional_arguments, conditional_half
-
-
-@dataclass
-class CachedStep:
-    """A cached step that the next computed one is to make up for.
-
-    Attributes:
-        guided: it computed both passes of guidance, or there is one.
-        sigma: its noise level, as states are kept by.
-        step: what its sampler's step made of it.
-        given: its arguments by name.
-        prediction: (B, ...) what it gave for those.
-        planned: what its attention was planned from.
-    """
-
-    guided: bool
-    sigma: float | None
-    step: SigmaStep
-    given: dict[str, Any]
-    prediction: Tensor
-    planned: Any
-
-    def conditional(self) -> CachedStep:
-        """The conditional-only step in a guided one."""
-        batch = self.given["sample"].shape[0]
-        given = conditional_arguments(self.given)
-        given["sample"] = given["sample"].clone()  # a view would be another graph under torch.compile
-        return replace(self, guided=False, given=given, prediction=conditional_half(self.prediction, batch))
 
 
 def correction(lost: Sequence[tuple[SigmaStep, Tensor]], now: SigmaStep) -> Tensor | None:

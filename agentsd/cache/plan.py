@@ -11,7 +11,7 @@ from .steps import StepCache
 
 
 @dataclass(frozen=True)
-class Kind:
+class StepKind:
     """What a call computes.
 
     Attributes:
@@ -25,14 +25,20 @@ class Kind:
     attention: str = PLAIN
 
     @property
-    def symbol(self) -> str:
+    def letter(self) -> str:
         """F or f for a computed or a cached step of both passes, H or h of the conditional one."""
         if self.guided:
             return "F" if self.computed else "f"
         return "H" if self.computed else "h"
 
 
-COMPUTED = Kind()
+COMPUTED = StepKind()
+_NAMES = {
+    "F": "computed",
+    "f": "cached",
+    "H": "computed, conditional-only",
+    "h": "cached, conditional-only",
+}
 
 
 def plan_run(
@@ -40,31 +46,25 @@ def plan_run(
     guidance: GuidanceCache | None,
     levels: Sequence[float],
     residual: ResidualSharing | None = None,
-) -> dict[float, Kind]:
+) -> dict[float, StepKind]:
     """The kind of each step by its noise level; the levels come in the run's order and may repeat."""
     levels = list(dict.fromkeys(levels))
     computed = [True] * len(levels) if steps is None else steps.computed(levels)
     guided = [True] * len(levels) if guidance is None else guidance.guided(levels, computed)
     attention = [PLAIN] * len(levels) if residual is None else residual.plan(computed, guided)
-    kinds = map(Kind, computed, guided, attention)
+    kinds = map(StepKind, computed, guided, attention)
     return dict(zip(levels, kinds, strict=True))
 
 
-def tell(symbols: str, corrected: int = 0, attention: Sequence[str] = ()) -> str:
-    """A line of a run's calls and their counts, and of their attention where residuals are shared."""
-    if not symbols:
+def describe(letters: str, corrected: int = 0, attention: Sequence[str] = ()) -> str:
+    """A line of a run's steps, a letter each, and their counts; also of attention where it is shared."""
+    if not letters:
         return "no call yet"
-    names = {
-        "F": "computed",
-        "f": "cached",
-        "H": "computed, conditional-only",
-        "h": "cached, conditional-only",
-    }
-    counts = [f"{symbols.count(symbol)} {name}" for symbol, name in names.items() if symbol in symbols]
+    counts = [f"{letters.count(letter)} {name}" for letter, name in _NAMES.items() if letter in letters]
     if corrected:
         counts.append(f"{corrected} corrected")
-    line = f"{symbols}  ({len(symbols)} calls: {'; '.join(counts)})"
+    line = f"{letters}  ({len(letters)} calls: {'; '.join(counts)})"
     if shared := attention.count(SHARE):
-        letters = "".join("s" if kind == SHARE else "a" for kind in attention)
-        line += f"; attention {letters}  ({shared} with a shared residual)"
+        of = "".join("s" if kind == SHARE else "a" for kind in attention)
+        line += f"; attention {of}  ({shared} with a shared residual)"
     return line

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..attention.operator import Plan
 from ..attention.processor import LayerState
 from ..attention.residual import FULL, SHARE
-from .states import States
+from .features import CachedFeatures
 
 
 class Residuals:
@@ -24,7 +24,7 @@ class Residuals:
 
     def __init__(self, layers: Sequence[LayerState], passes: int, order: int) -> None:
         self._layers, self._passes, self._order = layers, passes, order
-        self._kept: dict[int, list[States]] = {}
+        self._kept: dict[int, list[CachedFeatures]] = {}
         self._plans: dict[int, Plan] = {}
         self._images = 0
         self._stages: tuple[int, ...] | None = None
@@ -47,25 +47,26 @@ class Residuals:
                 self._kept.pop(index, None)
                 continue
             known = self._kept.setdefault(
-                index, [States(self._order, self._order + 1) for _ in range(self._passes)]
+                index, [CachedFeatures(self._order, self._order + 1) for _ in range(self._passes)]
             )
             for states, part in zip(known, layer.residual.chunk(self._passes), strict=True):
                 states.keep(sigma, part)
         self._stages, self._images, self._plans = stages, len(stages), plans
 
-    def give(self, sigma: float | None, images: int, between: bool) -> None:
-        """Hand each layer its residual at a noise level; one that has none computes full attention.
+    def give(self, sigma: float | None, images: int, between: bool, run: Sequence[bool]) -> None:
+        """Hand each layer that is computed its residual at a noise level; without one attention is full.
 
         Args:
             sigma: the noise level.
             images: of the call, the last of those that residuals are known of.
             between: the level is between the last two, whatever the order.
+            run: whether the call computes each layer.
         """
         for index, layer in enumerate(self._layers):
-            known = self._kept.get(index)
+            known = self._kept.get(index) if run[index] else None
             if known is None:
                 layer.attention = FULL
                 continue
-            at: Callable[[States], Tensor] = lambda s: (s.between if between else s.at)(sigma)  # noqa: E731
+            at: Callable[[CachedFeatures], Tensor] = lambda s: (s.between if between else s.at)(sigma)  # noqa: E731
             parts = [at(states) for states in (known if images == self._images else known[-1:])]
             layer.attention, layer.residual = SHARE, parts[0] if len(parts) == 1 else torch.cat(parts)

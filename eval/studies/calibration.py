@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agentsd import Recipe, calibrate
-from agentsd.cache.plan import tell
+from agentsd.cache.plan import describe
 
 from ..errors import EvalError
 from ..pages.output import check_writable, explain_os_error, make_table, progress
@@ -30,7 +30,7 @@ def command(settings: CalibrateSettings, console: Console) -> None:
         task = bars.add_task("figures", total=None)
         found = run(pipe, settings, lambda done, of: bars.update(task, completed=done, total=of))
     save(found, settings.out)
-    console.print(tell(found.measured["steps"]), markup=False, highlight=False, soft_wrap=True)
+    console.print(describe(found.measured["steps"]), markup=False, highlight=False, soft_wrap=True)
     console.print(figures(found))
     console.print(note(found), markup=False)
     console.print(f"recipe: {settings.out}", soft_wrap=True)

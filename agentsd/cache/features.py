@@ -1,4 +1,4 @@
-"""Hidden states that computed steps leave for cached ones."""
+"""Features that computed steps leave for cached ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class States:
+class CachedFeatures:
     """The last states of some pictures, with the noise level of each.
 
     Args:

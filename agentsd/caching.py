@@ -1,0 +1,332 @@
+"""Step caching, guidance caching and residual sharing in the calls of a run: what each of them computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from .attention.processor import LayerState
+from .attention.residual import FULL, KEEP, PLAIN, SHARE, ResidualSharing
+from .cache.conditional import (
+    both_passes,
+    conditional_arguments,
+    difference_of,
+    is_guided,
+    sample_of,
+    unknown_argument,
+    with_sample,
+)
+from .cache.correction import correction
+from .cache.features import CachedFeatures
+from .cache.guidance import GuidanceCache
+from .cache.plan import COMPUTED, StepKind, plan_run
+from .cache.residuals import Residuals
+from .cache.skipped import SkippedLayers
+from .cache.steps import StepCache
+from .cache.suited import why_uncached
+from .context import CacheEntry, StepContext
+from .hosts.schedulers import Sampler
+from .run_state import RunState
+from .steps.run import Step
+
+_JUMPS = (
+    "agentsd: the U-Net is called on timesteps that skip some of the scheduler's list; what is left of the "
+    "run is planned anew there, and cached steps are not corrected"
+)
+_OFF_LIST = (
+    "agentsd: a timestep is not one of the scheduler's list, so its call is computed in whole; pass elements "
+    "of scheduler.timesteps to the U-Net"
+)
+_UNKNOWN = (
+    "agentsd: the timesteps are not those of a scheduler that is known, so cached steps are not corrected; "
+    "pass elements of scheduler.timesteps to the U-Net"
+)
+_UNGUIDED = "agentsd: no guidance of two passes was found in a call, so none was halved"
+
+Recompute: TypeAlias = Callable[[StepContext], Any]
+"""Computes a cached step again -> the output."""
+
+
+class Caching:
+    """Skips in a U-Net's calls what a recipe says; what a run keeps is in its `RunState`.
+
+    Args:
+        unet: the model.
+        steps, guidance, residual: the recipe's settings.
+        layers: whose residuals are shared.
+
+    Attributes:
+        skipped: the layers that its cached steps skip, where it has any.
+        warnings: what the user is to be told, a line each, since this was last emptied.
+
+    Raises:
+        ValueError: the model's blocks are not Stable Diffusion's.
+    """
+
+    def __init__(
+        self,
+        unet: Any,
+        steps: StepCache | None,
+        guidance: GuidanceCache | None,
+        residual: ResidualSharing | None = None,
+        layers: Sequence[LayerState] = (),
+    ) -> None:
+        if not hasattr(unet, "up_blocks"):
+            raise ValueError(
+                f"{type(unet).__name__} is no U-Net, and no layer of it can be skipped: "
+                'pass mode="paper", or a recipe without steps, guidance and residual'
+            )
+        self._steps, self._guidance, self._residual, self._layers = steps, guidance, residual, layers
+        self.skipped = None if steps is None else SkippedLayers(unet, steps.layers)
+        self.warnings: list[str] = []
+
+    def begin(self, unet: Module, run: RunState, context: StepContext, step: Step, pipe: Any) -> None:
+        """Decide what a call computes, and complete its context.
+
+        Args:
+            unet: the model.
+            run: of the call.
+            context: of the call; its stages and inputs are halved where it is conditional-only.
+            step: where in the run it is.
+            pipe: the pipeline, where it is known.
+        """
+        self.stop()  # a call that died
+        if step.opens or step.jumps or not run.is_open:
+            self._open(unet, run)
+            if step.jumps:
+                self.warnings.append(_JUMPS)
+        context.kind = COMPUTED if self._residual is None else replace(COMPUTED, attention=FULL)
+        if step.off_list and run.kinds:
+            self.warnings.append(_OFF_LIST)
+        if not run.kinds or step.off_list or not self._may_keep(run):
+            return
+        entry = self._entry(run, context, self._is_off(pipe, run.scheduler))
+        if entry is None:
+            return
+        reader, place = run.reader, run.reader.place
+        context.kind = self._possible(run, run.kinds[reader.levels[place]], entry, context)
+        context.entry, context.sigma = entry, run.sampler.coordinate(place)
+        context.is_last = place + reader.stride >= len(reader.levels)
+        context.sampler_step = run.sampler_steps[place] if run.sampler_steps else None
+        entry.place = place
+        if not context.kind.guided:
+            entry.halved = True
+            context.inputs = conditional_arguments(_inputs(context))
+            context.stages = context.stages[len(context.stages) // 2 :]
+
+    def start(self, context: StepContext) -> dict[str, Any]:
+        """Skip the layers that a call that `begin` decided on does without; returns its inputs."""
+        inputs, entry = _inputs(context), context.entry
+        if context.kind.computed or self.skipped is None or entry is None:
+            return inputs
+        self.skipped.begin(_together([known.at(context.sigma) for known in _features(entry, context)]))
+        inputs = self.skipped.without_residuals(inputs)
+        if context.sampler_step is not None:
+            inputs["sample"] = inputs["sample"].clone()  # samplers may write into theirs
+        context.inputs = inputs
+        return inputs
+
+    def stop(self) -> Tensor | None:
+        """Skip nothing from here on; returns what a computed step had where the last layers begin."""
+        return None if self.skipped is None else self.skipped.end()
+
+    def end(self, run: RunState, context: StepContext | None, output: Any, recompute: Recompute) -> Any:
+        """What the caller gets for what the U-Net gave; None if it raised."""
+        seen = self.stop()
+        if output is None:
+            run.reset()
+        if context is None or output is None or context.entry is None:
+            return output
+        entry, kind = context.entry, context.kind
+        if kind.computed and seen is not None:
+            features = _features(entry, context)
+            for known, part in zip(features, seen.chunk(len(features)), strict=True):
+                known.keep(context.sigma, part.clone())
+        if not kind.computed and context.sampler_step is not None:
+            # without its entry, which holds it: both are let go as soon as the entry is
+            entry.cached.append(replace(context, entry=None, prediction=sample_of(output).clone()))
+        if entry.guided and kind.guided:
+            entry.difference = difference_of(sample_of(output))
+        elif not kind.guided:
+            assert entry.difference is not None
+            output = with_sample(output, both_passes(sample_of(output), entry.difference))
+        if kind.computed and entry.cached:
+            output = self._correct(run, context, entry, output, recompute)
+        if context.is_last:
+            run.entries = {key: other for key, other in run.entries.items() if other is not entry}
+        return output
+
+    def _correct(
+        self, run: RunState, context: StepContext, entry: CacheEntry, output: Any, recompute: Recompute
+    ) -> Any:
+        """A computed step's output, made to make up for the cached steps before it."""
+        cached, entry.cached = entry.cached, []
+        if context.sampler_step is None:
+            return output
+        if not context.kind.guided or not all(one.kind.guided for one in cached):
+            cached = [one.conditional() if one.kind.guided else one for one in cached]
+        errors = []
+        try:
+            for one in cached:
+                assert one.sampler_step is not None
+                assert one.prediction is not None
+                errors.append((one.sampler_step, one.prediction - self._recompute(one, entry, recompute)))
+        except BaseException:
+            run.reset()
+            raise
+        change = correction(errors, context.sampler_step)
+        if change is None:
+            return output
+        run.corrected += len(cached)
+        sample = sample_of(output)
+        if len(change) < len(sample):  # the unconditional pass is taken to be as wrong
+            change = torch.cat([change, change])
+        return with_sample(output, sample + change)
+
+    def _recompute(self, cached: StepContext, entry: CacheEntry, recompute: Recompute) -> Tensor:
+        """(B, ...) what a cached step would have given on the features that are known now."""
+        assert self.skipped is not None
+        self.skipped.begin(_together([known.between(cached.sigma) for known in _features(entry, cached)]))
+        try:
+            return sample_of(recompute(replace(cached, entry=entry)))
+        finally:
+            self.skipped.end()
+
+    def _open(self, unet: Any, run: RunState) -> None:
+        """Plan a run from its first call on, or what is left of one."""
+        reader, scheduler = run.reader, run.scheduler
+        run.is_open, run.unmatched = True, 0
+        run.entries.clear()
+        run.kinds, run.sampler_steps, run.corrected = {}, [], 0
+        ahead = reader.levels[reader.place :: reader.stride]
+        run.sampler = sampler = Sampler(scheduler, reader.levels)
+        reason = why_uncached(unet, len(set(ahead)), sampler)
+        if reader.guesses:
+            reason = (
+                "the run's steps are not known (pass elements of scheduler.timesteps to the U-Net, or apply "
+                "agentsd to the pipeline)"
+            )
+        if reason:
+            self.warnings.append(f"agentsd: {reason}; nothing is skipped in this run")
+            return
+        kinds = plan_run(self._steps, self._guidance, ahead, self._residual)
+        if all(kind.computed and kind.guided and kind.attention in (PLAIN, FULL) for kind in kinds.values()):
+            return
+        run.kinds = kinds
+        if self._steps is not None and self._steps.correct:
+            if scheduler is None:
+                self.warnings.append(_UNKNOWN)
+            elif reader.stride == 1:  # else its steps are not from one call to the next
+                steps = sampler.steps()
+                run.sampler_steps = steps if any(steps) else []
+        if sampler.adds_noise():
+            self.warnings.append(
+                f"agentsd: {sampler.name} adds noise in each step, under which caching changes pictures "
+                "more; a deterministic sampler loses less"
+            )
+
+    def _may_keep(self, run: RunState) -> bool:
+        if not torch.is_grad_enabled():
+            return True
+        run.entries.clear()
+        self.warnings.append(
+            "agentsd: gradients are on, under which no layer and no pass is skipped; call the U-Net under "
+            "torch.no_grad() to skip some"
+        )
+        return False
+
+    def _is_off(self, pipe: Any, scheduler: Any) -> bool:
+        """Whether the pipeline says that its calls are not two passes of guidance."""
+        if scheduler is None or getattr(pipe, "scheduler", None) is not scheduler:  # the calls are another's
+            return False
+        perturbed = getattr(pipe, "do_perturbed_attention_guidance", False)
+        return bool(perturbed) or getattr(pipe, "do_classifier_free_guidance", None) is False
+
+    def _entry(self, run: RunState, context: StepContext, off: bool) -> CacheEntry | None:
+        """The calls that this one continues; None if it can't be known."""
+        place, inputs = run.reader.place, _inputs(context)
+        sample, text = inputs["sample"], inputs.get("encoder_hidden_states")
+        # What was not called in the step before is too old to go on from.
+        oldest = place - run.reader.stride
+        run.entries = {key: other for key, other in run.entries.items() if other.place >= oldest}
+        key = (tuple(sample.shape), sample.dtype, sample.device, _identity(text))
+        entry = run.entries.get(key)
+        if entry is None:
+            run.unmatched += all(other.place < place for other in run.entries.values())
+            if run.unmatched == 3:
+                self._give_up(run, "the U-Net gets another text, or its text as a new tensor, in each call")
+                return None
+            guided = self._guidance is not None and not off and is_guided(sample, text)
+            if self._guidance is not None and not guided and not run.entries:
+                self.warnings.append(_UNGUIDED)
+            entry = CacheEntry(text, guided, [])
+            self._begin_anew(run, entry)
+            run.entries[key] = entry
+            return entry
+        run.unmatched = 0
+        if entry.place == place:
+            self._give_up(run, "the U-Net is called more than once in a step on the same text")
+            return None
+        return entry
+
+    def _begin_anew(self, run: RunState, entry: CacheEntry) -> None:
+        """Let an entry hold nothing yet."""
+        passes = 1 + entry.guided
+        order = 0 if self._steps is None else self._steps.extrapolation_order
+        count = 1 + max(order, bool(run.sampler_steps))
+        entry.features = [CachedFeatures(order, count) for _ in range(passes)]
+        entry.difference, entry.cached = None, []
+        if self._residual is not None:
+            entry.residuals = Residuals(self._layers, passes, self._residual.extrapolation_order)
+
+    def _give_up(self, run: RunState, reason: str) -> None:
+        run.kinds = {}
+        run.entries.clear()
+        self.warnings.append(f"agentsd: {reason}; nothing more is skipped in this run")
+
+    def _possible(self, run: RunState, kind: StepKind, entry: CacheEntry, context: StepContext) -> StepKind:
+        """What is planned, or more where not enough is known yet."""
+        inputs, stages = _inputs(context), context.stages
+        guided = kind.guided or not entry.guided or entry.difference is None
+        if not guided and (name := unknown_argument(inputs)):
+            self.warnings.append(
+                f"agentsd: a call has {name}, of which it is not known how it is halved; it stays guided"
+            )
+            guided = True
+        if not guided and not entry.halved and not torch.equal(*inputs["sample"].chunk(2)):
+            entry.guided, guided = False, True  # equal images at the start, and no guidance
+            self._begin_anew(run, entry)
+            self.warnings.append(_UNGUIDED)
+        features = entry.features if guided else entry.features[-1:]
+        computed, attention = kind.computed or not all(features), kind.attention
+        if entry.residuals is not None:
+            fits = entry.residuals.fit(stages if guided else stages[len(stages) // 2 :])
+            if attention == SHARE and not fits:  # there are none yet, or another operator's
+                attention = KEEP if computed and guided else FULL
+        return StepKind(computed, guided, attention)
+
+
+def _inputs(context: StepContext) -> dict[str, Any]:
+    assert context.inputs is not None
+    return context.inputs
+
+
+def _features(entry: CacheEntry, context: StepContext) -> list[CachedFeatures]:
+    return entry.features if context.kind.guided else entry.features[-1:]
+
+
+def _identity(text: Any) -> Any:
+    """What says that a tensor is the same one, unchanged, without a look at its numbers."""
+    if not isinstance(text, Tensor):
+        return id(text)
+    version = 0 if text.is_inference() else text._version
+    return text.data_ptr(), text.shape, text.stride(), version
+
+
+def _together(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
