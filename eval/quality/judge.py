@@ -73,7 +73,8 @@ class Judge:
         if self.real is not None:
             cache = self.real.cache or self._cache
             self.real_features = features_of(self.network, self.real.pictures, cache, self.real.crop, tick)
-            self._reference = metrics.fit(self._projected(self.real_features))
+            self._moments = metrics.moments(self._projected(self.real_features))
+            self._reference = self._moments.gaussian
             self._kernel_reference = metrics.KernelSet(self.real_features)
 
     def _projected(self, features: np.ndarray) -> np.ndarray:
@@ -90,14 +91,13 @@ class Judge:
         if count < _FEWEST:
             return None
         random = np.random.default_rng(0)
-        projected = self._projected(self.real_features)
         frechet, kernel = [], []
         for _ in range(_SPLITS):
-            order = random.permutation(len(self.real_features))
-            some, rest = order[:count], order[count:]
-            sample = metrics.FrechetSample(projected[some], metrics.fit(projected[rest]))
-            frechet.append(sample.distance(np.arange(count)))
-            kernel.append(metrics.kernel_distance(self.real_features[some], self.real_features[rest]).value)
+            picked = random.permutation(len(self.real_features))[:count]
+            some = self._projected(np.asarray(self.real_features)[picked])
+            rest = self._moments.without(metrics.moments(some, self._moments.origin)).gaussian
+            frechet.append(metrics.FrechetSample(some, rest).distance(np.arange(count)))
+            kernel.append(self._kernel_reference.split_distance(picked))
         return {
             "method": "real/real",
             "ratio": None,
