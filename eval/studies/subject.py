@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -86,7 +85,6 @@ def _fingerprint(pipe: Any, views: Sequence[Path], settings: SubjectSettings) ->
         "weights": weights_digest(pipe.unet),
         "views": hashlib.sha256(b"".join(path.read_bytes() for path in views)).hexdigest()[:16],
         "device": pipe.unet.device.type,
-        "threads": torch.get_num_threads(),
         **settings.model_dump(mode="json", exclude={"out", "subject", "device"}),
     }
 
