@@ -165,20 +165,20 @@ def _kernel(row: Row) -> str:
 
 _NOTE = (
     "change: against the baseline, same seeds, ± half of a 95% interval; ≈ marks a change inside the noise. "
-    "Perceptual distances are geometric means. Gain: what fewer steps of the same sampler cost at the same "
-    "distance, over the row's own cost; a row marked no is the worse buy. > and <: fewer steps were not "
-    "measured that near, or that far. Perceptual distances are of EfficientNet-Lite0's features, {distances}. "
-    "Speed-ups are against baseline with the attention named in the row. GB/img is the growth of the peak of "
-    "GPU memory when the batch grows by 1, denoising and decoding together; where decoding takes more, it "
-    "hides what denoising saves."
+    "Perceptual distances are geometric means, of EfficientNet-Lite0's features{distances}. Gain: what fewer "
+    "steps of the same sampler cost at the same distance, over the row's own cost; a row marked no is the "
+    "worse buy. > and <: fewer steps were not measured that near, or that far. Speed-ups are "
+    "against baseline with the attention named in the row. GB/img is the growth of the peak of GPU memory "
+    "when the batch grows by 1, denoising and decoding together; where decoding takes more, it hides what "
+    "denoising saves."
 )
 
 
 def note(features: str | None) -> str:
     """Return what stands below the tables of a run that was measured by these features."""
     if features == "inception":
-        return _NOTE.format(distances="FID, KID and diversity of pytorch-fid's Inception v3")
-    return _NOTE.format(distances="and so are FD, KID and diversity")
+        return _NOTE.format(distances="; FID, KID and diversity are of pytorch-fid's Inception v3")
+    return _NOTE.format(distances=", and so are FD, KID and diversity")
 
 
 def plan(rows: Sequence[Row]) -> str | None:

@@ -5,7 +5,7 @@ import os
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -77,15 +77,8 @@ def _inception(device: torch.device, weights: Path | None) -> Network:
     """Return pytorch-fid's Inception v3; it resizes to 299x299 itself, bilinearly."""
     check_network("inception", weights)
     inception = _pytorch_fid()
-    load = inception.load_state_dict_from_url
-    if weights is not None:
-        state = torch.load(weights, map_location="cpu", weights_only=True)
-
-        def load(*args: Any, **kwargs: Any) -> Any:
-            return state
-
     try:
-        with patch.object(inception, "load_state_dict_from_url", load):  # it has no other door for a file
+        with nullcontext() if weights is None else _weights_from(inception, weights):
             model = inception.InceptionV3([3]).eval().to(device)
     except OSError as error:
         raise EvalError(
@@ -96,6 +89,12 @@ def _inception(device: torch.device, weights: Path | None) -> Network:
         return model(pixels.to(device) / 255)[0].flatten(1)
 
     return Network("inception", None, forward)
+
+
+def _weights_from(inception: Any, path: Path) -> AbstractContextManager[Any]:
+    """Make pytorch-fid take its weights from a file for a `with` block: it has no other door for one."""
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    return patch.object(inception, "load_state_dict_from_url", lambda *args, **kwargs: state)
 
 
 def check_network(name: str, weights: Path | None) -> None:
@@ -146,10 +145,14 @@ def features_of(
     """
     key = _content_key(pictures, f"{network.name} {crop}")
     path = cache / f"{network.name}-{key}.npy"
-    if not path.exists():
-        _compute(network, pictures, path, crop, tick)
-    else:
-        tick(len(pictures))
+    if path.exists():
+        try:
+            kept = np.load(path, mmap_mode="r")
+            tick(len(pictures))
+            return kept
+        except (ValueError, EOFError, OSError):
+            path.unlink()  # cut off: made again
+    _compute(network, pictures, path, crop, tick)
     return np.load(path, mmap_mode="r")
 
 
@@ -162,22 +165,22 @@ def _compute(
 ) -> None:
     """Write the features of pictures to a file that is whole or not there, batch by batch."""
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")  # runs may share the folder
-    kept: np.ndarray | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with ThreadPoolExecutor() as threads:
+        with part.open("wb") as file, ThreadPoolExecutor() as threads:
             for start in range(0, len(pictures), _BATCH):
                 batch = pictures[start : start + _BATCH]
                 images = list(threads.map(lambda picture: _open(picture, crop), batch))
                 found = _by_size(network, images)
-                if kept is None:
+                if start == 0:
                     shape = len(pictures), found.shape[1]
-                    kept = np.lib.format.open_memmap(part, "w+", np.float32, shape)
-                kept[start : start + len(images)] = found
+                    header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+                    np.lib.format.write_array_header_1_0(file, header)
+                file.write(found.astype("<f4").tobytes())
                 tick(len(images))
-        assert kept is not None
-        kept.flush()  # type: ignore[attr-defined]
-        os.replace(part, path)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
     except OSError as error:
         raise explain_os_error(error, path) from error
     finally:
