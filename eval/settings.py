@@ -53,7 +53,10 @@ FewerSteps = Annotated[
 Prompts = Annotated[
     tuple[str, ...],
     Option("prompt"),
-    Field(description="A prompt; repeat. Without one, `images` captions of the embedded model."),
+    Field(
+        description="A prompt; repeat. Without one, `images` captions of the embedded model, or prompts that "
+        "ship with the program."
+    ),
 ]
 
 
@@ -175,7 +178,7 @@ class CompareSettings(SamplingSettings):
     ratio: OneRatio = 0.4
     prompts: Prompts = ()
     images: int = Field(6, ge=1)
-    """How many of the embedded model's captions."""
+    """How many prompts, where none is given."""
     out: Path = Path("outputs/compare.png")
     """The PNG to write."""
 
@@ -420,7 +423,7 @@ class RedundancySettings(SamplingSettings):
     hidden: ClassVar[tuple[str, ...]] = ("backend", "agent")
     prompts: Prompts = ()
     images: int = Field(4, ge=1)
-    """How many of the embedded model's captions."""
+    """How many prompts, where none is given."""
     measured_steps: int = Field(10, ge=1)
     """Steps that are measured, spread evenly from the first to the last; `steps` or more measures all."""
     exact_tokens: int = Field(1024, ge=0)
@@ -439,7 +442,7 @@ class CalibrateSettings(SamplingSettings):
     """Denoising steps."""
     prompts: Prompts = ()
     images: int = Field(3, ge=1)
-    """How many of the embedded model's captions."""
+    """How many prompts, where none is given."""
     held_out: int = Field(0, ge=0)
     """How many of the prompts, the last ones, are kept for measuring what the recipe promises."""
     reference_steps: int | None = Field(None, ge=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,15 +22,24 @@ def load_pretrained(kind: Any, source: str, dtype: torch.dtype = torch.float32) 
     unused: dict[str, Any] = {}
     if "safety_checker" in config:
         unused = {"safety_checker": None, "requires_safety_checker": False}
-    variants = ("fp16", None) if dtype == torch.float16 else (None, "fp16")
-    errors: dict[str | None, Exception] = {}
-    for variant in variants:
+    errors: list[Exception] = []
+    for variant in _variants(source, dtype):
         try:
             pipe = kind.from_pretrained(source, dtype=dtype, variant=variant, **unused)
         except (OSError, ValueError) as error:
-            errors[variant] = error
+            errors.append(error)
             continue
         if pipe.dtype != dtype:  # diffusers before 0.42 has another name for it
             pipe.to(dtype)
         return pipe
-    raise errors[None]
+    raise errors[0]
+
+
+def _variants(source: str, dtype: torch.dtype) -> list[str | None]:
+    """Return the kinds of files to try; of a folder those that it holds."""
+    order: list[str | None] = ["fp16", None] if dtype == torch.float16 else [None, "fp16"]
+    if not Path(source).is_dir():
+        return order
+    files = [path for path in Path(source).glob("*/*") if path.suffix in (".safetensors", ".bin")]
+    held = {"fp16" if ".fp16" in path.suffixes else None for path in files}
+    return [variant for variant in order if variant in held] or [None]

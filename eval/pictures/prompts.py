@@ -59,9 +59,14 @@ def from_classes(classes: Sequence[str], template: str, per_class: int, seed: in
 
 
 def pictures_to_show(settings: CompareSettings | RedundancySettings | CalibrateSettings) -> list[Picture]:
-    """Return a picture for each prompt of the settings, else for `images` captions of the embedded model."""
+    """Return a picture for each prompt of the settings, else `images` pictures.
+
+    Without prompts, they are of the toy model's captions, and for any other model of prompts that ship.
+    """
     if settings.prompts:
         return from_prompts(settings.prompts, len(settings.prompts), settings.seed)
+    if settings.model != "demo":
+        return from_prompts(read_lines(SHIPPED), settings.images, settings.seed)
     return _captions(settings.images, settings.seed)
 
 

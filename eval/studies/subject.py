@@ -26,7 +26,6 @@ from ..pictures.store import Store
 from ..quality import metrics
 from ..quality.features import features_of, load_network
 from ..quality.judge import scene_reader
-from ..quality.scenes import read_pictures
 from ..settings import SubjectSettings
 from .subject_plan import (
     TRAININGS,
@@ -152,6 +151,8 @@ def judge(
     cache = settings.out / "features"
     shown = [as_trained(path, size_of(pipe, settings)[0]) for path in views]
     of_views = features_of(network, shown, cache)
+    from ..quality.scenes import read_pictures
+
     reader = scene_reader(others, pipe.unet.device)
     asked = [picture.triple for picture in others if picture.triple is not None]
     figures = {}

@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from agentsd_demo import SUBJECT
-from agentsd_demo.scenes import triples
 from PIL import Image
 
 from agentsd import Merge, Phases, Recipe
@@ -121,7 +119,11 @@ def baseline_of(variant: Variant, variants: Sequence[Variant]) -> Variant:
 
 def views_folder(settings: SubjectSettings) -> Path:
     """Return the folder of the subject's pictures."""
-    return settings.subject or SUBJECT
+    if settings.subject is not None:
+        return settings.subject
+    from agentsd_demo import SUBJECT
+
+    return SUBJECT
 
 
 def views_of(settings: SubjectSettings) -> list[Path]:
@@ -138,6 +140,8 @@ def views_of(settings: SubjectSettings) -> list[Path]:
 def pictures_of(settings: SubjectSettings) -> tuple[list[Picture], list[Picture]]:
     """Return the subject's pictures, and those of other prompts: captions that the model was trained on."""
     own = [Picture(i, settings.instance_prompt, settings.seed + i) for i in range(settings.images)]
+    from agentsd_demo.scenes import triples
+
     others = from_triples(triples("seen"), settings.other_prompts, settings.seed + len(own))
     return own, [replace(picture, index=len(own) + picture.index) for picture in others]
 
