@@ -65,6 +65,8 @@ class CommandSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
     hidden: ClassVar[tuple[str, ...]] = ()
+    unused: ClassVar[tuple[str, ...]] = ()
+    """Settings of the class above that the command has no use for, and refuses in a YAML file."""
 
 
 class Settings(CommandSettings):
@@ -292,6 +294,7 @@ class ProofSettings(RunSettings):
     """Show that the judge sees known losses: fewer steps, more merging, longer caches, blur and noise."""
 
     hidden: ClassVar[tuple[str, ...]] = ("methods", "ratios", "ablate_ratio", "ablate_values", "fewer_steps")
+    unused: ClassVar[tuple[str, ...]] = hidden
     scheduler: Scheduler = "dpm++karras"
     """A deterministic sampler, so that many steps converge."""
     steps: int = Field(25, ge=1, le=1000)
@@ -343,6 +346,7 @@ class MediatorSettings(RunSettings):
     """Search when the number of pooled agents should grow: distance against MACs, drawn."""
 
     hidden: ClassVar[tuple[str, ...]] = ("methods", "ratios", "ablate_ratio", "ablate_values")
+    unused: ClassVar[tuple[str, ...]] = hidden
     scheduler: Scheduler = "ddpm"
     """As the paper's, it adds noise; under a deterministic one latents don't move less and less."""
     mediator_counts: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Option("count")] = Field(

@@ -26,7 +26,7 @@ from agentsd_eval.pictures.prompts import from_prompts, unknown_words
 from agentsd_eval.pictures.store import Store
 from agentsd_eval.presets import load_settings
 from agentsd_eval.quality.features import Network, features_of
-from agentsd_eval.settings import RunSettings
+from agentsd_eval.settings import AblateSettings, MediatorSettings, ProofSettings, RunSettings
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -75,7 +75,7 @@ BOMB = "a0: &a0 [x, x, x]\n" + "".join(
         ("seed: 99999999999999999999", "seed = 9+: Input should be less than"),
         ("steps: 1001", "steps = 1001: Input should be less than or equal to 1000"),
         ("steps: " + "9" * 5000, "not valid YAML"),
-        ("fewer_steps: [1.5]", "fewer_steps.0 = 1.5: Input should be less than 1"),
+        ("fewer_steps: [1.5]", "fewer_steps = 1.5: Input should be less than 1"),
     ],
 )
 def test_odd_settings_are_one_message(tmp_path: Path, text: str | bytes, message: str) -> None:
@@ -88,6 +88,29 @@ def test_prompts_that_are_no_text_are_named(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_bytes(b"a cat\n\xff\n")
     with pytest.raises(EvalError, match=r"prompts.txt is not UTF-8 text \(invalid start byte at byte 6\)"):
         read_lines(tmp_path / "prompts.txt")
+
+
+def test_a_setting_has_one_name(tmp_path: Path) -> None:
+    """That of its option, in YAML and in what is said of it; of an empty tuple the part that was wrong."""
+    path = write(tmp_path, "count: [16, 64]\nthreshold_step: 0.5\nguidance: 3\n")
+    settings = load_settings(MediatorSettings, path, {})
+    assert settings.mediator_counts == (16, 64)
+    assert (settings.mediator_step, settings.guidance_scale) == (0.5, 3)
+    with pytest.raises(EvalError) as told:
+        load_settings(MediatorSettings, None, {"mediator_counts": [0]})
+    assert str(told.value).splitlines()[1:] == ["  count = 0: Input should be greater than or equal to 1"]
+    with pytest.raises(EvalError, match=r"\n  ratio = 0.9: "):
+        load_settings(RunSettings, None, {"ratios": [0.9]})
+    settings = load_settings(AblateSettings, write(tmp_path, "ratio: 0.3\nvalue: [0.1]"), {"what": "k"})
+    assert (settings.ablate_ratio, settings.ablate_values) == (0.3, (0.1,))
+
+
+def test_rows_that_a_command_has_no_use_for_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "methods: [tomesd]\n")
+    for kind in (ProofSettings, MediatorSettings):
+        with pytest.raises(EvalError, match=r"run.yaml: methods: this command has rows of its own"):
+            load_settings(kind, path, {})
+    assert load_settings(RunSettings, path, {}).methods == ("tomesd",)
 
 
 def test_a_presets_base_is_read_first_and_its_files_are_found(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def pictures_of(settings: RunSettings) -> list[Picture]:
             count = len(names) * settings.per_class
             raise EvalError(
                 f"images = {settings.images}: the classes ask for {count} ({settings.per_class} of each, "
-                "--per-class); leave it out, or try fewer with --limit"
+                f"--per-class); leave it out, or try fewer with --limit {settings.images}"
             )
         found = from_classes(names, settings.template, settings.per_class, settings.seed)[: settings.limit]
         if len(found) < 2:
