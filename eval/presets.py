@@ -143,11 +143,8 @@ def _explain(kind: type[BaseModel], path: Path | None, error: ValidationError) -
         if problem["type"] == "too_short" and problem["loc"] in wrong_within:
             continue  # of its parts that were wrong
         first, *rest = problem["loc"] or ("",)
-        parts = [
-            names.get(str(first), str(first)),
-            *(str(part) for part in rest if not isinstance(part, int)),
-        ]
-        key = ".".join(parts)
+        within = [str(part) for part in rest if "[key]" in rest or not isinstance(part, int)]
+        key = ".".join([names.get(str(first), str(first)), *within])
         if problem["type"] == "extra_forbidden":
             near = difflib.get_close_matches(key, kind.model_fields, 1)
             way = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(kind.model_fields)}"

@@ -16,7 +16,7 @@ import torch
 from agentsd_eval import presets
 from agentsd_eval.cli import app
 from agentsd_eval.errors import EvalError
-from agentsd_eval.pages import run_file
+from agentsd_eval.pages import report, run_file
 from agentsd_eval.pages.output import read_lines
 from agentsd_eval.pages.report import write_report
 from agentsd_eval.pages.rows import Column, figure, to_markdown
@@ -302,3 +302,7 @@ def test_a_methods_name_is_escaped_in_markdown() -> None:
     columns = [Column("method", figure("method", "")), Column("speed-up", figure("speedup", ".2f"))]
     text = to_markdown([{"method": "a | b\n<img src=x>", "speedup": 1.0}], columns)
     assert text.splitlines()[2] == "| a \\| b &lt;img src=x> | 1.00 |"
+    columns = [Column("a | <b>", figure("method", "")), *columns[1:]]  # as `profile` heads its columns
+    text = to_markdown([{"method": "a | b\n<img src=x>", "speedup": 1.0}], columns)
+    assert text.splitlines()[0] == "| a \\| &lt;b> | speed-up |"
+    assert report._cells(text.splitlines()[2]) == ["a | b <img src=x>", "1.00"]

@@ -153,7 +153,7 @@ def _giga(row: Row) -> str:
 def _psnr(row: Row) -> str:
     if row.get("psnr") is None:
         return EQUAL if row.get("equal_images") else "-"
-    return f"{row['psnr']:.2f}"
+    return EQUAL if isinstance(row["psnr"], str) else f"{row['psnr']:.2f}"  # "inf" in earlier tables
 
 
 def _kernel(row: Row) -> str:
