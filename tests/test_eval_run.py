@@ -128,6 +128,22 @@ def test_damage_is_found_and_made_again(pipe: Any, tmp_path: Path, whole: dict[s
     assert all(len(store.intact(method)) == 7 for method in METHODS)
 
 
+def test_a_run_goes_on_with_another_batch(pipe: Any, tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        fill(pipe, tmp_path, stop_after=4)
+    smaller = SETTINGS.model_copy(update={"batch_size": 2})
+    store = Store(tmp_path)
+    store.claim(fingerprint(pipe, PICTURES, smaller))
+    generate(pipe, store, METHODS, PICTURES, smaller, Share(), lambda count: None)
+    assert all(set(store.intact(method)) == set(range(7)) for method in METHODS)
+    baseline, later = (store.timings(METHODS[i]) for i in (0, 1))
+    assert {entry.batch_images for entry in baseline.values()} == {1, 2, 3}
+    # of each new batch the baseline has a time by the same number and of the same size
+    new = [key for key in later if later[key].batch_images == 2]
+    assert new
+    assert all(baseline[key].batch_images == 2 for key in new)
+
+
 def test_processes_share_the_work(pipe: Any, tmp_path: Path, whole: dict[str, bytes]) -> None:
     fill(pipe, tmp_path, Share(0, 2))
     assert 0 < len(contents(tmp_path)) < len(whole)

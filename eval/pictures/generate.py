@@ -93,7 +93,7 @@ def generate(
         if missing and methods[0] not in missing and retimed < RETIMED:
             _, seconds = timed(methods[0], batch)
             made = [done[methods[0]][picture.index] for picture in batch]
-            store.save_time(methods[0], made, seconds, session)
+            store.save_time(methods[0], number, made, seconds, session)
             retimed += 1
         for method in methods:
             if method in missing:
