@@ -116,6 +116,10 @@ def _save(pipe: Any, folder: Path, variant: str | None = None) -> Path:
     if variant == "fp16":
         pipe.to(torch.float16)
     pipe.save_pretrained(folder, variant=variant)
+    # Published folders name the class that is there with torchvision and without.
+    for path in (folder / "model_index.json", folder / "feature_extractor" / "preprocessor_config.json"):
+        if path.exists():
+            path.write_text(path.read_text().replace("CLIPImageProcessorPil", "CLIPImageProcessor"))
     return folder
 
 
