@@ -506,9 +506,25 @@ class SubjectSettings(SamplingSettings):
     images: int = Field(8, ge=2)
     """Pictures of the subject for each row."""
     other_prompts: int = Field(16, ge=2)
-    """Captions that the model was trained on, one picture each for each row."""
+    """Other prompts, one picture each for each row: captions that the embedded model was trained on; for
+    other models prompts that ship with the program."""
+    clip: str | None = None
+    """A CLIP model (folder or hub id) for CLIP-I and CLIP-T."""
+    dino: str | None = None
+    """A DINO model (folder or hub id, such as facebook/dino-vits16) for the DINO score."""
     out: Path = Path("runs/subject")
     """The run's folder; the same folder resumes it."""
+
+    @model_validator(mode="after")
+    def _own_subject(self) -> SubjectSettings:
+        asked = ("subject", "instance_prompt", "class_prompt")
+        if self.model != "demo" and (missing := [key for key in asked if key not in self.model_fields_set]):
+            option = missing[0].replace("_", "-")
+            raise ValueError(
+                f"{missing[0]}: the embedded subject is for the embedded model; give --{option}, as in "
+                "--subject FOLDER --instance-prompt 'a photo of a sks dog' --class-prompt 'a photo of a dog'"
+            )
+        return self
 
     @field_validator("agent")
     @classmethod

@@ -27,7 +27,14 @@ from tiny import (
     sdxl_parts,
     sdxl_unet,
 )
-from transformers import CLIPConfig
+from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    CLIPProcessor,
+    ViTConfig,
+    ViTImageProcessorPil,
+    ViTModel,
+)
 
 SD15_UNET = {
     "sample_size": 64,
@@ -110,6 +117,32 @@ def save_sdxl(folder: Path, tokenizer: Any, variant: str | None = None) -> Path:
         **sdxl_parts(tokenizer),
     )
     return _save(pipe, folder, variant)
+
+
+def save_clip(folder: Path, tokenizer: Any) -> Path:
+    """Write a CLIP model."""
+    parts = make_text_encoder(tokenizer, projection=True).config, make_image_encoder().config
+    text, vision = (part.to_dict() for part in parts)
+    torch.manual_seed(0)
+    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).save_pretrained(folder)
+    CLIPProcessor(image_processor=make_image_processor(), tokenizer=tokenizer).save_pretrained(folder)
+    return folder
+
+
+def save_dino(folder: Path) -> Path:
+    """Write a ViT as DINO's are."""
+    config = ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=32,
+        patch_size=8,
+    )
+    torch.manual_seed(0)
+    ViTModel(config).save_pretrained(folder)
+    ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
+    return folder
 
 
 def _save(pipe: Any, folder: Path, variant: str | None = None) -> Path:

@@ -18,9 +18,8 @@ from agentsd_eval.quality.features import features_of, load_network
 from diffusers import StableDiffusionPipeline
 from diffusers.models.attention_processor import AttnProcessor
 from PIL import Image
-from sd_folder import stand_in_for_inception
-from tiny import make_image_encoder, make_image_processor, make_text_encoder
-from transformers import CLIPConfig, CLIPModel, CLIPProcessor
+from sd_folder import save_clip, stand_in_for_inception
+from transformers import CLIPModel, CLIPProcessor
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[1]
@@ -123,15 +122,7 @@ def test_a_second_run_goes_on_with_another_ratio(run: Path, model_folder: str, p
 @pytest.fixture(scope="session")
 def clip_folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny CLIP model on disk."""
-    text = make_text_encoder(tokenizer, projection=True).config
-    config = CLIPConfig(
-        text_config=text.to_dict(), vision_config=make_image_encoder().config.to_dict(), projection_dim=16
-    )
-    folder = tmp_path_factory.mktemp("clip")
-    torch.manual_seed(0)
-    CLIPModel(config).save_pretrained(folder)
-    CLIPProcessor(image_processor=make_image_processor(), tokenizer=tokenizer).save_pretrained(folder)
-    return folder
+    return save_clip(tmp_path_factory.mktemp("clip"), tokenizer)
 
 
 def test_clip_score_is_the_cosine_of_the_embeddings(clip_folder: Path, photographs: Path) -> None:
