@@ -23,10 +23,17 @@ from agentsd_eval.errors import EvalError
 from agentsd_eval.pages import output, quality_table
 from agentsd_eval.pages import rows as results
 from agentsd_eval.pictures.generate import Share, fingerprint, generate
-from agentsd_eval.pictures.prompts import from_classes, from_prompts, from_triples, pictures_of
+from agentsd_eval.pictures.prompts import (
+    SHIPPED,
+    from_classes,
+    from_prompts,
+    from_triples,
+    pictures_of,
+    pictures_to_show,
+)
 from agentsd_eval.pictures.sampling import initial_latents, sample, warm_up
 from agentsd_eval.pictures.store import Store
-from agentsd_eval.settings import AblateSettings, RunSettings
+from agentsd_eval.settings import AblateSettings, CompareSettings, RedundancySettings, RunSettings
 from agentsd_eval.studies import ablate, table
 
 PICTURES = from_prompts(["a cat", "a dog"], 7, 10)
@@ -233,6 +240,9 @@ def test_prompts(tmp_path: Path) -> None:
         pictures_of(RunSettings(prompts=tmp_path / "empty.txt"))
     with pytest.raises(EvalError, match="'some/model' has no prompts of its own"):
         pictures_of(RunSettings(model="some/model"))
+    for asked in (CompareSettings(model="some/model"), RedundancySettings(model="some/model")):
+        shown = [picture.prompt for picture in pictures_to_show(asked)]
+        assert shown == SHIPPED.read_text().splitlines()[: asked.images]  # no emoji
     with pytest.raises(EvalError, match="not both"):
         pictures_of(RunSettings(prompts=tmp_path / "a", classes=tmp_path / "b"))
 
