@@ -76,6 +76,12 @@ def forecast(rows: Sequence[Row], settings: RunSettings) -> str:
     )
 
 
+def plot_title(settings: RunSettings, rows: Sequence[Row]) -> str:
+    """Return what a run's plot is of; classes may give another number of images than the settings' own."""
+    run = f"{settings.model}, {settings.steps} steps ({settings.scheduler})"
+    return f"{run}, {rows[0]['images']} images a row"
+
+
 LEADING = ("method", "ratio", "fd", "seconds", "memory_per_image")
 """The columns of the paper's table, which come first in every file."""
 
@@ -99,9 +105,7 @@ def run(settings: RunSettings, methods: list[Method], name: str, console: Consol
     results.write_rows(settings.out, name, found.rows, tables, found.run, note(settings.features))
     results.write_singles(settings.out / f"{name}-pictures.csv", found.singles)
     if has_frontier(found.rows):
-        title = f"{settings.model}, {settings.steps} steps ({settings.scheduler}), "
-        title += f"{found.rows[0]['images']} images a row"
-        write_bytes(settings.out / f"{name}.png", draw_frontier(found.rows, title))
+        write_bytes(settings.out / f"{name}.png", draw_frontier(found.rows, plot_title(settings, found.rows)))
     return found.rows
 
 
