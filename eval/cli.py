@@ -85,9 +85,10 @@ def _clear_errors(name: str) -> Callable[[Callable[..., None]], Callable[..., No
             except Exception as error:
                 if type(error).__name__ != "OutOfMemoryError":
                     raise
-                message = (
-                    "error: the GPU's memory doesn't do; choose a smaller batch or size, or --dtype float16"
-                )
+                message = "error: the GPU's memory doesn't do; "
+                if name in _RESUMED:
+                    message += "the same command goes on from here with a smaller --batch-size; else "
+                message += "choose a smaller batch or size, or --dtype float16"
             typer.echo(message, err=True)
             raise typer.Exit(code)
 

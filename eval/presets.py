@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from .errors import EvalError
+from .settings import Option
 
 _INSTALLED, _CHECKOUT = Path(__file__).parent / "configs", Path(__file__).parent.parent / "configs"
 PRESETS = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
@@ -30,7 +31,9 @@ def load_settings(
     Raises EvalError naming each wrong key or value.
     """
     path = find_config(config) if config is not None else None
-    values = _read_config(path) if path else {}
+    values = _by_field(kind, _read_config(path)) if path else {}
+    if unused := [key for key in getattr(kind, "unused", ()) if key in values]:
+        raise EvalError(f"{path}: {unused[0]}: this command has rows of its own; leave it out")
     given = {key: value for key, value in overrides.items() if value is not None}
     if "agent" in given and isinstance(values.get("agent"), dict):
         given["agent"] = {**values["agent"], **given["agent"]}
@@ -117,10 +120,31 @@ def _shorten(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
+def names_of(kind: type[BaseModel]) -> dict[str, str]:
+    """Return what each setting is called on the command line, by its field; YAML has either name."""
+    named = {}
+    for field, info in kind.model_fields.items():
+        option = next((mark for mark in info.metadata if isinstance(mark, Option)), None)
+        named[field] = option.name.replace("-", "_") if option and not option.positional else field
+    return named
+
+
+def _by_field(kind: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
+    """Return settings by their fields; where a command has a name for two, its option's stands for it."""
+    hidden = getattr(kind, "hidden", ())
+    fields = {name: field for field, name in names_of(kind).items() if field not in hidden}
+    return {key if key in kind.model_fields else fields.get(key, key): value for key, value in values.items()}
+
+
 def _explain(kind: type[BaseModel], path: Path | None, error: ValidationError) -> str:
-    lines = []
-    for problem in error.errors():
-        key = ".".join(str(part) for part in problem["loc"])
+    lines, problems, names = [], error.errors(), names_of(kind)
+    wrong_within = {problem["loc"][:1] for problem in problems if len(problem["loc"]) > 1}
+    for problem in problems:
+        if problem["type"] == "too_short" and problem["loc"] in wrong_within:
+            continue  # of its parts that were wrong
+        first, *rest = problem["loc"] or ("",)
+        within = [str(part) for part in rest if "[key]" in rest or not isinstance(part, int)]
+        key = ".".join([names.get(str(first), str(first)), *within])
         if problem["type"] == "extra_forbidden":
             near = difflib.get_close_matches(key, kind.model_fields, 1)
             way = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(kind.model_fields)}"

@@ -53,7 +53,10 @@ FewerSteps = Annotated[
 Prompts = Annotated[
     tuple[str, ...],
     Option("prompt"),
-    Field(description="A prompt; repeat. Without one, `images` captions of the embedded model."),
+    Field(
+        description="A prompt; repeat. Without one, `images` captions of the embedded model, or prompts that "
+        "ship with the program."
+    ),
 ]
 
 
@@ -62,6 +65,8 @@ class CommandSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
     hidden: ClassVar[tuple[str, ...]] = ()
+    unused: ClassVar[tuple[str, ...]] = ()
+    """Settings of the class above that the command has no use for, and refuses in a YAML file."""
 
 
 class Settings(CommandSettings):
@@ -175,7 +180,7 @@ class CompareSettings(SamplingSettings):
     ratio: OneRatio = 0.4
     prompts: Prompts = ()
     images: int = Field(6, ge=1)
-    """How many of the embedded model's captions."""
+    """How many prompts, where none is given."""
     out: Path = Path("outputs/compare.png")
     """The PNG to write."""
 
@@ -220,8 +225,11 @@ class RunSettings(SamplingSettings):
     """A value to try; repeat. Without one, the paper's."""
     images: int = Field(64, ge=2)
     """Pictures for each row."""
+    limit: int | None = Field(None, ge=2)
+    """A trial of the whole run on so many images a row, and as many real ones, in a folder of its own
+    (OUT-limit-N)."""
     batch_size: int = Field(8, ge=1)
-    """Pictures made at once."""
+    """Pictures made at once; a run may go on with another number."""
     prompts: Path | None = None
     """A text file, one prompt a line; without it, and for the embedded model, its captions."""
     classes: Path | None = None
@@ -253,6 +261,19 @@ class RunSettings(SamplingSettings):
     out: Path = Path("runs/default")
     """The run's folder; the same folder resumes it."""
 
+    @property
+    def most_references(self) -> int | None:
+        """How many real images a trial takes; None is all of them."""
+        return None if self.limit is None else max(self.limit, 8)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _trial_apart(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not values.get("limit"):
+            return values
+        out, mark = Path(values.get("out") or cls.model_fields["out"].default), f"-limit-{values['limit']}"
+        return values if out.name.endswith(mark) else {**values, "out": out.with_name(out.name + mark)}
+
     @field_validator("template")
     @classmethod
     def _names_the_class(cls, template: str) -> str:
@@ -273,6 +294,7 @@ class ProofSettings(RunSettings):
     """Show that the judge sees known losses: fewer steps, more merging, longer caches, blur and noise."""
 
     hidden: ClassVar[tuple[str, ...]] = ("methods", "ratios", "ablate_ratio", "ablate_values", "fewer_steps")
+    unused: ClassVar[tuple[str, ...]] = hidden
     scheduler: Scheduler = "dpm++karras"
     """A deterministic sampler, so that many steps converge."""
     steps: int = Field(25, ge=1, le=1000)
@@ -324,6 +346,7 @@ class MediatorSettings(RunSettings):
     """Search when the number of pooled agents should grow: distance against MACs, drawn."""
 
     hidden: ClassVar[tuple[str, ...]] = ("methods", "ratios", "ablate_ratio", "ablate_values")
+    unused: ClassVar[tuple[str, ...]] = hidden
     scheduler: Scheduler = "ddpm"
     """As the paper's, it adds noise; under a deterministic one latents don't move less and less."""
     mediator_counts: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Option("count")] = Field(
@@ -405,7 +428,7 @@ class RedundancySettings(SamplingSettings):
     hidden: ClassVar[tuple[str, ...]] = ("backend", "agent")
     prompts: Prompts = ()
     images: int = Field(4, ge=1)
-    """How many of the embedded model's captions."""
+    """How many prompts, where none is given."""
     measured_steps: int = Field(10, ge=1)
     """Steps that are measured, spread evenly from the first to the last; `steps` or more measures all."""
     exact_tokens: int = Field(1024, ge=0)
@@ -424,7 +447,7 @@ class CalibrateSettings(SamplingSettings):
     """Denoising steps."""
     prompts: Prompts = ()
     images: int = Field(3, ge=1)
-    """How many of the embedded model's captions."""
+    """How many prompts, where none is given."""
     held_out: int = Field(0, ge=0)
     """How many of the prompts, the last ones, are kept for measuring what the recipe promises."""
     reference_steps: int | None = Field(None, ge=2)
@@ -482,9 +505,25 @@ class SubjectSettings(SamplingSettings):
     images: int = Field(8, ge=2)
     """Pictures of the subject for each row."""
     other_prompts: int = Field(16, ge=2)
-    """Captions that the model was trained on, one picture each for each row."""
+    """Other prompts, one picture each for each row: captions that the embedded model was trained on; for
+    other models prompts that ship with the program."""
+    clip: str | None = None
+    """A CLIP model (folder or hub id) for CLIP-I and CLIP-T."""
+    dino: str | None = None
+    """A DINO model (folder or hub id, such as facebook/dino-vits16) for the DINO score."""
     out: Path = Path("runs/subject")
     """The run's folder; the same folder resumes it."""
+
+    @model_validator(mode="after")
+    def _own_subject(self) -> SubjectSettings:
+        asked = ("subject", "instance_prompt", "class_prompt")
+        if self.model != "demo" and (missing := [key for key in asked if key not in self.model_fields_set]):
+            option = missing[0].replace("_", "-")
+            raise ValueError(
+                f"{missing[0]}: the embedded subject is for the embedded model; give --{option}, as in "
+                "--subject FOLDER --instance-prompt 'a photo of a sks dog' --class-prompt 'a photo of a dog'"
+            )
+        return self
 
     @field_validator("agent")
     @classmethod

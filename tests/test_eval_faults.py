@@ -16,7 +16,7 @@ import torch
 from agentsd_eval import presets
 from agentsd_eval.cli import app
 from agentsd_eval.errors import EvalError
-from agentsd_eval.pages import run_file
+from agentsd_eval.pages import report, run_file
 from agentsd_eval.pages.output import read_lines
 from agentsd_eval.pages.report import write_report
 from agentsd_eval.pages.rows import Column, figure, to_markdown
@@ -26,7 +26,7 @@ from agentsd_eval.pictures.prompts import from_prompts, unknown_words
 from agentsd_eval.pictures.store import Store
 from agentsd_eval.presets import load_settings
 from agentsd_eval.quality.features import Network, features_of
-from agentsd_eval.settings import RunSettings
+from agentsd_eval.settings import AblateSettings, MediatorSettings, ProofSettings, RunSettings
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -75,7 +75,7 @@ BOMB = "a0: &a0 [x, x, x]\n" + "".join(
         ("seed: 99999999999999999999", "seed = 9+: Input should be less than"),
         ("steps: 1001", "steps = 1001: Input should be less than or equal to 1000"),
         ("steps: " + "9" * 5000, "not valid YAML"),
-        ("fewer_steps: [1.5]", "fewer_steps.0 = 1.5: Input should be less than 1"),
+        ("fewer_steps: [1.5]", "fewer_steps = 1.5: Input should be less than 1"),
     ],
 )
 def test_odd_settings_are_one_message(tmp_path: Path, text: str | bytes, message: str) -> None:
@@ -88,6 +88,29 @@ def test_prompts_that_are_no_text_are_named(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_bytes(b"a cat\n\xff\n")
     with pytest.raises(EvalError, match=r"prompts.txt is not UTF-8 text \(invalid start byte at byte 6\)"):
         read_lines(tmp_path / "prompts.txt")
+
+
+def test_a_setting_has_one_name(tmp_path: Path) -> None:
+    """That of its option, in YAML and in what is said of it; of an empty tuple the part that was wrong."""
+    path = write(tmp_path, "count: [16, 64]\nthreshold_step: 0.5\nguidance: 3\n")
+    settings = load_settings(MediatorSettings, path, {})
+    assert settings.mediator_counts == (16, 64)
+    assert (settings.mediator_step, settings.guidance_scale) == (0.5, 3)
+    with pytest.raises(EvalError) as told:
+        load_settings(MediatorSettings, None, {"mediator_counts": [0]})
+    assert str(told.value).splitlines()[1:] == ["  count = 0: Input should be greater than or equal to 1"]
+    with pytest.raises(EvalError, match=r"\n  ratio = 0.9: "):
+        load_settings(RunSettings, None, {"ratios": [0.9]})
+    settings = load_settings(AblateSettings, write(tmp_path, "ratio: 0.3\nvalue: [0.1]"), {"what": "k"})
+    assert (settings.ablate_ratio, settings.ablate_values) == (0.3, (0.1,))
+
+
+def test_rows_that_a_command_has_no_use_for_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "methods: [tomesd]\n")
+    for kind in (ProofSettings, MediatorSettings):
+        with pytest.raises(EvalError, match=r"run.yaml: methods: this command has rows of its own"):
+            load_settings(kind, path, {})
+    assert load_settings(RunSettings, path, {}).methods == ("tomesd",)
 
 
 def test_a_presets_base_is_read_first_and_its_files_are_found(tmp_path: Path) -> None:
@@ -121,14 +144,17 @@ def test_a_folder_that_is_no_run_of_ours_is_refused(pipe: Any, tmp_path: Path, c
     assert (tmp_path / "run.json").read_text() == content
 
 
-def test_a_run_knows_its_makers_and_its_threads(pipe: Any, tmp_path: Path) -> None:
+def test_a_run_knows_its_makers_and_goes_on_with_other_threads_and_batches(pipe: Any, tmp_path: Path) -> None:
     store, facts = Store(tmp_path), fingerprint(pipe, PICTURES, SETTINGS)
     for maker in ({"commit": "a"}, {"commit": "a"}, {"commit": "b"}):
         store.claim(facts, maker)
     assert run_file.read(tmp_path)["makers"] == {"1": {"commit": "a"}, "2": {"commit": "b"}}
-    assert facts["threads"] == torch.get_num_threads()
-    with pytest.raises(EvalError, match=r"threads: 1 there, 3 now\); choose another --out"):
-        store.claim(facts | {"threads": 3})
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        store.claim(fingerprint(pipe, PICTURES, SETTINGS.model_copy(update={"batch_size": 5})))
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
@@ -276,3 +302,7 @@ def test_a_methods_name_is_escaped_in_markdown() -> None:
     columns = [Column("method", figure("method", "")), Column("speed-up", figure("speedup", ".2f"))]
     text = to_markdown([{"method": "a | b\n<img src=x>", "speedup": 1.0}], columns)
     assert text.splitlines()[2] == "| a \\| b &lt;img src=x> | 1.00 |"
+    columns = [Column("a | <b>", figure("method", "")), *columns[1:]]  # as `profile` heads its columns
+    text = to_markdown([{"method": "a | b\n<img src=x>", "speedup": 1.0}], columns)
+    assert text.splitlines()[0] == "| a \\| &lt;b> | speed-up |"
+    assert report._cells(text.splitlines()[2]) == ["a | b <img src=x>", "1.00"]

@@ -1,12 +1,16 @@
-"""Distances against analytic Gaussians, pytorch-fid's own function, and loops over pairs."""
+"""Distances against analytic Gaussians, pytorch-fid's own function, torchmetrics, and loops over pairs."""
 
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
+import torch
 from agentsd_eval.quality import metrics
+from torchmetrics.image.fid import FrechetInceptionDistance
+from torchmetrics.image.kid import KernelInceptionDistance
 
 
 def two_sets() -> tuple[np.ndarray, np.ndarray]:
@@ -67,6 +71,71 @@ def test_kernel_distance_equals_a_loop_over_pairs() -> None:
         kernel_loop(np.delete(first, 3, 0), second), rel=1e-9
     )
     assert distance.without_real[5] == pytest.approx(kernel_loop(first, np.delete(second, 5, 0)), rel=1e-9)
+
+
+class GivenFeatures(torch.nn.Module):
+    """What torchmetrics takes for a network: the features are the pixels."""
+
+    num_features = 6
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return pixels.flatten(1)
+
+
+def as_pixels(features: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(features)[:, :, None, None]
+
+
+@pytest.mark.filterwarnings("ignore:Metric .Kernel Inception Distance. will save")
+@pytest.mark.parametrize("block", [7, 1024])
+def test_distances_equal_torchmetrics(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "BLOCK", block)
+    first, second = two_sets()
+    fid = FrechetInceptionDistance(feature=GivenFeatures(), normalize=True).double()
+    kid = KernelInceptionDistance(feature=GivenFeatures(), subsets=1, subset_size=30, normalize=True)
+    for theirs, few in ((fid, first), (kid, first[:30])):
+        theirs.set_dtype(torch.float64)
+        theirs.update(as_pixels(second), real=True)
+        theirs.update(as_pixels(few), real=False)
+    ours = metrics.frechet_distance(metrics.fit(first), metrics.fit(second))
+    assert ours == pytest.approx(float(fid.compute()), rel=1e-9)
+    kernel = metrics.kernel_distance(first[:30], second).value
+    assert kernel == pytest.approx(float(kid.compute()[0]), rel=1e-6)
+
+
+def test_a_split_of_the_references_has_its_own_distances() -> None:
+    _, second = two_sets()
+    picked = np.array([3, 28, 11, 0, 7])
+    rest = np.delete(second, picked, 0)
+    split = metrics.KernelSet(second).split_distance(picked)
+    assert split == pytest.approx(kernel_loop(second[picked], rest), rel=1e-9)
+    whole = metrics.moments(second)
+    left = whole.without(metrics.moments(second[picked], whole.origin)).gaussian
+    assert left.mean == pytest.approx(rest.mean(0), abs=1e-12)
+    assert left.covariance == pytest.approx(np.cov(rest, rowvar=False), abs=1e-12)
+
+
+def test_references_need_no_matrix_of_all_their_pairs() -> None:
+    references = np.random.default_rng(0).normal(size=(5000, 4)).astype(np.float32)
+    tracemalloc.start()
+    metrics.kernel_distance(references[:50], metrics.KernelSet(references))
+    metrics.fit(references)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 0.3 * 8 * 5000**2
+
+
+def test_the_baselines_resamples_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = two_sets()
+    reference = metrics.fit(second)
+    baseline, row, other = (metrics.FrechetSample(first + shift, reference) for shift in (0, 0.1, 0.2))
+    counted, distance = [], metrics.FrechetSample.distance
+    monkeypatch.setattr(
+        metrics.FrechetSample, "distance", lambda self, picked: counted.append(self) or distance(self, picked)
+    )
+    for sample in (row, other):
+        metrics.frechet_difference_error(sample, baseline, 40, 5)
+    assert [counted.count(sample) for sample in (baseline, row, other)] == [5, 5, 5]
 
 
 def test_kernel_distance_is_unbiased_and_its_error_is_its_spread() -> None:

@@ -9,6 +9,7 @@ from agentsd_eval.pictures.prompts import Picture
 from agentsd_eval.quality.features import efficientnet_lite0, load_network
 from agentsd_eval.quality.judge import scene_reader
 from agentsd_eval.quality.perceptual import Looks, StageFeatures, stage_distance
+from efficientnet_lite_pytorch import EfficientNet
 from PIL import Image, ImageChops, ImageFilter
 
 
@@ -19,8 +20,8 @@ def features():
 
 def test_what_the_judge_has_of_the_network_is_loaded_once(monkeypatch):
     """Features, perceptual distances and the reader of scenes."""
-    loads, load = [], accuracy.load_efficientnet_lite0
-    monkeypatch.setattr(accuracy, "load_efficientnet_lite0", lambda: loads.append(load()) or loads[-1])
+    loads, load = [], EfficientNet.from_name
+    monkeypatch.setattr(EfficientNet, "from_name", lambda name: loads.append(load(name)) or loads[-1])
     cpu = torch.device("cpu")
     efficientnet_lite0.cache_clear()
     picture = Picture(0, "a panda face", 0, triple=next(iter(triples())))
@@ -31,10 +32,11 @@ def test_what_the_judge_has_of_the_network_is_loaded_once(monkeypatch):
     )
     assert reader is not None
     assert len(loads) == 1
+    monkeypatch.undo()
     grey = Image.new("RGB", (64, 64), (128, 128, 128))
     pixels = (torch.full((1, 3, 224, 224), 128.0) - 127) / 128
     with torch.inference_mode():
-        expected = load().extract_features(pixels).mean((2, 3))
+        expected = accuracy.load_efficientnet_lite0().extract_features(pixels).mean((2, 3))
     assert torch.equal(torch.from_numpy(network([grey])), expected)
     assert len(stages([grey])) == 5
 

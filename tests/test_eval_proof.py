@@ -67,7 +67,7 @@ def test_harms_are_of_their_strength():
 def test_the_command_writes_a_link_a_line(model_folder, photographs, tmp_path, monkeypatch):
     """Without a look at what the methods cost."""
     monkeypatch.delattr(table, "macs")
-    monkeypatch.delattr(table, "memory_per_image")
+    monkeypatch.delattr(table, "measure_memory")
     (tmp_path / "prompts.txt").write_text("a cat\na dog\n")
     arguments = [
         "proof", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--reference", photographs,

@@ -23,10 +23,17 @@ from agentsd_eval.errors import EvalError
 from agentsd_eval.pages import output, quality_table
 from agentsd_eval.pages import rows as results
 from agentsd_eval.pictures.generate import Share, fingerprint, generate
-from agentsd_eval.pictures.prompts import from_classes, from_prompts, from_triples, pictures_of
+from agentsd_eval.pictures.prompts import (
+    SHIPPED,
+    from_classes,
+    from_prompts,
+    from_triples,
+    pictures_of,
+    pictures_to_show,
+)
 from agentsd_eval.pictures.sampling import initial_latents, sample, warm_up
 from agentsd_eval.pictures.store import Store
-from agentsd_eval.settings import AblateSettings, RunSettings
+from agentsd_eval.settings import AblateSettings, CompareSettings, RedundancySettings, RunSettings
 from agentsd_eval.studies import ablate, table
 
 PICTURES = from_prompts(["a cat", "a dog"], 7, 10)
@@ -128,6 +135,22 @@ def test_damage_is_found_and_made_again(pipe: Any, tmp_path: Path, whole: dict[s
     assert all(len(store.intact(method)) == 7 for method in METHODS)
 
 
+def test_a_run_goes_on_with_another_batch(pipe: Any, tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        fill(pipe, tmp_path, stop_after=4)
+    smaller = SETTINGS.model_copy(update={"batch_size": 2})
+    store = Store(tmp_path)
+    store.claim(fingerprint(pipe, PICTURES, smaller))
+    generate(pipe, store, METHODS, PICTURES, smaller, Share(), lambda count: None)
+    assert all(set(store.intact(method)) == set(range(7)) for method in METHODS)
+    baseline, later = (store.timings(METHODS[i]) for i in (0, 1))
+    assert {entry.batch_images for entry in baseline.values()} == {1, 2, 3}
+    # of each new batch the baseline has a time by the same number and of the same size
+    new = [key for key in later if later[key].batch_images == 2]
+    assert new
+    assert all(baseline[key].batch_images == 2 for key in new)
+
+
 def test_processes_share_the_work(pipe: Any, tmp_path: Path, whole: dict[str, bytes]) -> None:
     fill(pipe, tmp_path, Share(0, 2))
     assert 0 < len(contents(tmp_path)) < len(whole)
@@ -217,6 +240,9 @@ def test_prompts(tmp_path: Path) -> None:
         pictures_of(RunSettings(prompts=tmp_path / "empty.txt"))
     with pytest.raises(EvalError, match="'some/model' has no prompts of its own"):
         pictures_of(RunSettings(model="some/model"))
+    for asked in (CompareSettings(model="some/model"), RedundancySettings(model="some/model")):
+        shown = [picture.prompt for picture in pictures_to_show(asked)]
+        assert shown == SHIPPED.read_text().splitlines()[: asked.images]  # no emoji
     with pytest.raises(EvalError, match="not both"):
         pictures_of(RunSettings(prompts=tmp_path / "a", classes=tmp_path / "b"))
 

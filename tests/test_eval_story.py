@@ -102,6 +102,19 @@ def test_a_row_without_a_time_is_drawn_by_its_cost(tmp_path: Path) -> None:
     assert draw_story(rows, "a title").startswith(b"\x89PNG")
 
 
+def test_what_a_row_is_called_decides_nothing(tmp_path: Path) -> None:
+    """A method in fewer steps with a ratio, and one of a user's own that is called like the baseline."""
+    labels = {"agentsd@12": "agentsd@12 r=0.4", "baseline-2": "baseline-2"}
+    one = run_of(tmp_path / "one", PLAIN | dict.fromkeys(labels, (57.0, 0.017)))
+    lines = map(json.loads, (one / "table.jsonl").read_text().splitlines())
+    rows = [row | {"label": labels.get(row["label"], row["label"])} for row in lines]
+    (one / "table.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = {row["label"]: row for row in joined([one], ())}
+    assert (found["agentsd@12 r=0.4"]["steps"], found["baseline@12"]["steps"]) == (12, 12)
+    assert [label for label, row in found.items() if row["plain"]] == ["baseline", "baseline@12"]
+    assert draw_story(list(found.values()), "").startswith(b"\x89PNG")
+
+
 def test_the_command_writes_a_picture_and_its_table(tmp_path: Path) -> None:
     one = run_of(tmp_path / "one", PLAIN | {"step-caching": (57.0, 0.017)})
     done = CliRunner().invoke(app, ["frontier", "--run", str(one), "--out", str(tmp_path / "out")])
@@ -110,6 +123,9 @@ def test_the_command_writes_a_picture_and_its_table(tmp_path: Path) -> None:
     assert "| step-caching | plms | 32 | 0.57 | 0.57 | 17 (15.3-18.7) | - | - |" in (
         tmp_path / "out/frontier.md"
     ).read_text(encoding="utf-8")
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    assert "<td>17 (15.3-18.7)</td>" in (tmp_path / "out/report.html").read_text(encoding="utf-8")
     none = CliRunner().invoke(app, ["frontier", "--out", str(tmp_path / "none")])
     assert none.exit_code == 2
-    assert "runs" in none.output
+    assert "run = ()" in none.output

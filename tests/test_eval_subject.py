@@ -9,6 +9,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import agentsd_demo
 import agentsd_demo.data
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from agentsd_eval.pictures.sampling import Seconds
 from agentsd_eval.pictures.store import Store
 from agentsd_eval.presets import load_settings
 from agentsd_eval.settings import SubjectSettings
-from agentsd_eval.studies import subject, subject_plan, subject_report
+from agentsd_eval.studies import subject, subject_plan, subject_report, subject_scores
 from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner
@@ -41,15 +42,28 @@ CONCEPTS = ["strawberry", "panda face", "carrot"]
 def few_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three concepts to be nearest to, so that features take no time; no precision of another test."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    monkeypatch.setattr(subject_plan, "triples", lambda split: triples(split, CONCEPTS)[::7])
+    monkeypatch.setattr(subject_plan, "seen_triples", lambda: triples("seen", CONCEPTS)[::7])
     monkeypatch.setattr(agentsd_demo.data, "trained_concepts", lambda: CONCEPTS)
+
+
+@pytest.fixture
+def tiny_demo(make_pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny pipeline in the place of the toy model."""
+
+    def load(dtype: torch.dtype = torch.float32, device: Any = "cpu") -> Any:
+        return make_pipeline().to(device, dtype)
+
+    monkeypatch.setattr(agentsd_demo, "load_pipeline", load)
+    monkeypatch.setattr("agentsd.demo.load_pipeline", load)
 
 
 def test_similarity_is_the_mean_cosine() -> None:
     features, views = np.array([[3.0, 0.0], [1.0, 1.0]]), np.array([[1.0, 0.0], [0.0, 2.0]])
-    assert subject.similarity(features, views) == pytest.approx([0.5, 0.5**0.5])
+    assert subject_scores.similarity(features, views) == pytest.approx([0.5, 0.5**0.5])
     # pairs of the three: 0, 1/sqrt(2), 1/sqrt(2)
-    assert subject.similarity_among(np.array([[1.0, 0], [0, 2], [1, 1]])) == pytest.approx(2 / 3 * 0.5**0.5)
+    assert subject_scores.similarity_among(np.array([[1.0, 0], [0, 2], [1, 1]])) == pytest.approx(
+        2 / 3 * 0.5**0.5
+    )
 
 
 def test_the_ordering_marks_what_is_inside_the_noise() -> None:
@@ -68,10 +82,15 @@ def test_the_ordering_marks_what_is_inside_the_noise() -> None:
 def test_the_sentences_compare_within_a_prior() -> None:
     variants = subject_plan.variants_of(SubjectSettings())
     figures = {
-        v: subject_plan.Figures(np.tile([i, i + 0.5], 15), np.tile([1.0, 0.0], 15))
+        v: {"similarity": np.tile([i, i + 0.5], 15), "right": np.tile([1.0, 0.0], 15)}
         for i, v in enumerate(variants)
     }
-    similar, right = subject_report.sentences(variants, figures)
+    nothing: Any = None
+    scores = subject_scores.Scores(
+        [subject_scores.Likeness("similarity", "similarity", "", nothing)],
+        [subject_scores.Fit("right", "right", "", nothing)],
+    )
+    similar, right = subject_report.sentences(variants, figures, scores)
     without, with_prior = similar.split("; ")
     assert without.endswith(
         "without prior preservation: train+generate (4.250) > generate-only 100% (3.250) "
@@ -80,8 +99,8 @@ def test_the_sentences_compare_within_a_prior() -> None:
     assert with_prior.startswith("with it: train+generate (8.250) > ")
     assert with_prior.endswith("baseline (5.250) > before finetuning (0.250).")
     assert right.count("≈") == 9  # once in the explanation
-    few = {v: subject_plan.Figures(f.similarity[:2], f.right[:2]) for v, f in figures.items()}
-    for told in subject_report.sentences(variants, few):
+    few = {v: {name: values[:2] for name, values in f.items()} for v, f in figures.items()}
+    for told in subject_report.sentences(variants, few, scores):
         assert "greatest first (2 are too few to judge)" in told
         assert not {">", "≈"} & set(told)
 
@@ -148,18 +167,18 @@ def assert_figures_are_those_of_the_pictures(rows: list[dict[str, Any]], setting
 
 
 def test_the_command_trains_once_and_goes_on(
-    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_demo: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run"
     tiny = (
-        "--model", model_folder, "--train-steps", 1, "--learning-rate", 1e-3, "--class-images", 1,
+        "--train-steps", 1, "--learning-rate", 1e-3, "--class-images", 1,
         "--images", 2, "--other-prompts", 2, "--steps", 2, "--out", out,
     )  # fmt: skip
     printed = invoke(*tiny)
-    assert "Subject similarity, greatest first" in printed
+    assert "similarity of the subject, greatest first" in printed
     rows = read(out)
     assert [row.get("prior") for row in rows] == [False] * 5 + [True] * 4 + [None]
-    given = SubjectSettings(model=model_folder, train_steps=1, images=2, other_prompts=2, steps=2, out=out)
+    given = SubjectSettings(train_steps=1, images=2, other_prompts=2, steps=2, out=out)
     assert_figures_are_those_of_the_pictures(rows[:-1], given)
     assert [row.get("similarity_change") is None for row in rows] == [
         False, True, False, False, False, True, False, False, False, True,
@@ -191,10 +210,8 @@ def test_the_command_trains_once_and_goes_on(
     assert "(learning_rate: 0.001 there, 0.002 now); choose another --out" in printed
 
 
-def test_a_killed_training_goes_on(
-    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = SubjectSettings(model=model_folder, train_steps=3, steps=2, out=tmp_path, subject=SUBJECT)
+def test_a_killed_training_goes_on(tiny_demo: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = SubjectSettings(train_steps=3, steps=2, out=tmp_path, subject=SUBJECT)
     config = subject_plan.training_config(subject_plan.TRAININGS[1], settings)
     monkeypatch.setattr(
         subject, "training_config", lambda *_: config.model_copy(update={"checkpointing_steps": 2})
@@ -235,17 +252,18 @@ def test_pictures_are_judged_by_views_and_references(make_pipeline: Any, tmp_pat
     for picture, image in zip([*own, *others], images, strict=True):
         store = Store(tmp_path / "before")
         store.save(variant.method, 0, [picture], [image], Seconds(1.0, 1.0), "session")
-    figures, ceiling = subject.judge(pipe, [variant], views, settings)
+    scores = subject_scores.load_scores(settings, others, pipe.unet.device)
+    figures, ceiling = subject.judge(pipe, [variant], views, settings, scores)
     found = figures[variant]
     features = efficientnet_lite0()
     hits = [1, asked[1].concept == wrong.concept, 1, asked[3].concept == wrong.concept]
-    assert found.right.tolist() == hits
+    assert found["right"].tolist() == hits
     of_views = features([subject_plan.as_trained(path, 32) for path in views])
-    assert found.similarity == pytest.approx((of_views[:2] @ of_views.T).mean(1).numpy(), abs=1e-5)
+    assert found["similarity"] == pytest.approx((of_views[:2] @ of_views.T).mean(1).numpy(), abs=1e-5)
     count = len(views)
     among = ((of_views @ of_views.T).sum() - count) / (count * (count - 1))
-    assert ceiling == pytest.approx(among.item(), abs=1e-5)
-    assert found.similarity.mean() > ceiling  # one of the views each is the picture itself
+    assert ceiling["similarity"] == pytest.approx(among.item(), abs=1e-5)
+    assert found["similarity"].mean() > ceiling["similarity"]  # one of the views each is the picture itself
 
 
 @pytest.mark.parametrize(
@@ -257,7 +275,7 @@ def test_pictures_are_judged_by_views_and_references(make_pipeline: Any, tmp_pat
         (("--learning-rate", "0"), "learning_rate = 0.0: Input should be greater than 0"),
         (("--agent", "early_frac=0.5"), "['early_frac'] can't be trained with; known: k, scale"),
         (("--agent", "scale=0.5"), "scale=0.5: it is the exponent"),
-        (("--model", "EMPTY"), "can't load the model"),
+        (("--model", "EMPTY"), "subject: the embedded subject is for the embedded model; give --subject"),
         (("--out", "/proc/no/such"), "choose another place with --out"),
     ],
 )

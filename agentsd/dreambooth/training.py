@@ -17,6 +17,7 @@ from diffusers.optimization import get_scheduler
 from diffusers.training_utils import cast_training_params
 from rich.progress import Progress
 
+from ..hosts.files import load_pretrained
 from ..patch import apply_agentsd, remove_agentsd
 from .checkpoints import check_space, find_checkpoint, save_checkpoint, step_of
 from .config import DreamBoothConfig
@@ -268,6 +269,4 @@ def _source(config: DreamBoothConfig) -> Any:
         from ..demo import load_pipeline
 
         return load_pipeline()
-    return StableDiffusionPipeline.from_pretrained(
-        config.pretrained_model_name_or_path, safety_checker=None, requires_safety_checker=False
-    )
+    return load_pretrained(StableDiffusionPipeline, config.pretrained_model_name_or_path)

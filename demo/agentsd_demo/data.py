@@ -19,7 +19,6 @@ SIZE = 64
 SHEET_COLUMNS = 32
 REFERENCES = Path(__file__).parent / "references"
 PIPELINE = Path(__file__).parent / "pipeline"
-BASIS = REFERENCES / "basis.npy"
 """The 48 directions (48, 1280) of greatest variance of EfficientNet-Lite0's features of 4,096 scenes."""
 SUBJECT = Path(__file__).parent / "subject"
 """Folder of views of one picture that the model was never trained on, 64x64, for DreamBooth."""

@@ -19,7 +19,7 @@ from ..pages.cost_table import columns_of
 from ..pages.maker import describe_run
 from ..pages.output import check_writable, progress
 from ..pages.rows import Row, to_terminal, write_rows
-from ..pictures.methods import Method, Reseed, check_scheduler, fewer, parse_method
+from ..pictures.methods import Method, Reseed, check_schedulers, fewer, parse_method
 from ..pictures.models import find_device, load_pipeline, set_scheduler
 from ..pictures.sampling import Seconds, Stopwatch
 from ..settings import Backend, CostSettings, LatencySettings
@@ -79,8 +79,7 @@ def measure(
     A method
     that needs more memory than the GPU has gets a row without figures. `tick` is called after each round.
     """
-    for method in methods:
-        check_scheduler(method, pipe.scheduler, settings.steps)
+    check_schedulers(methods, pipe.scheduler, settings.steps)
     if settings.gradient_checkpointing:
         pipe.unet.enable_gradient_checkpointing()
     for case in cases:

@@ -8,6 +8,8 @@ from .rows import Column, Row, distance_name, figure, method_text
 FEWEST = 30
 """Pictures of a row, below which a change and its noise are not told."""
 TOO_FEW = "too few to judge"
+EQUAL = "equal"
+"""What stands where every picture is the one that it is compared with."""
 Z95 = NormalDist().inv_cdf(0.975)
 """Half the width of a 95% interval, in standard errors."""
 
@@ -44,6 +46,8 @@ def interval(key: str) -> Callable[[Row], str]:
     def text(row: Row) -> str:
         if row.get(key) is None:
             return "-"
+        if row[key] == 0:
+            return EQUAL
         if row.get("images", FEWEST) < FEWEST:
             return f"{1e3 * row[key]:.3g}"
         return f"{1e3 * row[key]:.3g} ({1e3 * row[f'{key}_low']:.3g}-{1e3 * row[f'{key}_high']:.3g})"
@@ -66,8 +70,28 @@ def gain(key: str) -> Callable[[Row], str]:
     return text
 
 
+def paper_columns(features: str | None) -> list[Column]:
+    """Return the columns of the paper's Table 10, in its order; an empty one stands, too."""
+    return [
+        Column("method", method_name),
+        Column("ratio", figure("ratio", "g")),
+        Column(distance_name(features), figure("fd", ".4g")),
+        Column("s/img", figure("seconds", ".3g")),
+        Column("GB/img", figure("memory_per_image", ".2f", "n/a")),
+    ]
+
+
+def method_name(row: Row) -> str:
+    """Return what a row is called, without the ratio, which has a column of its own."""
+    ratio = row.get("ratio")
+    return row_label(row) if ratio is None else row_label(row).replace(f" r={ratio:g}", "", 1)
+
+
 def tables_of(rows: Sequence[Row], features: str | None) -> dict[str, list[Column]]:
-    """Return the columns of each table by its title; a column without a figure is left out."""
+    """Return the columns of each table by its title, the paper's first.
+
+    In the others a column without a figure is left out.
+    """
     on_gpu = any(row.get("memory_per_image") is not None for row in rows)
     tables = {
         "perceptual distance x1000 to the same seed's pictures (95%)": [
@@ -76,7 +100,8 @@ def tables_of(rows: Sequence[Row], features: str | None) -> dict[str, list[Colum
             Column("to the baseline", interval("baseline_distance")),
             Column("gain, by time", gain("gain_seconds")),
             Column("gain, by MACs", gain("gain_macs")),
-            Column("PSNR to the baseline, dB", figure("psnr", ".2f")),
+            Column("PSNR to the baseline, dB", _psnr),
+            Column("equal to the baseline's", figure("equal_images", "d")),
             Column("high-frequency energy / baseline's", figure("high_frequency", ".3f")),
         ],
         "distance of distributions": [
@@ -108,7 +133,8 @@ def tables_of(rows: Sequence[Row], features: str | None) -> dict[str, list[Colum
             Column("CPU s/img", figure("cpu_seconds", ".3f")),
             Column(f"speed-up ({'wall' if on_gpu else 'CPU'} time)", figure("speedup", ".2f")),
             Column("GMACs/img", _giga),
-            Column("GB/img", figure("memory_per_image", ".2f", "n/a")),
+            Column("denoising, GB/img", figure("denoising_memory", ".2f")),
+            Column("decoding, GB/img", figure("decoding_memory", ".2f")),
         ],
     }
     first = Column("method", row_label)
@@ -116,11 +142,18 @@ def tables_of(rows: Sequence[Row], features: str | None) -> dict[str, list[Colum
         title: [c for c in columns if any(c.text(r) != "-" for r in rows)]
         for title, columns in tables.items()
     }
-    return {title: [first, *columns] for title, columns in filled.items() if len(columns) > 0}
+    others = {title: [first, *columns] for title, columns in filled.items() if len(columns) > 0}
+    return {"the paper's table": paper_columns(features)} | others
 
 
 def _giga(row: Row) -> str:
     return "-" if row.get("macs") is None else f"{row['macs'] / 1e9:.1f}"
+
+
+def _psnr(row: Row) -> str:
+    if row.get("psnr") is None:
+        return EQUAL if row.get("equal_images") else "-"
+    return EQUAL if isinstance(row["psnr"], str) else f"{row['psnr']:.2f}"  # "inf" in earlier tables
 
 
 def _kernel(row: Row) -> str:
@@ -130,13 +163,22 @@ def _kernel(row: Row) -> str:
     return f"{1e3 * row['kid']:.2f}{error}"
 
 
-NOTE = (
+_NOTE = (
     "change: against the baseline, same seeds, ± half of a 95% interval; ≈ marks a change inside the noise. "
-    "Perceptual distances are geometric means. Gain: what fewer steps of the same sampler cost at the same "
-    "distance, over the row's own cost; a row marked no is the worse buy. > and <: fewer steps were not "
-    "measured that near, or that far. Distances are of EfficientNet-Lite0's features. Speed-ups are against "
-    "baseline with the attention named in the row."
+    "Perceptual distances are geometric means, of EfficientNet-Lite0's features{distances}. Gain: what fewer "
+    "steps of the same sampler cost at the same distance, over the row's own cost; a row marked no is the "
+    "worse buy. > and <: fewer steps were not measured that near, or that far. Speed-ups are "
+    "against baseline with the attention named in the row. GB/img is the growth of the peak of GPU memory "
+    "when the batch grows by 1, denoising and decoding together; where decoding takes more, it hides what "
+    "denoising saves."
 )
+
+
+def note(features: str | None) -> str:
+    """Return what stands below the tables of a run that was measured by these features."""
+    if features == "inception":
+        return _NOTE.format(distances="; FID, KID and diversity are of pytorch-fid's Inception v3")
+    return _NOTE.format(distances=", and so are FD, KID and diversity")
 
 
 def plan(rows: Sequence[Row]) -> str | None:

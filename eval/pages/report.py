@@ -4,7 +4,9 @@ import base64
 import csv
 import io
 import json
+import re
 from collections.abc import Sequence
+from html import unescape
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ _RESULTS = {
     "redundancy": "How alike the queries' attention is",
     "subject": "A subject taught with agent attention",
     "proof": "What the judge sees of known losses",
+    "frontier": "Several tables' methods: distance against cost",
 }
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, OSError, StopIteration, TypeError, ValueError)
 """What files that were cut or edited make the reading of them raise."""
@@ -88,7 +91,7 @@ def _part(folder: Path, name: str, pictures: int, run: Row) -> dict[str, Any]:
     rows = _read_jsonl(folder / f"{name}.jsonl")
     part = {
         "title": _RESULTS[name],
-        "model": run["settings"].get("arch") or run["settings"]["model"],
+        "model": run["settings"].get("arch") or run["settings"].get("model") or "several tables",
         "command": run["command"],
         "facts": _facts(run),
     }
@@ -108,7 +111,7 @@ def _part(folder: Path, name: str, pictures: int, run: Row) -> dict[str, Any]:
     return part | {
         "headline": _gain_and_loss(rows, run.get("clock", "CPU")),
         "tables": [_table(title, rows, columns) for title, columns in tables.items()],
-        "notes": [quality_table.NOTE, quality_table.plan(rows)],
+        "notes": [quality_table.note(run["settings"]["features"]), quality_table.plan(rows)],
         "plots": [_svg(frontier(rows, key=key)) for key in keys[:1]],
         "labels": [quality_table.row_label(row) for row in rows],
         "best": quality_table.row_label(best) if (best := _best(rows)) else None,
@@ -121,9 +124,18 @@ def _read_jsonl(path: Path) -> list[Row]:
 
 
 def _table(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> dict[str, Any]:
-    lines = [[column.text(row) for column in columns] for row in rows]
-    shown = [line for line in lines if any(cell not in ("-", "n/a") for cell in line[1:])]
+    lines = [(_row_name(row), [column.text(row) for column in columns]) for row in rows]
+    shown = [
+        {"of": name, "cells": cells}
+        for name, cells in lines
+        if any(cell not in ("-", "n/a") for cell in cells[1:])
+    ]
     return {"title": title, "heads": [column.title for column in columns], "rows": shown}
+
+
+def _row_name(row: Row) -> str:
+    """Return what a row is shown and hidden by."""
+    return quality_table.row_label(row) if "label" in row else method_text(row)
 
 
 def _latency_tables(rows: list[Row], clock: str) -> list[dict[str, Any]]:
@@ -145,12 +157,19 @@ def _written(folder: Path, name: str, command: str) -> dict[str, Any]:
     for is_table, group in groupby(lines, lambda line: line.startswith("|")):
         block = list(group)
         if is_table:
-            head, _, *rest = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in block]
-            tables.append({"title": "", "heads": head, "rows": rest})
+            head, _, *rest = [_cells(line) for line in block]
+            lines_of = [{"of": cells[0], "cells": cells} for cells in rest]
+            tables.append({"title": "", "heads": head, "rows": lines_of})
         else:
             notes += [line for line in block if line and command not in line]
     picture = _data_uri(folder / f"{name}.png", 1600)
     return {"tables": tables, "notes": notes, "picture": picture}
+
+
+def _cells(line: str) -> list[str]:
+    """Return the cells of a line of a Markdown table as `rows.to_markdown` writes it."""
+    inner = line.strip().removeprefix("|").removesuffix("|")
+    return [unescape(cell.strip().replace("\\|", "|")) for cell in re.split(r"(?<!\\)\|", inner)]
 
 
 def _best(rows: Sequence[Row]) -> Row | None:
@@ -176,10 +195,10 @@ def _gain_and_loss(rows: Sequence[Row], clock: str) -> str | None:
             f"distance x1000 to the reference image {distance(row)}, the baseline's {distance(baseline)};"
         )
         told.append(f"gain over fewer steps {gain(row)} by MACs.")
+    elif row.get("psnr") is None:
+        told.append("its images are the baseline's." if row.get("equal_images") else "no loss was measured.")
     else:
-        told.append(
-            "no loss was measured." if row.get("psnr") is None else f"{row['psnr']:.1f} dB PSNR to it."
-        )
+        told.append(f"{row['psnr']:.1f} dB PSNR to it.")
     return " ".join(told)
 
 

@@ -98,7 +98,7 @@ def cells(rows: Sequence[Row], columns: Sequence[Column]) -> list[list[str]]:
 
 def to_markdown(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     """Return a table that can be pasted in a README."""
-    lines = [[column.title for column in columns], ["---"] + ["---:"] * (len(columns) - 1)]
+    lines = [[_escaped(column.title) for column in columns], ["---"] + ["---:"] * (len(columns) - 1)]
     lines += [[_escaped(cell) for cell in line] for line in cells(rows, columns)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

@@ -25,14 +25,14 @@ def family_of(label: str) -> str:
 def draw_story(rows: Sequence[Row], title: str) -> bytes:
     """Return a PNG with a panel for each cost.
 
-    A row has a `label`, its run's `sampler`, `cost_macs` and `cost_seconds` (of the baseline's run of all
-    steps), `reference` and its interval `reference_distance_low` and `reference_distance_high`. Rows of one
-    method and sampler
+    A row has a `label`, whether it is `plain` (the baseline, of however many steps), its run's `sampler`,
+    `cost_macs` and `cost_seconds` (of the baseline's run of all steps), `reference` and its interval
+    `reference_distance_low` and `reference_distance_high`. Rows of one method and sampler
     are joined by a line. Methods keep their colour under every sampler, and samplers have a marker each.
     """
     figure = Figure(figsize=(10, 6.4), layout="constrained")
     samplers = list(dict.fromkeys(row["sampler"] for row in rows))
-    families = list(dict.fromkeys(family_of(row["label"]) for row in rows if not is_plain(row)))
+    families = list(dict.fromkeys(family_of(row["label"]) for row in rows if not row["plain"]))
     panels = figure.subplots(1, len(COSTS), sharey=True)
     for axes, (cost, name) in zip(panels, COSTS.items(), strict=True):
         for number, sampler in enumerate(samplers):
@@ -52,19 +52,19 @@ def draw_story(rows: Sequence[Row], title: str) -> bytes:
     return plot_bytes(figure)
 
 
-def is_plain(row: Row) -> bool:
-    """Whether a row is the baseline, of however many steps."""
-    return family_of(row["label"]) == "baseline"
+def _group(row: Row) -> str:
+    """Return what a row is drawn with: fewer steps together, whatever a method is called."""
+    return "" if row["plain"] else family_of(row["label"])
 
 
 def _draw_sampler(axes: Axes, rows: Sequence[Row], cost: str, number: int, families: Sequence[str]) -> None:
     """Draw a sampler's line of fewer steps, and its methods; the first sampler's go by their names alone."""
     place, line, marker = f"cost_{cost}", _LINES[number % len(_LINES)], _MARKERS[number % len(_MARKERS)]
-    drawn = sorted((row for row in rows if row[place]), key=lambda r: (family_of(r["label"]), r[place]))
-    for family, group in groupby(drawn, key=lambda row: family_of(row["label"])):
+    drawn = sorted((row for row in rows if row[place]), key=lambda r: (_group(r), r[place]))
+    for family, group in groupby(drawn, key=_group):
         each = list(group)
         across, up = [row[place] for row in each], [1e3 * row["reference_distance"] for row in each]
-        if family == "baseline":
+        if not family:
             label = f"fewer steps, {each[0]['sampler']}"
             axes.plot(across, up, "-", marker=".", color=line, lw=2, label=label, zorder=3)
             for row, x, y in zip(each, across, up, strict=True):

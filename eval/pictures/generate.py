@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from PIL import Image
 
 from agentsd.hosts.models import weights_digest
@@ -30,7 +29,10 @@ class Share:
 
 
 def fingerprint(pipe: Any, pictures: Sequence[Picture], settings: RunSettings) -> dict[str, Any]:
-    """Return what every picture of a run depends on beside its method."""
+    """Return what makes the pictures of a run comparable: all that they depend on but the method.
+
+    The number of threads and the batch's size change their last bits alone: a run may go on with others.
+    """
     listed = "\n".join(f"{picture.seed} {picture.prompt}" for picture in pictures)
     height, width = size_of(pipe, settings)
     return {
@@ -38,13 +40,11 @@ def fingerprint(pipe: Any, pictures: Sequence[Picture], settings: RunSettings) -
         "weights": weights_digest(pipe.unet),
         "dtype": settings.dtype,
         "device": pipe.unet.device.type,
-        "threads": torch.get_num_threads(),
         "scheduler": settings.scheduler,
         "steps": settings.steps,
         "guidance_scale": settings.guidance_scale,
         "height": height,
         "width": width,
-        "batch_size": settings.batch_size,
         "pictures": len(pictures),
         "prompts_and_seeds": hashlib.sha256(listed.encode()).hexdigest()[:16],
     }
@@ -93,7 +93,7 @@ def generate(
         if missing and methods[0] not in missing and retimed < RETIMED:
             _, seconds = timed(methods[0], batch)
             made = [done[methods[0]][picture.index] for picture in batch]
-            store.save_time(methods[0], made, seconds, session)
+            store.save_time(methods[0], number, made, seconds, session)
             retimed += 1
         for method in methods:
             if method in missing:

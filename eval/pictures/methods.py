@@ -243,6 +243,12 @@ def _patch_of(part: str) -> Callable[[Method, Any], AbstractContextManager[Resee
     return lambda method, pipe: rival(pipe, method.ratio if number is None else number)
 
 
+def check_schedulers(methods: Sequence[Method], scheduler: Any, steps: int) -> None:
+    """Raise EvalError where a method can't run under the sampler."""
+    for method in methods:
+        check_scheduler(method, scheduler, steps)
+
+
 def check_scheduler(method: Method, scheduler: Any, steps: int) -> None:
     """Raise EvalError where DeepCache would refresh its cache at the wrong calls of a run of `steps`.
 

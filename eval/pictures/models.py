@@ -14,6 +14,8 @@ from diffusers import (
     PNDMScheduler,
 )
 
+from agentsd.hosts.files import load_pretrained
+
 from ..errors import EvalError
 from ..settings import Settings
 
@@ -49,7 +51,7 @@ def find_device(name: str | None) -> torch.device:
 def load_pipeline(settings: Settings) -> Any:
     """Return the pipeline of `settings.model` on its device, with its scheduler, quiet and unchecked.
 
-    The safety checker is taken out: it would replace pictures by black ones. Raises EvalError if the
+    The safety checker is left out: it would replace pictures by black ones. Raises EvalError if the
     model can't be loaded or is none of the kind that the methods patch.
     """
     device = find_device(settings.device)
@@ -68,20 +70,16 @@ def load_pipeline(settings: Settings) -> Any:
                 "(OWNER/NAME); 'demo' is the embedded one"
             )
         try:
-            pipe = AutoPipelineForText2Image.from_pretrained(settings.model, dtype=dtype).to(device)
+            pipe = load_pretrained(AutoPipelineForText2Image, settings.model, dtype).to(device)
         except (OSError, ValueError) as error:
             raise EvalError(
                 f"can't load the model {settings.model!r}: {error}\nGive 'demo', the folder of a diffusers "
                 "pipeline, or a hub id that is in the cache or can be downloaded."
             ) from error
-        if pipe.dtype != dtype:  # diffusers before 0.42 has another name for it
-            pipe.to(dtype)
     if not hasattr(pipe, "unet"):
         raise EvalError(
             f"{settings.model!r} is a {type(pipe).__name__} without a U-Net; use SD 1.x, 2.x or SDXL"
         )
-    if getattr(pipe, "safety_checker", None) is not None:
-        pipe.safety_checker = None
     set_scheduler(pipe, settings.scheduler)
     pipe.set_progress_bar_config(disable=True)
     return pipe

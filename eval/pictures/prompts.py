@@ -59,9 +59,14 @@ def from_classes(classes: Sequence[str], template: str, per_class: int, seed: in
 
 
 def pictures_to_show(settings: CompareSettings | RedundancySettings | CalibrateSettings) -> list[Picture]:
-    """Return a picture for each prompt of the settings, else for `images` captions of the embedded model."""
+    """Return a picture for each prompt of the settings, else `images` pictures.
+
+    Without prompts, they are of the toy model's captions, and for any other model of prompts that ship.
+    """
     if settings.prompts:
         return from_prompts(settings.prompts, len(settings.prompts), settings.seed)
+    if settings.model != "demo":
+        return from_prompts(read_lines(SHIPPED), settings.images, settings.seed)
     return _captions(settings.images, settings.seed)
 
 
@@ -101,11 +106,23 @@ def pictures_of(settings: RunSettings) -> list[Picture]:
         raise EvalError(f"give prompts ({settings.prompts}) or classes ({settings.classes}), not both")
     if settings.classes:
         names = read_lines(settings.classes)
-        return from_classes(names, settings.template, settings.per_class, settings.seed)
+        if "images" in settings.model_fields_set:
+            count = len(names) * settings.per_class
+            raise EvalError(
+                f"images = {settings.images}: the classes ask for {count} ({settings.per_class} of each, "
+                f"--per-class); leave it out, or try fewer with --limit {settings.images}"
+            )
+        found = from_classes(names, settings.template, settings.per_class, settings.seed)[: settings.limit]
+        if len(found) < 2:
+            raise EvalError(f"{settings.classes}: 1 image a row; distances need 2 (--per-class 2)")
+        return found
+    if unused := sorted({"template", "per_class"} & settings.model_fields_set):
+        raise EvalError(f"{unused[0]} is of classes: give --classes FILE, or leave it out")
+    count = min(settings.images, settings.limit or settings.images)
     if settings.prompts:
-        return from_prompts(read_lines(settings.prompts), settings.images, settings.seed)
+        return from_prompts(read_lines(settings.prompts), count, settings.seed)
     if settings.model != "demo":
         raise EvalError(
             f"the model {settings.model!r} has no prompts of its own: give --prompts or --classes FILE"
         )
-    return _captions(settings.images, settings.seed)
+    return _captions(count, settings.seed)

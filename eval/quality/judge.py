@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -22,11 +23,11 @@ from .grain import grain
 from .perceptual import Looks, StageFeatures
 from .projection import frechet_features
 from .real import Real, user_cache
-from .scenes import place_distance, read_pictures
 from .summary import summary_of
 
 _SPLITS = 5
 _FEWEST = 3  # pictures that a KID without one of them needs
+_KEPT = 10_000  # references whose features are kept with a table: 50,000 of Inception's are 200 MB
 Row = dict[str, Any]
 Tick = Callable[[int], Any]
 Harm = Callable[[Image.Image], Image.Image]
@@ -46,6 +47,22 @@ class Compared:
     baseline: Method
     reference: Method | None = None
     others: Sequence[Picture] = ()
+
+
+class Files(Sequence[Image.Image]):
+    """Pictures on disk, each opened when it is looked at: 2,000 at 512 px would take 1.6 GB."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, place: Any) -> Any:
+        """Return a picture, or pictures, RGB."""
+        if isinstance(place, slice):
+            return [Image.open(path).convert("RGB") for path in self._paths[place]]
+        return Image.open(self._paths[place]).convert("RGB")
 
 
 @dataclass
@@ -71,9 +88,10 @@ class Judge:
     def read_real(self, tick: Tick) -> None:
         """Read the real pictures, before any picture is made: one that can't be read ends the run early."""
         if self.real is not None:
-            cache = self.real.cache or self._cache
-            self.real_features = features_of(self.network, self.real.pictures, cache, self.real.crop, tick)
-            self._reference = metrics.fit(self._projected(self.real_features))
+            real = self.real
+            self.real_features = features_of(self.network, real.pictures, real.cache, real.crop, tick)
+            self._moments = metrics.moments(self._projected(self.real_features))
+            self._reference = self._moments.gaussian
             self._kernel_reference = metrics.KernelSet(self.real_features)
 
     def _projected(self, features: np.ndarray) -> np.ndarray:
@@ -90,14 +108,13 @@ class Judge:
         if count < _FEWEST:
             return None
         random = np.random.default_rng(0)
-        projected = self._projected(self.real_features)
         frechet, kernel = [], []
         for _ in range(_SPLITS):
-            order = random.permutation(len(self.real_features))
-            some, rest = order[:count], order[count:]
-            sample = metrics.FrechetSample(projected[some], metrics.fit(projected[rest]))
-            frechet.append(sample.distance(np.arange(count)))
-            kernel.append(metrics.kernel_distance(self.real_features[some], self.real_features[rest]).value)
+            picked = random.permutation(len(self.real_features))[:count]
+            some = self._projected(np.asarray(self.real_features)[picked])
+            rest = self._moments.without(metrics.moments(some, self._moments.origin)).gaussian
+            frechet.append(metrics.FrechetSample(some, rest).distance(np.arange(count)))
+            kernel.append(self._kernel_reference.split_distance(picked))
         return {
             "method": "real/real",
             "ratio": None,
@@ -127,7 +144,7 @@ class Judge:
         def shown_by(method: Method, pictures: Sequence[Picture] = self.pictures) -> Shown:
             paths = [store.path(method, picture.index) for picture in pictures]
             found = features_of(self.network, paths, self._cache) if paths else np.zeros((0, 0))
-            return Shown(method.key, [Image.open(path).convert("RGB") for path in paths], found)
+            return Shown(method.key, Files(paths), found)
 
         baseline = shown_by(compared.baseline)
         against = Against(
@@ -139,7 +156,9 @@ class Judge:
             else None,
         )
         rows, singles = [], []
-        kept = {} if self.real is None or self.real.cache else {"real": self.real_features}
+        kept = {}
+        if self.settings.reference and len(self.real_features) <= _KEPT:
+            kept["real"] = self.real_features
         for method in methods:
             shown = baseline if method == compared.baseline else shown_by(method)
             row, single = self.row_of(shown, against)
@@ -169,6 +188,8 @@ class Judge:
             single, None if shown is against.baseline else against.baseline_rows
         )
         if self.real is not None and self.real.measures is not None:
+            from .scenes import place_distance
+
             seen = [(r["x"], r["y"], r["side"]) for r in single if r.get("side") is not None]
             if len(seen) >= _FEWEST:
                 row["place"], row["size"] = place_distance(np.array(seen), self.real.measures)
@@ -184,6 +205,8 @@ class Judge:
         fits = nothing if self._clip is None else self._clip(shown.images, [p.prompt for p in self.pictures])
         read: Sequence[Row] = [{}] * len(shown.images)
         if self._reader is not None:
+            from .scenes import read_pictures
+
             read = read_pictures(shown.images, [p.triple for p in self.pictures if p.triple], self._reader)
         rows = []
         for i, (picture, ours) in enumerate(zip(self.pictures, shown.images, strict=True)):
@@ -210,13 +233,12 @@ class Judge:
         count, is_baseline = len(shown.images), shown is against.baseline
         row: Row = {"diversity": metrics.diversity(shown.features)}
         if self.real is not None:
-            sample, other = (
-                metrics.FrechetSample(self._projected(s.features), self._reference)
-                for s in (shown, against.baseline)
-            )
+            sample = metrics.FrechetSample(self._projected(shown.features), self._reference)
+            if is_baseline:
+                against.baseline_sample = sample
             everyone = np.arange(count)
             row["fd"] = sample.distance(everyone)
-            if not is_baseline:
+            if (other := against.baseline_sample) is not None and not is_baseline:
                 error = metrics.frechet_difference_error(sample, other, count, self.settings.bootstrap)
                 row["fd_change"] = row["fd"] - other.distance(everyone)
                 row["fd_change_error"] = error
@@ -252,6 +274,8 @@ class Against:
     others: metrics.KernelSet | None
     baseline_rows: list[Row] = field(default_factory=list)
     """Of each baseline picture, once the baseline's own row is made; it comes first."""
+    baseline_sample: metrics.FrechetSample | None = None
+    """Of the baseline's pictures, likewise."""
     baseline_kernel: metrics.KernelDistance | None = None
     """Of the baseline's pictures to those of its other seeds, likewise."""
 

@@ -1,10 +1,13 @@
 """Distances between sets of feature vectors, in float64, and how sure they are."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 Array = np.ndarray
+BLOCK = 1024
+"""Feature vectors that are worked on at once: 50,000 references need no 50,000 x 50,000 matrix."""
 Z95 = 1.959964
 """Half the width of a 95% interval, in standard errors."""
 
@@ -17,10 +20,48 @@ class Gaussian:
     covariance: Array
 
 
+@dataclass(frozen=True)
+class Moments:
+    """Count, sum (D,) and sum of outer products (D, D) of feature vectors, measured from `origin` (D,)."""
+
+    count: int
+    total: Array
+    outer: Array
+    origin: Array
+
+    def without(self, part: "Moments") -> "Moments":
+        """Return the moments of the vectors that are not in `part`, which has the same origin."""
+        total, outer = self.total - part.total, self.outer - part.outer
+        return Moments(self.count - part.count, total, outer, self.origin)
+
+    @property
+    def gaussian(self) -> Gaussian:
+        """Mean and unbiased covariance; `count` is at least 2."""
+        mean = self.total / self.count
+        covariance = (self.outer - self.count * np.outer(mean, mean)) / (self.count - 1)
+        return Gaussian(self.origin + mean, covariance)
+
+
+def moments(features: Array, origin: Array | None = None) -> Moments:
+    """Return the moments of features (N, D), read block by block; the origin is a mean of some of them."""
+    width = features.shape[1]
+    if origin is None:
+        origin = np.asarray(features[:BLOCK], np.float64).mean(axis=0)
+    total, outer = np.zeros(width), np.zeros((width, width))
+    for block in _blocks(len(features)):
+        shifted = np.asarray(features[block], np.float64) - origin
+        total += shifted.sum(axis=0)
+        outer += shifted.T @ shifted
+    return Moments(len(features), total, outer, origin)
+
+
 def fit(features: Array) -> Gaussian:
     """Return the Gaussian of features (N, D), N at least 2."""
-    features = np.asarray(features, dtype=np.float64)
-    return Gaussian(features.mean(axis=0), np.atleast_2d(np.cov(features, rowvar=False)))
+    return moments(features).gaussian
+
+
+def _blocks(count: int) -> Iterator[slice]:
+    return (slice(start, min(start + BLOCK, count)) for start in range(0, count, BLOCK))
 
 
 def frechet_distance(a: Gaussian, b: Gaussian) -> float:
@@ -51,6 +92,7 @@ class FrechetSample:
     def __init__(self, features: Array, reference: Gaussian) -> None:
         self._features = np.asarray(features, dtype=np.float64)
         self._reference = reference
+        self._resampled: dict[tuple[int, int], Array] = {}
         self._gram = self._features @ reference.covariance @ self._features.T
 
     def distance(self, picked: Array) -> float:
@@ -64,6 +106,18 @@ class FrechetSample:
         shift = ((mean - self._reference.mean) ** 2).sum()
         return float(shift + spread) - 2 * _root_sum(gram / (count - 1))
 
+    def resampled(self, count: int, resamples: int) -> Array:
+        """Return the distances of `resamples` bootstrap draws of `count` pictures, computed once.
+
+        The draws are the same for every sample, so that those of two samples are paired.
+        """
+        key = count, resamples
+        if key not in self._resampled:
+            random = np.random.default_rng(0)
+            draws = [random.integers(count, size=count) for _ in range(resamples)]
+            self._resampled[key] = np.array([self.distance(draw) for draw in draws])
+        return self._resampled[key]
+
 
 def frechet_difference_error(a: FrechetSample, b: FrechetSample, count: int, resamples: int) -> float:
     """Return the standard error of distance(a) - distance(b) for paired pictures.
@@ -71,9 +125,7 @@ def frechet_difference_error(a: FrechetSample, b: FrechetSample, count: int, res
     Paired bootstrap: each resample draws the same `count` of `count` seeds for both; the reference is
     held fixed.
     """
-    random = np.random.default_rng(0)
-    draws = [random.integers(count, size=count) for _ in range(resamples)]
-    return float(np.std([a.distance(draw) - b.distance(draw) for draw in draws], ddof=1))
+    return float(np.std(a.resampled(count, resamples) - b.resampled(count, resamples), ddof=1))
 
 
 @dataclass(frozen=True)
@@ -100,9 +152,26 @@ class KernelSet:
     """Features (N, D), and the sums of each one's kernel with all the others."""
 
     def __init__(self, features: Array) -> None:
-        self.features = np.asarray(features, dtype=np.float64)
-        within = _kernel(self.features, self.features)
-        self.rows = within.sum(axis=1) - np.diag(within)
+        self.features = features
+        self.rows = np.zeros(len(features))
+        for a in _blocks(len(features)):
+            for b in _blocks(len(features)):
+                if b.start < a.start:  # the kernel is symmetric
+                    continue
+                part = _kernel(features[a], features[b])
+                if a == b:
+                    np.fill_diagonal(part, 0)
+                else:
+                    self.rows[b] += part.sum(axis=0)
+                self.rows[a] += part.sum(axis=1)
+
+    def split_distance(self, picked: Array) -> float:
+        """Return the KID of the features of indices `picked` (n,), no repeats, to all the others."""
+        n, m = len(picked), len(self.features) - len(picked)
+        within = KernelSet(np.asarray(self.features)[picked]).rows.sum()
+        across = self.rows[picked].sum() - within
+        rest = self.rows.sum() - within - 2 * across
+        return float(within / (n * (n - 1)) + rest / (m * (m - 1)) - 2 * across / (n * m))
 
 
 def kernel_distance(generated: Array | KernelSet, real: Array | KernelSet) -> KernelDistance:
@@ -113,22 +182,38 @@ def kernel_distance(generated: Array | KernelSet, real: Array | KernelSet) -> Ke
     """
     x, y = (s if isinstance(s, KernelSet) else KernelSet(s) for s in (generated, real))
     n, m = len(x.features), len(y.features)
-    xy = _kernel(x.features, y.features)
+    across, down = _sums(x.features, y.features)
     x_rows, y_rows = x.rows, y.rows
-    a, c, b = x_rows.sum(), y_rows.sum(), xy.sum()
+    a, c, b = x_rows.sum(), y_rows.sum(), across.sum()
 
     def value(a: Array, b: Array, c: Array, n: int, m: int) -> Array:
         return a / (n * (n - 1)) + c / (m * (m - 1)) - 2 * b / (n * m)
 
     return KernelDistance(
         value=float(value(a, b, c, n, m)),
-        without_generated=value(a - 2 * x_rows, b - xy.sum(axis=1), c, n - 1, m),
-        without_real=value(a, b - xy.sum(axis=0), c - 2 * y_rows, n, m - 1),
+        without_generated=value(a - 2 * x_rows, b - across, c, n - 1, m),
+        without_real=value(a, b - down, c - 2 * y_rows, n, m - 1),
     )
 
 
+def _sums(x: Array, y: Array) -> tuple[Array, Array]:
+    """Return the sums of each of x's kernels with all of y (N,), and of each of y's with all of x (M,)."""
+    across, down = np.zeros(len(x)), np.zeros(len(y))
+    for a in _blocks(len(x)):
+        for b in _blocks(len(y)):
+            part = _kernel(x[a], y[b])
+            across[a] += part.sum(axis=1)
+            down[b] += part.sum(axis=0)
+    return across, down
+
+
 def _kernel(x: Array, y: Array) -> Array:
-    return (x @ y.T / x.shape[1] + 1) ** 3
+    base = np.asarray(x, np.float64) @ np.asarray(y, np.float64).T
+    base /= x.shape[1]
+    base += 1
+    cube = base * base
+    cube *= base
+    return cube
 
 
 def _jackknife_error(*samples: Array) -> float:

@@ -61,7 +61,7 @@ class Looks:
         self._parts = [[stage.half().cpu() for stage in stages] for stages in parts]
 
     def distance(self, other: "Looks") -> list[float]:
-        """Return the perceptual distance of each picture to the other's of the same place."""
+        """Return the perceptual distance of each picture to the other's of the same place; 0 if equal."""
         found: list[float] = []
         for ours, theirs in zip(self._parts, other._parts, strict=True):
             floats = [[stage.float() for stage in stages] for stages in (ours, theirs)]

@@ -2,9 +2,11 @@
 
 import hashlib
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 
+_BASIS = Path(__file__).with_name("basis.npy")
 SHA256 = "c343aebe9d5e7fb5d07935b1996bdfe5b0c70360fa5b6591bcbf58ec03f75a6b"
 """Of the file, so that a figure is known to be of this basis."""
 COMPONENTS = 48
@@ -24,14 +26,12 @@ def load_basis() -> np.ndarray:
     Raises:
         ValueError: the file is not the one that this version was released with.
     """
-    from agentsd_demo.data import BASIS
-
-    found = hashlib.sha256(BASIS.read_bytes()).hexdigest()
+    found = hashlib.sha256(_BASIS.read_bytes()).hexdigest()
     if found != SHA256:
         raise ValueError(
-            f"{BASIS} has SHA-256 {found[:12]}..., not {SHA256[:12]}...: install agentsd-demo again"
+            f"{_BASIS} has SHA-256 {found[:12]}..., not {SHA256[:12]}...: install agentsd-eval again"
         )
-    return np.load(BASIS).astype(np.float64)
+    return np.load(_BASIS).astype(np.float64)
 
 
 def project(features: np.ndarray, basis: np.ndarray) -> np.ndarray:

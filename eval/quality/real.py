@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +10,13 @@ from PIL import Image
 
 from ..settings import RunSettings
 from .features import picture_files
-from .scenes import fresh_scenes, measures_of
 
 _MEASURED = 1000
+
+
+def user_cache() -> Path:
+    """Return the folder of what is dear to make and the same for every run."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "agentsd"
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Real:
     pictures: Sequence[Image.Image] | Sequence[Path]
     crop: tuple[int, int] | None = None
     measures: np.ndarray | None = None
-    cache: Path | None = None
+    cache: Path = field(default_factory=lambda: user_cache() / "features")
 
 
 def load_real(settings: RunSettings, height: int, width: int) -> Real | None:
@@ -39,15 +43,13 @@ def load_real(settings: RunSettings, height: int, width: int) -> Real | None:
     does): scaled to cover it, then cut from the centre. Scenes are made at that size.
     """
     if settings.reference:
-        return Real(picture_files(settings.reference), (height, width))
+        return Real(picture_files(settings.reference)[: settings.most_references], (height, width))
     if settings.model != "demo" or height != width:
         return None
     from agentsd_demo.data import trained_concepts
 
-    images = [scene.image for scene in fresh_scenes(trained_concepts(), height, settings.references)]
-    return Real(images, measures=measures_of(images[:_MEASURED]), cache=user_cache() / "features")
+    from .scenes import fresh_scenes, measures_of
 
-
-def user_cache() -> Path:
-    """Return the folder of what is dear to make and the same for every run."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "agentsd"
+    count = min(settings.references, settings.most_references or settings.references)
+    images = [scene.image for scene in fresh_scenes(trained_concepts(), height, count)]
+    return Real(images, measures=measures_of(images[:_MEASURED]))

@@ -23,20 +23,18 @@ def summary_of(rows: Sequence[Row], baseline: Sequence[Row] | None) -> Row:
     """Return means over the pictures; `baseline` are the same seeds' rows, or None for the baseline's own.
 
     Perceptual distances and grain are geometric means: a few pictures of a run become another picture.
+    Pictures that equal the baseline's are counted (`equal_images`), and are in no mean of PSNR or distance;
+    where all of them do, the distance is 0 and there is no PSNR.
     """
     means: Row = {}
     for key in ("baseline_distance", "reference_distance"):
-        values = np.array([row[key] for row in rows if row.get(key) is not None])
-        if len(values) > 1:
-            logs = np.log(np.maximum(values, 1e-12))
-            half = metrics.Z95 * metrics.standard_error(logs)
-            middle = logs.mean()
-            for name, log in ((key, middle), (f"{key}_low", middle - half), (f"{key}_high", middle + half)):
-                means[name] = float(np.exp(log))
+        means |= _distance(key, [row[key] for row in rows if row.get(key) is not None])
     for key in ("psnr", "ssim"):
-        values = np.array([row[key] for row in rows if row.get(key) is not None])
+        values = np.array([row[key] for row in rows if row.get(key) is not None and row[key] < np.inf])
         if len(values):
             means[key] = float(values.mean())
+    if equal := sum(row.get("psnr") == np.inf for row in rows):
+        means["equal_images"] = equal
     if baseline is not None and all(row.get("high_frequency") for row in (*rows, *baseline)):
         ratios = np.log(
             [row["high_frequency"] / old["high_frequency"] for row, old in zip(rows, baseline, strict=True)]
@@ -47,6 +45,18 @@ def summary_of(rows: Sequence[Row], baseline: Sequence[Row] | None) -> Row:
     for key, split in _SHARES:
         means |= _share(rows, baseline, key, split)
     return means
+
+
+def _distance(key: str, values: Sequence[float]) -> Row:
+    """Return the geometric mean of distances and its 95% interval; of equal pictures' alone it is 0."""
+    names = key, f"{key}_low", f"{key}_high"
+    logs = np.log([value for value in values if value > 0])
+    if len(values) and not len(logs):
+        return dict.fromkeys(names, 0.0)
+    if len(logs) < 2:
+        return {}
+    half, middle = metrics.Z95 * metrics.standard_error(logs), logs.mean()
+    return {name: float(np.exp(middle + sign * half)) for name, sign in zip(names, (0, -1, 1), strict=True)}
 
 
 def _share(rows: Sequence[Row], baseline: Sequence[Row] | None, key: str, split: str | None) -> Row:

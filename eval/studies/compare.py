@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ..pages.grid import draw_grid
 from ..pages.output import check_writable, make_table, progress, save_image
-from ..pictures.methods import Method, check_scheduler, expand
+from ..pictures.methods import Method, check_schedulers, expand
 from ..pictures.models import load_pipeline
 from ..pictures.prompts import Picture, note_unknown_words, pictures_to_show
 from ..pictures.sampling import Seconds, sample, warm_up
@@ -78,8 +78,7 @@ def compare(
 
     `tick` is called after each picture and each method's warm-up. The first method is the one compared with.
     """
-    for method in methods:
-        check_scheduler(method, pipe.scheduler, settings.steps)
+    check_schedulers(methods, pipe.scheduler, settings.steps)
     for method in methods:
         warm_up(pipe, method, pictures[:1], settings)
         tick()

@@ -15,7 +15,7 @@ from ..pages.maker import describe_run
 from ..pages.output import check_writable, write_bytes
 from ..pages.quality_table import gain, interval
 from ..pages.rows import Column, Row, figure
-from ..pages.story import draw_story, is_plain
+from ..pages.story import draw_story
 from ..settings import FrontierSettings
 
 _ALIKE = ("model", "weights", "dtype", "height", "width", "guidance_scale", "steps")
@@ -72,7 +72,7 @@ def joined(folders: Sequence[Path], methods: Sequence[str]) -> list[Row]:
         before = alike
         sampler = run["pictures"]["scheduler"]
         for row in _placed(rows, sampler, run["pictures"]["steps"], folder):
-            if not methods or is_plain(row) or row["label"] in methods:
+            if not methods or row["plain"] or row["label"] in methods:
                 found.setdefault((sampler, row["label"]), row)
     labels = {label for _, label in found}
     if missing := [name for name in methods if name not in labels]:
@@ -99,13 +99,14 @@ def _placed(rows: Sequence[Row], sampler: str, steps: int, folder: Path) -> list
     baseline = next(row["macs"] for row in rows if row["method"] == "baseline")
     shown = []
     for row in rows:
-        label = row.get("label") or row["method"]
+        label, (name, _, own_steps) = row.get("label") or row["method"], row["method"].partition("@")
         gain = {key: value for key, value in row.items() if key.startswith("gain_")}
         shown.append(
             {
                 "label": label,
                 "sampler": sampler,
-                "steps": int(label.partition("@")[2] or steps),
+                "plain": name == "baseline",
+                "steps": int(own_steps or steps),
                 "images": row["images"],
                 "cost_macs": row["macs"] / baseline,
                 "cost_seconds": 1 / row["speedup"] if row.get("speedup") else None,

@@ -42,7 +42,7 @@ def command(settings: ProofSettings, console: Console) -> None:
     run = found.run
     results.write_rows(settings.out, "proof", links, [COLUMNS], run, NOTE)
     results.write_singles(settings.out / "proof-pictures.csv", found.singles)
-    title = f"what the judge sees, {settings.images} pictures a row"
+    title = f"what the judge sees, {found.rows[0]['images']} pictures a row"
     write_bytes(settings.out / "proof.png", draw_links(links, title))
     console.print(results.to_terminal(title, links, COLUMNS))
     console.print(NOTE)

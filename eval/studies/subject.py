@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -24,10 +22,6 @@ from ..pictures.models import load_pipeline
 from ..pictures.prompts import Picture
 from ..pictures.sampling import sample, size_of, warm_up
 from ..pictures.store import Store
-from ..quality import metrics
-from ..quality.features import features_of, load_network
-from ..quality.judge import scene_reader
-from ..quality.scenes import read_pictures
 from ..settings import SubjectSettings
 from .subject_plan import (
     TRAININGS,
@@ -42,20 +36,22 @@ from .subject_plan import (
     views_of,
 )
 from .subject_report import ceiling_row, draw, note, rows_of, sentences, summary, tables_of
+from .subject_scores import Scores, load_scores
 
 
 def command(settings: SubjectSettings, console: Console) -> None:
     """Run the study and print its tables."""
-    rows, told = run(settings, console)
-    for part in (*summary(rows), *told):
+    rows, told, scores = run(settings, console)
+    for part in (*summary(rows, scores), *told):
         console.print(part)
     console.print(f"pictures and figures: {settings.out}", soft_wrap=True)
 
 
-def run(settings: SubjectSettings, console: Console) -> tuple[list[Row], list[str]]:
+def run(settings: SubjectSettings, console: Console) -> tuple[list[Row], list[str], Scores]:
     """Train, generate and judge what isn't done yet, and write `subject`.jsonl, .csv, .md and .png in `out`.
 
-    Returns a row for each variant and last the ceiling (the views among themselves), and what to say of them.
+    Returns a row for each variant and last the ceiling (the views among themselves), what to say of them, and
+    the scores.
     Raises EvalError for settings, a folder or a model that won't do.
     """
     check_writable(settings.out / "subject.jsonl")
@@ -64,20 +60,21 @@ def run(settings: SubjectSettings, console: Console) -> tuple[list[Row], list[st
     pipe = load_pipeline(settings)
     if "clip_sample" in pipe.scheduler.config:  # diffusers' DDIM does, but a latent is not bound to [-1, 1]
         pipe.scheduler.register_to_config(clip_sample=False)
+    scores = load_scores(settings, others, pipe.unet.device)
     Store(settings.out).claim(_fingerprint(pipe, views, settings), describe_maker(pipe.unet.device))
     with progress(console) as bars:
         for training in TRAININGS:
             train(training, settings, bars)
         task = bars.add_task("pictures", total=len(variants) * (settings.images + settings.other_prompts))
         generate(pipe, variants, [*own, *others], settings, lambda: bars.advance(task))
-    figures, ceiling = judge(pipe, variants, views, settings)
+    figures, ceiling = judge(pipe, variants, views, settings, scores)
     rows = [*rows_of(variants, figures, settings, pipe.unet.device), ceiling_row(ceiling, len(views))]
     facts = describe_run(settings, pipe.unet.device)
-    told = [*sentences(variants, figures), note(len(views))]
-    tables = list(tables_of().values())
+    told = [*sentences(variants, figures, scores), note(len(views), scores)]
+    tables = list(tables_of(scores).values())
     results.write_rows(settings.out, "subject", rows, tables, facts, "\n\n".join(told))
-    save_image(draw(variants, views, rows, settings), settings.out / "subject.png")
-    return rows, told
+    save_image(draw(variants, views, rows, settings, scores), settings.out / "subject.png")
+    return rows, told, scores
 
 
 def _fingerprint(pipe: Any, views: Sequence[Path], settings: SubjectSettings) -> dict[str, Any]:
@@ -86,8 +83,7 @@ def _fingerprint(pipe: Any, views: Sequence[Path], settings: SubjectSettings) ->
         "weights": weights_digest(pipe.unet),
         "views": hashlib.sha256(b"".join(path.read_bytes() for path in views)).hexdigest()[:16],
         "device": pipe.unet.device.type,
-        "threads": torch.get_num_threads(),
-        **settings.model_dump(mode="json", exclude={"out", "subject", "device"}),
+        **settings.model_dump(mode="json", exclude={"out", "subject", "device", "clip", "dino"}),
     }
 
 
@@ -130,7 +126,7 @@ def generate(
     own = settings.model_copy(update={"guidance_scale": settings.subject_guidance_scale})
     try:
         for picture in pictures:
-            guided = own if picture.triple is None else settings
+            guided = own if picture.index < settings.images else settings
             for variant in variants:
                 if picture.index not in done[variant]:
                     pipe.unet = unets[variant.training]
@@ -146,34 +142,17 @@ def generate(
 
 
 def judge(
-    pipe: Any, variants: Sequence[Variant], views: Sequence[Path], settings: SubjectSettings
-) -> tuple[dict[Variant, Figures], float]:
-    """Return each row's figures, and the mean similarity of two views: more can't be asked for."""
+    pipe: Any, variants: Sequence[Variant], views: Sequence[Path], settings: SubjectSettings, scores: Scores
+) -> tuple[dict[Variant, Figures], dict[str, float]]:
+    """Return the figures of each row, and the views' scores among themselves by name."""
     own, others = pictures_of(settings)
-    network = load_network("efficientnet-lite0", pipe.unet.device)
-    cache = settings.out / "features"
     shown = [as_trained(path, size_of(pipe, settings)[0]) for path in views]
-    of_views = features_of(network, shown, cache)
-    reader = scene_reader(others, pipe.unet.device)
-    asked = [picture.triple for picture in others if picture.triple is not None]
-    figures = {}
+    figures: dict[Variant, Figures] = {}
     for variant in variants:
         store = store_of(variant, settings)
-        paths = [store.path(variant.method, picture.index) for picture in (*own, *others)]
-        found = features_of(network, paths, cache)
-        images = [store.image(variant.method, picture.index) for picture in others]
-        right = [row["right"] for row in read_pictures(images, asked, reader)]
-        figures[variant] = Figures(similarity(found[: len(own)], of_views), np.array(right, dtype=float))
-    return figures, similarity_among(of_views)
-
-
-def similarity(features: np.ndarray, views: np.ndarray) -> np.ndarray:
-    """Return for each of features (N, D) its mean cosine to the views' features (V, D), (N,)."""
-    return (metrics.unit(features) @ metrics.unit(views).T).mean(axis=1)
-
-
-def similarity_among(views: np.ndarray) -> float:
-    """Return the mean cosine of two different rows of features (V, D), V at least 2."""
-    rows = metrics.unit(views)
-    count = len(rows)
-    return float(((rows @ rows.T).sum() - count) / (count * (count - 1)))
+        of_subject, of_others = (
+            [store.image(variant.method, picture.index) for picture in part] for part in (own, others)
+        )
+        likeness = {score.name: score(of_subject, shown) for score in scores.likeness}
+        figures[variant] = likeness | {fit.name: fit.score(of_others, others) for fit in scores.fit}
+    return figures, {score.name: score.ceiling(shown) for score in scores.likeness}

@@ -1,12 +1,11 @@
 """What the study of a finetuned subject trains and draws: its trainings, rows, views and prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from agentsd_demo import SUBJECT
-from agentsd_demo.scenes import triples
 from PIL import Image
 
 from agentsd import Merge, Phases, Recipe
@@ -14,10 +13,14 @@ from agentsd.dreambooth.config import DreamBoothConfig
 from agentsd.dreambooth.data import find_pictures, load_picture
 
 from ..errors import EvalError
+from ..pages.output import read_lines
 from ..pictures.methods import Method, parse_method
-from ..pictures.prompts import Picture, from_triples
+from ..pictures.prompts import SHIPPED, Picture, from_prompts, from_triples
 from ..pictures.store import Store
 from ..settings import SubjectSettings
+
+if TYPE_CHECKING:
+    from agentsd_demo.scenes import Triple
 
 
 @dataclass(frozen=True)
@@ -45,19 +48,8 @@ class Variant:
     """Where agents run; the same without and with prior preservation."""
 
 
-@dataclass(frozen=True)
-class Figures:
-    """What is measured for each picture of a row, in the order of the seeds.
-
-    Attributes:
-        similarity: (N,) mean cosine to the views, of the subject's pictures.
-        right: (M,) 1 where another prompt's picture shows what was asked for, else 0.
-    """
-
-    similarity: np.ndarray
-    right: np.ndarray
-
-
+Figures = Mapping[str, np.ndarray]
+"""A row's scores by name, one for each picture that they are of, in the order of the seeds."""
 TRAININGS = tuple(Training(apply, prior) for prior in (False, True) for apply in ("none", "train+generate"))
 
 
@@ -121,7 +113,11 @@ def baseline_of(variant: Variant, variants: Sequence[Variant]) -> Variant:
 
 def views_folder(settings: SubjectSettings) -> Path:
     """Return the folder of the subject's pictures."""
-    return settings.subject or SUBJECT
+    if settings.subject is not None:
+        return settings.subject
+    from agentsd_demo import SUBJECT
+
+    return SUBJECT
 
 
 def views_of(settings: SubjectSettings) -> list[Path]:
@@ -136,10 +132,21 @@ def views_of(settings: SubjectSettings) -> list[Path]:
 
 
 def pictures_of(settings: SubjectSettings) -> tuple[list[Picture], list[Picture]]:
-    """Return the subject's pictures, and those of other prompts: captions that the model was trained on."""
+    """Return the subject's pictures, and those of other prompts."""
     own = [Picture(i, settings.instance_prompt, settings.seed + i) for i in range(settings.images)]
-    others = from_triples(triples("seen"), settings.other_prompts, settings.seed + len(own))
+    first = settings.seed + len(own)
+    if settings.model == "demo":
+        others = from_triples(seen_triples(), settings.other_prompts, first)
+    else:
+        others = from_prompts(read_lines(SHIPPED), settings.other_prompts, first)
     return own, [replace(picture, index=len(own) + picture.index) for picture in others]
+
+
+def seen_triples() -> "Sequence[Triple]":
+    """Return what the embedded model was trained on."""
+    from agentsd_demo.scenes import triples
+
+    return triples("seen")
 
 
 def store_of(variant: Variant, settings: SubjectSettings) -> Store:

@@ -18,6 +18,7 @@ from ..pictures.store import Entry
 from ..quality import metrics
 from ..settings import SubjectSettings
 from .subject_plan import Figures, Variant, as_trained, baseline_of, pictures_of, store_of
+from .subject_scores import Fit, Likeness, Scores
 
 _COLUMNS, _TILE = 8, 96  # of the drawn grid
 
@@ -40,8 +41,8 @@ def rows_of(
             "images": settings.images,
             "other_images": settings.other_prompts,
         }
-        for name in ("similarity", "right"):
-            values, theirs = getattr(figures[variant], name), getattr(figures[baseline], name)
+        for name, values in figures[variant].items():
+            theirs = figures[baseline][name]
             row |= {name: float(values.mean()), f"{name}_error": metrics.standard_error(values)}
             if variant != baseline:
                 row[f"{name}_change"] = float((values - theirs).mean())
@@ -65,36 +66,35 @@ def _cost(ours: dict[int, Entry], baseline: dict[int, Entry], device: torch.devi
     }
 
 
-def ceiling_row(ceiling: float, views: int) -> Row:
-    """Return the last row: the mean similarity of two of so many views."""
-    return {"variant": "the views among themselves", "images": views, "similarity": ceiling}
+def ceiling_row(ceiling: Mapping[str, float], views: int) -> Row:
+    """Return the last row: the mean scores of two of so many views."""
+    return {"variant": "the views among themselves", "images": views, **ceiling}
 
 
 def _label(row: Row) -> str:
     return row["variant"] + (", prior" if row.get("prior") else "")
 
 
-def tables_of() -> dict[str, list[Column]]:
+def tables_of(scores: Scores) -> dict[str, list[Column]]:
     """Return the columns of each table by its title."""
-    first = Column("variant", _label)
-    return {
-        "the subject": [
-            first,
-            Column("similarity ± s.e.", _with_error("similarity", ".3f")),
-            Column("change", change("similarity", ".3f")),
-        ],
-        "other prompts": [
-            first,
-            Column("right ± s.e.", _with_error("right", ".1%")),
-            Column("change", change("right", ".1%", count="other_images")),
-        ],
+    tables = {
+        "the subject": [column for score in scores.likeness for column in _columns(score, "images")],
+        "other prompts": [column for score in scores.fit for column in _columns(score, "other_images")],
         "cost": [
-            first,
             Column("s/img", figure("seconds", ".2f")),
             Column("CPU s/img", figure("cpu_seconds", ".2f")),
             Column("speed-up", figure("speedup", ".2f")),
         ],
     }
+    first = Column("variant", _label)
+    return {title: [first, *columns] for title, columns in tables.items() if columns}
+
+
+def _columns(score: Likeness | Fit, count: str) -> list[Column]:
+    return [
+        Column(f"{score.title} ± s.e.", _with_error(score.name, score.form)),
+        Column("change", change(score.name, score.form, count=count)),
+    ]
 
 
 def _with_error(key: str, form: str) -> Callable[[Row], str]:
@@ -107,36 +107,42 @@ def _with_error(key: str, form: str) -> Callable[[Row], str]:
     return text
 
 
-def summary(rows: Sequence[Row]) -> list[Table]:
+def summary(rows: Sequence[Row], scores: Scores) -> list[Table]:
     """Return the figures as terminal tables."""
-    return [results.to_terminal(title, rows, columns) for title, columns in tables_of().items()]
+    return [results.to_terminal(title, rows, columns) for title, columns in tables_of(scores).items()]
 
 
-def note(views: int) -> str:
+NO_SCORES = (
+    "No score of likeness was measured: the field's are CLIP-I, CLIP-T and DINO, whose weights --clip and "
+    "--dino name (a folder or a hub id, such as openai/clip-vit-base-patch32 and facebook/dino-vits16)."
+)
+
+
+def note(views: int, scores: Scores) -> str:
     """Return what the figures are and how sure."""
+    about = "; ".join(f"{score.title}: {score.about}" for score in scores.every)
     return (
-        f"similarity: mean cosine of EfficientNet-Lite0 features to the subject's {views} views; right: the "
-        "nearest reference is of the prompted concept. generate-only: plain training, agents in so many of "
-        "the steps and token merging in the rest; train+generate: agents in every step of both; prior: with "
-        "prior preservation. change: against the baseline of equal prior preservation and seeds, ± half of a "
-        "95% interval; ≈ marks a change inside the noise, which is that of the pictures' seeds alone: each "
-        "training ran once."
+        (f"{about}. The subject has {views} views. " if about else f"{NO_SCORES} ")
+        + "generate-only: plain training, agents in so many of the steps and token merging in the rest; "
+        "train+generate: agents in every step of both; prior: with prior preservation. change: against the "
+        "baseline of equal prior preservation and seeds, ± half of a 95% interval; ≈ marks a change inside "
+        "the noise, which is that of the pictures' seeds alone: each training ran once."
     )
 
 
-def sentences(variants: Sequence[Variant], figures: Mapping[Variant, Figures]) -> list[str]:
-    """Return the ordering of the rows by similarity and by accuracy, without and with prior preservation."""
-    titles = {"similarity": "Subject similarity", "right": "Other prompts right"}
+def sentences(variants: Sequence[Variant], figures: Mapping[Variant, Figures], scores: Scores) -> list[str]:
+    """Return the ordering of the rows by each score, without and with prior preservation."""
     told = []
-    for name, title in titles.items():
+    for score in scores.every:
         groups = []
         for prior in (False, True):
             group = [v for v in variants if v.training.prior == prior or v.training.apply is None]
-            values = {v.name: getattr(figures[v], name) for v in group}
+            values = {v.name: figures[v][score.name] for v in group}
             groups.append(f"{'with it' if prior else 'without prior preservation'}: {ordering(values)}")
-        count = len(getattr(next(iter(figures.values())), name))
+        count = len(next(iter(figures.values()))[score.name])
         signs = "> beyond the noise, ≈ inside it" if count >= FEWEST else f"{count} are {TOO_FEW}"
-        told.append(f"{title}, greatest first ({signs}), {'; '.join(groups)}.")
+        what = "of the subject" if isinstance(score, Likeness) else "of other prompts"
+        told.append(f"{score.title} {what}, greatest first ({signs}), {'; '.join(groups)}.")
     return told
 
 
@@ -161,15 +167,23 @@ def ordering(values: Mapping[str, np.ndarray]) -> str:
 
 
 def draw(
-    variants: Sequence[Variant], views: Sequence[Path], rows: Sequence[Row], settings: SubjectSettings
+    variants: Sequence[Variant],
+    views: Sequence[Path],
+    rows: Sequence[Row],
+    settings: SubjectSettings,
+    scores: Scores,
 ) -> Image.Image:
     """Return the pictures as one labelled image: the views, then a row for each variant, a column a seed."""
     own = pictures_of(settings)[0][:_COLUMNS]
     side = store_of(variants[0], settings).image(variants[0].method, own[0].index).height
     grid = [[as_trained(path, side) for path in views[: len(own)]]]
-    labels = [f"the subject's views\n{rows[-1]['similarity']:.3f} among themselves"]
+    labels = ["\n".join(["the subject's views", *_told(rows[-1], scores)])]
     for variant, row in zip(variants, rows, strict=False):
         store = store_of(variant, settings)
         grid.append([store.image(variant.method, picture.index) for picture in own])
-        labels.append(f"{_label(row)}\n{row['similarity']:.3f}, {row['seconds']:.2f} s/image")
+        labels.append("\n".join([_label(row), *_told(row, scores), f"{row['seconds']:.2f} s/image"]))
     return draw_grid(grid, labels, [f"seed {picture.seed}" for picture in own], _TILE)
+
+
+def _told(row: Row, scores: Scores) -> list[str]:
+    return [f"{score.title} {row[score.name]:.3f}" for score in scores.likeness]

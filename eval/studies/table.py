@@ -1,7 +1,7 @@
 """Table 10: pictures of every method, then a row of quality and cost for each."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -14,15 +14,15 @@ from rich.console import Console
 
 from agentsd.calibration.cost import macs
 
-from ..cost.memory import memory_per_image
+from ..cost.memory import PipelineMemory, growth
 from ..pages import rows as results
 from ..pages.frontier import draw_frontier, has_frontier
 from ..pages.maker import describe_maker, describe_run
 from ..pages.output import check_writable, progress, write_bytes
-from ..pages.quality_table import NOTE, plan, tables_of
+from ..pages.quality_table import note, plan, tables_of
 from ..pages.rows import Row
 from ..pictures.generate import Share, fingerprint, generate
-from ..pictures.methods import Method, check_scheduler, expand
+from ..pictures.methods import Method, check_schedulers, expand
 from ..pictures.models import find_device, load_pipeline
 from ..pictures.prompts import Picture, note_unknown_words, pictures_of
 from ..pictures.sampling import Seconds, sample, size_of
@@ -33,6 +33,7 @@ from ..quality.judge import Compared, Harm, Judge
 from ..quality.metrics import KernelDistance
 from ..quality.real import load_real
 from ..settings import RunSettings
+from .preflight import check_disk, check_memory, check_settings, measure_memory
 
 OTHERS = 1_000_000
 """What the seeds and numbers of baseline's other pictures are ahead by."""
@@ -55,11 +56,34 @@ def show(settings: RunSettings, methods: list[Method], name: str, console: Conso
         return rows
     for title, columns in tables_of(rows, settings.features).items():
         console.print(results.to_terminal(title, rows, columns))
-    console.print(NOTE)
+    console.print(note(settings.features))
     if advice := plan(rows):
         console.print(advice)
+    if settings.limit is not None:
+        console.print(forecast(rows, settings))
     console.print(f"figures: {settings.out}", soft_wrap=True)
     return rows
+
+
+def forecast(rows: Sequence[Row], settings: RunSettings) -> str:
+    """Return what a trial says of the whole run: its images, and the hours that they take at these speeds."""
+    whole = len(pictures_of(settings.model_copy(update={"limit": None})))
+    timed = [row["seconds"] for row in rows if row.get("seconds") is not None]
+    return (
+        f"A trial of {rows[0]['images']} images a row, whose figures mean nothing. The whole run, without "
+        f"--limit: {whole:,} images a row, {whole * len(timed):,} in all; about "
+        f"{whole * sum(timed) / 3600:,.1f} h to make them at these speeds on one such device."
+    )
+
+
+def plot_title(settings: RunSettings, rows: Sequence[Row]) -> str:
+    """Return what a run's plot is of; classes may give another number of images than the settings' own."""
+    run = f"{settings.model}, {settings.steps} steps ({settings.scheduler})"
+    return f"{run}, {rows[0]['images']} images a row"
+
+
+LEADING = ("method", "ratio", "fd", "seconds", "memory_per_image")
+"""The columns of the paper's table, which come first in every file."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +102,10 @@ def run(settings: RunSettings, methods: list[Method], name: str, console: Consol
     if found is None:
         return []
     tables = list(tables_of(found.rows, settings.features).values())
-    results.write_rows(settings.out, name, found.rows, tables, found.run, NOTE)
+    results.write_rows(settings.out, name, found.rows, tables, found.run, note(settings.features))
     results.write_singles(settings.out / f"{name}-pictures.csv", found.singles)
     if has_frontier(found.rows):
-        title = f"{settings.model}, {settings.steps} steps ({settings.scheduler}), {settings.images} pictures"
-        write_bytes(settings.out / f"{name}.png", draw_frontier(found.rows, title))
+        write_bytes(settings.out / f"{name}.png", draw_frontier(found.rows, plot_title(settings, found.rows)))
     return found.rows
 
 
@@ -101,15 +124,13 @@ def measure(
     Under `accelerate launch` the processes share the batches; the first one judges and writes, and the
     others return None. Everything that can be wrong is looked at before the first picture.
     """
-    state = PartialState(cpu=find_device(settings.device).type == "cpu", timeout=timedelta(days=7))
-    if state.num_processes > 1 and state.device.type == "cuda":
-        settings = settings.model_copy(update={"device": str(state.device)})
+    state, settings = _process(settings)
+    check_settings(settings)
     check_network(settings.features, settings.inception_weights)
     check_writable(settings.out / f"{name}.jsonl")
     pictures = pictures_of(settings)
     pipe = load_pipeline(settings)
-    for method in methods:
-        check_scheduler(method, pipe.scheduler, settings.steps)
+    check_schedulers(methods, pipe.scheduler, settings.steps)
     if state.is_main_process:
         note_unknown_words(pipe, pictures, settings, console)
     height, width = size_of(pipe, settings)
@@ -120,38 +141,53 @@ def measure(
         store.claim(fingerprint(pipe, pictures, settings), describe_maker(pipe.unet.device))
     share = Share(state.process_index, state.num_processes)
     compared = compared_of(methods[0], pictures, settings)
+    made = [*methods, compared.reference] if compared.reference else methods
+    check_disk(store, made, len(pictures), height, width)
+    check_memory(len(pictures), 3 if compared.reference else 2)
+    rows = [identity(method) for method in methods]
     with progress(console, disable=not state.is_main_process) as bars:
+        if state.is_main_process and costs:
+            task = bars.add_task("memory and MACs", total=len(methods))
+            for method, row in zip(methods, rows, strict=True):
+                row |= _cost_of_an_image(pipe, method, pictures, settings)
+                bars.advance(task)
         if state.is_main_process and real is not None:
-            first = bars.add_task("real pictures", total=len(real.pictures))
-            judge.read_real(lambda n: bars.advance(first, n))
-        made = [*methods, compared.reference] if compared.reference else methods
+            task = bars.add_task("real pictures", total=len(real.pictures))
+            judge.read_real(partial(bars.advance, task))
         count = len(pictures) * len(made) + len(compared.others)
         task = bars.add_task("pictures", total=-(-count // share.world))
-        generate(pipe, store, made, pictures, settings, share, lambda n: bars.advance(task, n))
-        generate(
-            pipe,
-            store,
-            [compared.baseline],
-            compared.others,
-            settings,
-            share,
-            lambda n: bars.advance(task, n),
-        )
+        for what, of in ((made, pictures), ([compared.baseline], compared.others)):
+            generate(pipe, store, what, of, settings, share, partial(bars.advance, task))
         state.wait_for_everyone()
         if not state.is_main_process:
             return None
         task = bars.add_task("features", total=len(pictures) * len(methods))
-        judged, singles = judge.judge(store, methods, compared, lambda n: bars.advance(task, n), harms or {})
-    rows = [identity(method) | row for method, row in zip(methods, judged, strict=False)]
+        judged, singles = judge.judge(store, methods, compared, partial(bars.advance, task), harms or {})
     if costs:
-        for row, cost in zip(rows, _costs(pipe, store, methods, pictures, settings), strict=True):
-            row |= cost
-        add_gain(rows, singles, settings.bootstrap)
-    for harm, row in zip(harms or {}, judged[len(methods) :], strict=True):
-        rows.append({"method": harm, "ratio": None, "backend": None, "key": harm, "label": harm} | row)
-    if floor := judge.floor():
-        rows.append(floor)
+        for row, times in zip(rows, _times(store, methods, pipe.unet.device), strict=True):
+            row |= times
+    rows = _finished(rows, judged, harms or {}, judge.floor(), settings.features)
+    if costs:
+        add_gain(rows[: len(methods)], singles, settings.bootstrap)
     return Measured(rows, singles, judge.kernels, describe_run(settings, pipe.unet.device))
+
+
+def _process(settings: RunSettings) -> tuple[PartialState, RunSettings]:
+    """Return which of the processes this is, and the settings with its own device."""
+    state = PartialState(cpu=find_device(settings.device).type == "cpu", timeout=timedelta(days=7))
+    if state.num_processes > 1 and state.device.type == "cuda":
+        settings = settings.model_copy(update={"device": str(state.device)})
+    return state, settings
+
+
+def _finished(
+    rows: Sequence[Row], judged: Sequence[Row], harms: Iterable[str], floor: Row | None, features: str
+) -> list[Row]:
+    """Return the rows of methods, of harms and of real images, with the paper's columns first."""
+    worse = [{"method": harm, "ratio": None, "backend": None, "key": harm, "label": harm} for harm in harms]
+    every = [row | quality for row, quality in zip([*rows, *worse], judged, strict=True)]
+    every += [floor] if floor else []
+    return [{key: row.get(key) for key in LEADING} | {"features": features} | row for row in every]
 
 
 def compared_of(baseline: Method, pictures: Sequence[Picture], settings: RunSettings) -> Compared:
@@ -215,12 +251,24 @@ def identity(method: Method) -> Row:
     }
 
 
-def _costs(
-    pipe: Any, store: Store, methods: Sequence[Method], pictures: Sequence[Picture], settings: RunSettings
-) -> list[Row]:
-    """Return seconds a picture, speed-up against the baseline where both ran in one session, and GB a
-    picture."""
-    device = pipe.unet.device
+def _cost_of_an_image(pipe: Any, method: Method, pictures: Sequence[Picture], settings: RunSettings) -> Row:
+    """Return GB and MACs an image: what a method takes beside time, before any image is kept."""
+    memory: PipelineMemory | None = measure_memory(pipe, method, pictures, settings)
+    counted = min(settings.count_on, len(pictures))
+
+    def call() -> None:
+        sample(pipe, method, pictures[:counted], settings)
+
+    return {
+        "memory_per_image": None if memory is None else growth(memory.total),
+        "denoising_memory": None if memory is None else growth(memory.denoising),
+        "decoding_memory": None if memory is None else growth(memory.decoding),
+        "macs": macs(call) // counted,
+    }
+
+
+def _times(store: Store, methods: Sequence[Method], device: torch.device) -> list[Row]:
+    """Return seconds an image, and the speed-up against the baseline where both ran in one session."""
     baseline = store.timings(methods[0])
     rows = []
     for method in methods:
@@ -228,20 +276,12 @@ def _costs(
         both = [
             _charged(baseline[key], device) / _charged(ours[key], device) for key in ours if key in baseline
         ]
-
-        def call(batch: int, method: Method = method) -> None:
-            wanted = [pictures[i % len(pictures)] for i in range(batch)]
-            sample(pipe, method, wanted, settings)
-
-        counted = min(settings.count_on, len(pictures))
         rows.append(
             {
                 "seconds": statistics.median(e.seconds / e.batch_images for e in ours.values()),
                 "cpu_seconds": statistics.median(e.cpu_seconds / e.batch_images for e in ours.values()),
                 "speedup": statistics.median(both) if both else None,
                 "speedup_batches": len(both),
-                "memory_per_image": memory_per_image(call, settings.batch_size, device),
-                "macs": macs(partial(call, counted)) // counted,
             }
         )
     return rows

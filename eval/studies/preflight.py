@@ -1,0 +1,88 @@
+"""What a run of hours needs, looked at before its first image: settings, disk, memory."""
+
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+import psutil
+import torch
+
+from ..cost.memory import PipelineMemory, growth, pipeline_memory
+from ..errors import EvalError
+from ..pictures.methods import Method
+from ..pictures.prompts import Picture
+from ..pictures.sampling import sample
+from ..pictures.store import Store
+from ..settings import RunSettings
+
+_PNG = 1.8  # bytes a pixel of a photograph takes as PNG
+_LOOKS = 0.7e6  # bytes of a picture's stage features
+_REST = 1e9  # bytes of everything that doesn't grow with the images
+
+
+def check_settings(settings: RunSettings) -> None:
+    """Raise EvalError for settings that would leave the table without what it is for."""
+    if settings.features == "inception" and settings.model != "demo" and settings.reference is None:
+        raise EvalError(
+            "features = inception without a reference: there would be no FID; give --reference "
+            "FOLDER_OF_REAL_IMAGES, or --features efficientnet-lite0 for a table without real images"
+        )
+
+
+def check_disk(store: Store, methods: Sequence[Method], count: int, height: int, width: int) -> None:
+    """Raise EvalError if the images that are still to be made, `count` a method, won't fit on the disk."""
+    made = sum(len(list(store.path(method, 0).parent.glob("*.png"))) for method in methods)
+    missing = max(0, count * len(methods) - made)
+    needed, free = missing * height * width * _PNG, shutil.disk_usage(store.folder).free
+    if needed > free:
+        raise EvalError(
+            f"{store.folder}: {missing:,} images of {width}x{height} need about {needed / 1e9:,.1f} GB, and "
+            f"{free / 1e9:,.1f} GB are free; make room, choose another --out or try fewer with --limit"
+        )
+
+
+def check_memory(count: int, compared: int) -> None:
+    """Raise EvalError if `count` images a row can't be measured in this machine's memory.
+
+    `compared` are the rows whose features are held at once.
+    """
+    needed, free = count * _LOOKS * compared + 4 * 8 * count**2 + _REST, psutil.virtual_memory().available
+    if needed > free:
+        raise EvalError(
+            f"measuring {count:,} images a row needs about {needed / 1e9:,.1f} GB of memory, and "
+            f"{free / 1e9:,.1f} GB are free; take fewer images (--limit N tries it)"
+        )
+
+
+def measure_memory(
+    pipe: Any, method: Method, pictures: Sequence[Picture], settings: RunSettings
+) -> PipelineMemory | None:
+    """Return a method's GPU memory by runs of one and of two images; None on a CPU, or if two don't fit.
+
+    Raises EvalError if the run's batches won't fit.
+    """
+
+    def call(count: int) -> None:
+        wanted = [pictures[i % len(pictures)] for i in range(count)]
+        sample(pipe, method, wanted, settings)
+
+    try:
+        found = pipeline_memory(pipe, call)
+    except torch.OutOfMemoryError as error:
+        torch.cuda.empty_cache()
+        if settings.batch_size > 1:
+            raise EvalError(
+                f"{method.label}: this GPU's memory doesn't do for 2 images at once; --batch-size 1, a "
+                "smaller --height and --width, or --dtype float16 need less"
+            ) from error
+        return None
+    if found is None:
+        return None
+    total = torch.cuda.get_device_properties(pipe.unet.device).total_memory / 1e9
+    if (needed := found.needed(settings.batch_size)) > total:
+        fits = 1 + int((total - found.total[0]) / max(growth(found.total), 1e-3))
+        raise EvalError(
+            f"{method.label}: batches of {settings.batch_size} need about {needed:.1f} GB, and this GPU has "
+            f"{total:.1f} GB; take --batch-size {max(1, fits)}"
+        )
+    return found

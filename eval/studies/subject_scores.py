@@ -1,0 +1,105 @@
+"""What the pictures of a finetuned subject are scored by: the field's scores, or those of the toy model."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image
+
+from ..pictures.prompts import Picture
+from ..quality import metrics
+from ..quality.clip import ClipScore
+from ..quality.dino import Dino
+from ..quality.features import load_network
+from ..quality.judge import scene_reader
+from ..settings import SubjectSettings
+
+Images = Sequence[Image.Image]
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """A score of the subject's pictures: their mean cosine to the views' features."""
+
+    name: str
+    title: str
+    about: str
+    features: Callable[[Images], np.ndarray]
+    form: str = ".3f"
+
+    def __call__(self, images: Images, views: Images) -> np.ndarray:
+        """Return the score of each image, (N,)."""
+        return similarity(self.features(images), self.features(views))
+
+    def ceiling(self, views: Images) -> float:
+        """Return the mean score of two views."""
+        return similarity_among(self.features(views))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A score of other prompts' pictures: whether they show what was asked for."""
+
+    name: str
+    title: str
+    about: str
+    score: Callable[[Images, Sequence[Picture]], np.ndarray]
+    form: str = ".3f"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a run is scored by; both may be empty."""
+
+    likeness: Sequence[Likeness] = ()
+    fit: Sequence[Fit] = ()
+
+    @property
+    def every(self) -> list[Likeness | Fit]:
+        """All of them, those of the subject first."""
+        return [*self.likeness, *self.fit]
+
+
+def load_scores(settings: SubjectSettings, others: Sequence[Picture], device: torch.device) -> Scores:
+    """Return the scores that the settings' models allow; raises EvalError if one can't be loaded."""
+    likeness, fit = [], []
+    if settings.model == "demo":
+        network = load_network("efficientnet-lite0", device)
+        about = "mean cosine of EfficientNet-Lite0 features to the subject's views"
+        likeness.append(Likeness("similarity", "similarity", about, network))
+        fit.append(_right(others, device))
+    if settings.clip:
+        clip = ClipScore(settings.clip, device)
+        about = "mean cosine of CLIP's image embeddings to those of the subject's views"
+        likeness.append(Likeness("clip_i", "CLIP-I", about, clip.embed))
+        about = "cosine of CLIP's embeddings of other prompts and their pictures"
+        fit.append(Fit("clip_t", "CLIP-T", about, lambda i, p: clip(i, [one.prompt for one in p]) / 100))
+    if settings.dino:
+        about = "mean cosine of DINO's class tokens to those of the subject's views"
+        likeness.append(Likeness("dino", "DINO", about, Dino(settings.dino, device)))
+    return Scores(likeness, fit)
+
+
+def _right(others: Sequence[Picture], device: torch.device) -> Fit:
+    from ..quality.scenes import read_pictures
+
+    reader = scene_reader(others, device)
+
+    def score(images: Images, pictures: Sequence[Picture]) -> np.ndarray:
+        asked = [picture.triple for picture in pictures if picture.triple is not None]
+        return np.array([row["right"] for row in read_pictures(images, asked, reader)], dtype=float)
+
+    return Fit("right", "right", "the nearest reference is of the prompted concept", score, ".1%")
+
+
+def similarity(features: np.ndarray, views: np.ndarray) -> np.ndarray:
+    """Return for each of features (N, D) its mean cosine to the views' features (V, D), (N,)."""
+    return (metrics.unit(features) @ metrics.unit(views).T).mean(axis=1)
+
+
+def similarity_among(views: np.ndarray) -> float:
+    """Return the mean cosine of two different rows of features (V, D), V at least 2."""
+    rows = metrics.unit(views)
+    count = len(rows)
+    return float(((rows @ rows.T).sum() - count) / (count * (count - 1)))

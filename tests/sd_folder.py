@@ -1,0 +1,184 @@
+"""Stable Diffusion's pipelines as users have them on disk: every part and file, at tiny widths."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
+    EulerDiscreteScheduler,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+)
+from diffusers.pipelines.stable_diffusion import StableDiffusionSafetyChecker
+from tiny import (
+    BETAS,
+    make_image_encoder,
+    make_image_processor,
+    make_scheduler,
+    make_text_encoder,
+    make_unet,
+    sdxl_parts,
+    sdxl_unet,
+)
+from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    CLIPProcessor,
+    ViTConfig,
+    ViTImageProcessorPil,
+    ViTModel,
+)
+
+SD15_UNET = {
+    "sample_size": 64,
+    "block_out_channels": (32, 32, 64, 64),
+    "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
+    "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
+    "layers_per_block": 1,
+    "attention_head_dim": 8,
+    "norm_num_groups": 8,
+}
+
+
+def make_sd_vae() -> AutoencoderKL:
+    """An autoencoder that takes eight pixels to one."""
+    torch.manual_seed(0)
+    return AutoencoderKL(
+        block_out_channels=(8, 8, 8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=1,
+        norm_num_groups=4,
+        sample_size=512,
+    ).eval()
+
+
+def make_safety_checker() -> StableDiffusionSafetyChecker:
+    """A checker that calls every picture unsafe: where it is not left out, pictures are black."""
+    vision = make_image_encoder().config.to_dict()
+    torch.manual_seed(0)
+    checker = StableDiffusionSafetyChecker(CLIPConfig(vision_config=vision, projection_dim=16)).eval()
+    torch.nn.init.constant_(checker.concept_embeds_weights, -2.0)
+    return checker
+
+
+def save_sd15(folder: Path, tokenizer: Any, variant: str | None = None) -> Path:
+    """Write a pipeline of Stable Diffusion 1.5's parts; "fp16" as half-precision files alone."""
+    pipe = StableDiffusionPipeline(
+        vae=make_sd_vae(),
+        text_encoder=make_text_encoder(tokenizer),
+        tokenizer=tokenizer,
+        unet=make_unet(**SD15_UNET),
+        scheduler=make_scheduler(),
+        safety_checker=make_safety_checker(),
+        feature_extractor=make_image_processor(),
+    )
+    return _save(pipe, folder, variant)
+
+
+def save_sd21(folder: Path, tokenizer: Any) -> Path:
+    """Write a pipeline as SD 2.1's: v-prediction, upcast attention, linear projections, no checker."""
+    unet = make_unet(
+        **SD15_UNET | {"attention_head_dim": (2, 2, 4, 4)},
+        upcast_attention=True,
+        use_linear_projection=True,
+    )
+    pipe = StableDiffusionPipeline(
+        vae=make_sd_vae(),
+        text_encoder=make_text_encoder(tokenizer),
+        tokenizer=tokenizer,
+        unet=unet,
+        scheduler=DDIMScheduler(
+            **BETAS, prediction_type="v_prediction", set_alpha_to_one=False, steps_offset=1, clip_sample=False
+        ),
+        safety_checker=None,
+        feature_extractor=make_image_processor(),
+        requires_safety_checker=False,
+    )
+    return _save(pipe, folder)
+
+
+def save_sdxl(folder: Path, tokenizer: Any, variant: str | None = None) -> Path:
+    """Write a pipeline of SDXL's parts."""
+    pipe = StableDiffusionXLPipeline(
+        vae=make_sd_vae(),
+        text_encoder=make_text_encoder(tokenizer),
+        tokenizer=tokenizer,
+        unet=sdxl_unet(),
+        scheduler=EulerDiscreteScheduler(**BETAS),
+        add_watermarker=False,
+        **sdxl_parts(tokenizer),
+    )
+    return _save(pipe, folder, variant)
+
+
+def save_clip(folder: Path, tokenizer: Any) -> Path:
+    """Write a CLIP model."""
+    parts = make_text_encoder(tokenizer, projection=True).config, make_image_encoder().config
+    text, vision = (part.to_dict() for part in parts)
+    torch.manual_seed(0)
+    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).save_pretrained(folder)
+    CLIPProcessor(image_processor=make_image_processor(), tokenizer=tokenizer).save_pretrained(folder)
+    return folder
+
+
+def save_dino(folder: Path) -> Path:
+    """Write a ViT as DINO's are."""
+    config = ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=32,
+        patch_size=8,
+    )
+    torch.manual_seed(0)
+    ViTModel(config).save_pretrained(folder)
+    ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
+    return folder
+
+
+def _save(pipe: Any, folder: Path, variant: str | None = None) -> Path:
+    if variant == "fp16":
+        pipe.to(torch.float16)
+    pipe.save_pretrained(folder, variant=variant)
+    # Published folders name the class that is there with torchvision and without.
+    for path in (folder / "model_index.json", folder / "feature_extractor" / "preprocessor_config.json"):
+        if path.exists():
+            path.write_text(path.read_text().replace("CLIPImageProcessorPil", "CLIPImageProcessor"))
+    return folder
+
+
+def stand_in_for_inception(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
+    """Put a module in the place of pytorch-fid's, which needs torchvision; return its weights' file."""
+    weights = {"projection": torch.randn(3, 2048, generator=torch.Generator().manual_seed(0))}
+    torch.save(weights, folder / "weights.pth")
+    inception: Any = types.ModuleType("pytorch_fid.inception")
+
+    class InceptionV3(torch.nn.Module):
+        def __init__(self, blocks: list[int]) -> None:
+            super().__init__()
+            assert blocks == [3]  # the block that FID is computed on
+            self.projection = inception.load_state_dict_from_url("the network's address")["projection"]
+
+        def forward(self, pixels: torch.Tensor) -> list[torch.Tensor]:
+            assert 0 <= pixels.min() <= pixels.max() <= 1
+            return [(pixels.mean((2, 3)) @ self.projection)[..., None, None]]
+
+    def download(url: str) -> None:
+        pytest.fail("nothing is to be downloaded")
+
+    inception.InceptionV3 = InceptionV3
+    inception.load_state_dict_from_url = download
+    package: Any = types.ModuleType("pytorch_fid")
+    package.inception = inception
+    monkeypatch.setitem(sys.modules, "pytorch_fid", package)
+    monkeypatch.setattr("agentsd_eval.quality.features.check_inception_weights", lambda path: None)
+    return folder / "weights.pth"

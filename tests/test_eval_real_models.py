@@ -1,0 +1,245 @@
+"""Every command on a folder of Stable Diffusion 1.5's parts, as a user has it, in half-precision files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from agentsd_eval.cli import app
+from agentsd_eval.errors import EvalError
+from agentsd_eval.pictures.models import load_pipeline
+from agentsd_eval.settings import Settings
+from PIL import Image
+from sd_folder import save_sd15, save_sd21, save_sdxl, stand_in_for_inception
+from typer.testing import CliRunner
+
+SMALL = ("--height", 64, "--width", 64)
+
+
+def invoke(*arguments: Any, code: int = 0) -> str:
+    """Run a command; return what it printed, blanks made one."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return re.sub(r"\s+", " ", result.output)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def sd15(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_sd15(tmp_path_factory.mktemp("sd15"), tokenizer, "fp16")
+
+
+@pytest.fixture(scope="module")
+def preset(sd15: Path, photographs: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What a preset of the paper is run with: a folder, photographs, weights, few steps; a trial."""
+    folder = tmp_path_factory.mktemp("presets")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        weights = stand_in_for_inception(patch, folder)
+        options = ("--model", sd15, "--reference", photographs, "--inception-weights", weights, *SMALL)
+        yield folder, (*options, "--steps", 3)
+
+
+@pytest.fixture(scope="module")
+def table10(preset: Any) -> tuple[Path, str]:
+    """The folder of a trial of Table 10, and what was printed."""
+    folder, options = preset
+    printed = invoke("table", "--config", "table10", *options, "--limit", 3, "--out", folder / "run")
+    return folder / "run-limit-3", printed
+
+
+def test_table10_is_the_papers_table(table10: tuple[Path, str]) -> None:
+    folder, printed = table10
+    head, _, *lines = (folder / "table.md").read_text().splitlines()
+    assert head == "| method | ratio | FID | s/img | GB/img |"
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[: lines.index("")]]
+    methods = [("baseline", "-")] + [
+        (name, str(ratio)) for name in ("tomesd", "paper") for ratio in (0.1, 0.2, 0.3, 0.4, 0.5)
+    ]
+    assert [tuple(line[:2]) for line in table[:-1]] == methods
+    assert table[-1][0] == "real/real"
+    assert all(float(line[2]) > 0 and float(line[3]) > 0 and line[4] == "n/a" for line in table[:-1])
+    with (folder / "table.csv").open(newline="") as file:
+        first = next(csv.reader(file))
+    assert first[:6] == ["method", "ratio", "fd", "seconds", "memory_per_image", "features"]
+    assert "the paper's table" in printed
+    assert "pytorch-fid's Inception v3" in (folder / "table.md").read_text()
+    assert {row["features"] for row in rows_of(folder / "table.jsonl")} == {"inception"}
+
+
+def test_a_trial_says_what_the_whole_run_takes(table10: tuple[Path, str]) -> None:
+    folder, printed = table10
+    assert len(list((folder / "pictures").rglob("*.png"))) == 3 * 11
+    seconds = sum(row["seconds"] or 0 for row in rows_of(folder / "table.jsonl"))
+    hours = re.search(r"2,000 images a row, 22,000 in all; about ([\d.]+) h", printed)
+    assert hours
+    assert float(hours[1]) == pytest.approx(2000 * seconds / 3600, abs=0.06)
+    prompts = [row["prompt"] for row in csv.DictReader((folder / "table-pictures.csv").open(newline=""))]
+    tench, goldfish = (f"A high quality photograph of a {name}." for name in ("tench", "goldfish"))
+    assert prompts[:3] == [tench, tench, goldfish]
+
+
+def test_pictures_are_not_black(table10: tuple[Path, str]) -> None:
+    folder, _ = table10
+    for path in (folder / "pictures").rglob("*.png"):
+        assert np.asarray(Image.open(path)).std() > 0, path
+
+
+def test_a_report_of_it(table10: tuple[Path, str]) -> None:
+    folder, _ = table10
+    invoke("report", folder, "--pictures", 2)
+    page = (folder / "report.html").read_text()
+    heads = re.findall(r"<th><button>(.*?)</button></th>", page)
+    assert heads[:5] == ["method", "ratio", "FID", "s/img", "GB/img"]
+    assert page.index("the paper&#39;s table") < page.index("distance of distributions")
+
+
+@pytest.mark.parametrize(
+    ("what", "number", "few"), [("k", 11, ()), ("scale", 12, (-0.5,)), ("early", 13, (0.4,))]
+)
+def test_tables_11_to_13(
+    preset: Any, table10: tuple[Path, str], what: str, number: int, few: tuple[float, ...]
+) -> None:
+    folder, options = preset
+    values = [part for value in few for part in ("--value", value)]
+    out = folder / f"ablate-{what}"
+    invoke("ablate", what, "--config", f"table{number}", *options, *values, "--limit", 2, "--out", out)
+    table = (out.with_name(f"{out.name}-limit-2") / f"ablate-{what}.md").read_text().splitlines()
+    rows = table[2 : table.index("")]
+    assert [line.split("|")[2].strip() for line in rows] == ["-"] + ["0.5"] * (len(few) or 4)
+    # the same references, whose features Table 10 left in the cache
+    assert len(list((folder / "cache").rglob("inception-*.npy"))) == 1
+
+
+def test_compare_draws_what_any_model_knows(sd15: Path, tmp_path: Path) -> None:
+    printed = invoke(
+        "compare", "--model", sd15, "--dtype", "float16", "--images", 2, "--steps", 2, *SMALL,
+        "--method", "paper", "--out", tmp_path / "compare.png",
+    )  # fmt: skip
+    assert "paper r=0.4" in printed
+    assert "emoji" not in printed
+
+
+def test_latency_and_redundancy(sd15: Path, tmp_path: Path) -> None:
+    printed = invoke(
+        "latency", "--model", sd15, "--method", "paper", "--size", 64, "--steps", 2, "--repeats", 1,
+        "--out", tmp_path,
+    )  # fmt: skip
+    assert "paper r=0.4" in printed
+    larger = ("--height", 128, "--width", 128)
+    printed = invoke("redundancy", "--model", sd15, "--images", 1, "--steps", 2, *larger, "--out", tmp_path)
+    assert "2 steps" in printed
+
+
+def test_calibrate_takes_shipped_prompts(sd15: Path, tmp_path: Path) -> None:
+    printed = invoke(
+        "calibrate", "--model", sd15, "--images", 1, "--steps", 8, "--speedup", 1.2, "--no-attention",
+        *SMALL, "--out", tmp_path / "calibrated.yaml",
+    )  # fmt: skip
+    assert "a photograph of a fox in the snow" in printed
+    assert (tmp_path / "calibrated.yaml").exists()
+
+
+def test_check(sd15: Path, tmp_path: Path) -> None:
+    printed = invoke(
+        "check", "--model", sd15, "--images", 2, "--steps", 8, "--reference-steps", 9, "--method", "paper",
+        *SMALL, "--out", tmp_path / "check",
+    )  # fmt: skip
+    assert "too few to say what gains" in printed
+    assert (tmp_path / "check" / "report.html").exists()
+
+
+def test_dreambooth_takes_half_precision_files(sd15: Path, photographs: Path, tmp_path: Path) -> None:
+    from agentsd.dreambooth.config import DreamBoothConfig
+    from agentsd.dreambooth.training import Run
+
+    config = DreamBoothConfig(
+        pretrained_model_name_or_path=str(sd15),
+        instance_data_dir=photographs,
+        instance_prompt="a sks cat",
+        output_dir=tmp_path,
+        resolution=64,
+        max_train_steps=1,
+        num_inference_steps=2,
+        num_validation_images=1,
+        use_8bit_adam=False,
+        report_to=None,
+    )
+    Run(config).train()
+    settings = Settings(model=str(tmp_path), device="cpu", scheduler="model")
+    pipe = load_pipeline(settings)
+    assert pipe.unet.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("variant", [None, "fp16"])
+def test_either_kind_of_file_loads(tokenizer: Any, tmp_path: Path, variant: str | None, dtype: Any) -> None:
+    folder = save_sd15(tmp_path / "model", tokenizer, variant)
+    pipe = load_pipeline(Settings(model=str(folder), dtype=dtype, device="cpu"))
+    assert pipe.safety_checker is None
+    assert {pipe.unet.dtype, pipe.vae.dtype, pipe.text_encoder.dtype} == {getattr(torch, dtype)}
+    assert type(pipe).__name__ == "StableDiffusionPipeline"
+
+
+def test_a_folder_without_weights_is_named(tokenizer: Any, tmp_path: Path) -> None:
+    folder = save_sd15(tmp_path / "model", tokenizer)
+    for path in (folder / "unet").glob("*.safetensors"):
+        path.unlink()
+    with pytest.raises(EvalError, match=r"can't load the model .*diffusion_pytorch_model"):
+        load_pipeline(Settings(model=str(folder), device="cpu"))
+
+
+def test_sdxl_in_half_precision_files(tokenizer: Any, tmp_path: Path) -> None:
+    folder = save_sdxl(tmp_path / "sdxl", tokenizer, "fp16")
+    printed = invoke(
+        "compare", "--model", folder, "--images", 1, "--steps", 2, *SMALL, "--method", "paper", "--method",
+        "tomesd", "--out", tmp_path / "compare.png",
+    )  # fmt: skip
+    assert "paper r=0.4" in printed
+
+
+def test_sd21_keeps_its_prediction_and_its_upcast(tokenizer: Any, tmp_path: Path) -> None:
+    folder = save_sd21(tmp_path / "sd21", tokenizer)
+    pipe = load_pipeline(Settings(model=str(folder), device="cpu", scheduler="plms"))
+    assert pipe.scheduler.config.prediction_type == "v_prediction"
+    assert pipe.unet.config.upcast_attention
+    printed = invoke(
+        "compare", "--model", folder, "--images", 1, "--steps", 2, *SMALL, "--method", "paper", "--out",
+        tmp_path / "compare.png",
+    )  # fmt: skip
+    assert "paper r=0.4" in printed
+
+
+def test_the_toy_model_is_asked_for_by_nobody_else(model_folder: str, tmp_path: Path) -> None:
+    """A table of another model, then every module, where the toy model's package can't be imported."""
+    (tmp_path / "prompts.txt").write_text("a cat\n")
+    command = ["table", "--model", model_folder, "--prompts", str(tmp_path / "prompts.txt"), *map(str, SMALL)]
+    command += ["--steps", "2", "--images", "2", "--method", "paper", "--ratio", "0.5"]
+    command += ["--fewer-steps", "none", "--out", str(tmp_path / "run")]
+    parts = [
+        f"agentsd_eval.{path.parent.name}.{path.stem}"
+        for path in (Path(__file__).parents[1] / "eval").glob("*/*.py")
+        if path.stem not in ("__init__", "scenes", "app")
+    ]
+    code = f"""
+import importlib, sys
+sys.modules["agentsd_demo"] = None
+from agentsd_eval.cli import app
+app({command!r}, standalone_mode=False)
+for part in {parts!r}:
+    importlib.import_module(part)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "table.md").exists()

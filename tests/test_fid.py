@@ -1,0 +1,82 @@
+"""Real FID beside pytorch-fid's own code, on seeded random weights; run with -m fid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from agentsd_eval.cli import app
+from agentsd_eval.quality import features, metrics
+from PIL import Image
+from typer.testing import CliRunner
+
+pytestmark = pytest.mark.fid
+
+
+@pytest.fixture(scope="module")
+def fid_score() -> Any:
+    from pytorch_fid import fid_score
+
+    return fid_score
+
+
+@pytest.fixture(scope="module")
+def network(fid_score: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Ours and pytorch-fid's network on random weights, and the file that holds them."""
+    from pytorch_fid import inception
+
+    path = tmp_path_factory.mktemp("weights") / "inception.pth"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inception, "load_state_dict_from_url", lambda *args, **kwargs: {})
+        patch.setattr(torch.nn.Module, "load_state_dict", lambda self, state, **kwargs: None)
+        torch.manual_seed(0)
+        bare = inception.fid_inception_v3()
+    torch.save(bare.state_dict(), path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(features, "check_inception_weights", lambda path: None)
+        loaded = features.load_network("inception", torch.device("cpu"), path)
+        patch.setattr(inception, "load_state_dict_from_url", lambda *args, **kwargs: bare.state_dict())
+        theirs = inception.InceptionV3([inception.InceptionV3.BLOCK_INDEX_BY_DIM[2048]]).eval()
+        yield loaded, theirs, path
+
+
+def test_features_are_those_of_pytorch_fid(
+    fid_score: Any, network: Any, photographs: Path, tmp_path: Path
+) -> None:
+    ours, theirs, _ = network
+    for size in ((50, 40), (51, 40)):  # pytorch-fid takes pictures of one size at a time
+        paths = [path for path in sorted(photographs.glob("*.png")) if Image.open(path).size == size]
+        assert len(paths) > 2
+        expected = fid_score.get_activations(
+            paths, theirs, batch_size=3, dims=2048, device=torch.device("cpu"), num_workers=0
+        )
+        found = features.features_of(ours, paths, tmp_path)
+        assert expected.std() > 0
+        assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+def test_the_distance_is_pytorch_fids(fid_score: Any, network: Any) -> None:
+    """On features of fewer dimensions: a root of a 2048 x 2048 product takes SciPy half a minute."""
+    random = np.random.default_rng(0)
+    first, second = random.normal(size=(60, 24)), 1.3 * random.normal(size=(80, 24)) + 0.2
+    moments = [(part.mean(0), np.cov(part, rowvar=False)) for part in (first, second)]
+    theirs = fid_score.calculate_frechet_distance(*moments[0], *moments[1])
+    ours = metrics.frechet_distance(metrics.fit(first), metrics.fit(second))
+    assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def test_the_command_prints_fid(
+    network: Any, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, _, weights = network
+    monkeypatch.setattr(features, "check_inception_weights", lambda path: None)
+    command = ["fid", photographs, photographs, "--inception-weights", weights, "--cache", tmp_path]
+    done = CliRunner().invoke(app, list(map(str, command)), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert "FID" in done.output
+    kept = np.load(next(tmp_path.glob("inception-*.npy")))
+    paths = sorted(photographs.glob("*.png"))
+    assert np.array_equal(kept, features.features_of(ours, paths, tmp_path / "again"))
