@@ -1,0 +1,207 @@
+"""On another device, at real size: nothing is read back, nothing of the CPU enters, dtypes stay.
+
+It is torch's meta device, whose tensors have a shape and a dtype and no numbers. To read one raises, and so
+does mixing it with a tensor of the CPU, as on a GPU. What would wait for a GPU, or copy to it, shows here.
+"""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import ControlNetModel, DPMSolverMultistepScheduler, UNet2DConditionModel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import agentsd
+from agentsd import (
+    Agents,
+    Downsample,
+    GuidanceCache,
+    Merge,
+    Phases,
+    PooledAgents,
+    Recipe,
+    ResidualSharing,
+    StepCache,
+    apply_agentsd,
+)
+from agentsd.recipe import MODES
+
+PACKAGE = str(Path(agentsd.__file__).parent)
+
+SD15: dict[str, Any] = {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8}
+STRUCTURES: dict[str, tuple[dict[str, Any], int]] = {
+    "SD 1.5": (SD15, 64),
+    "SD 1.5, 768 x 512": (SD15, 96),
+    "inpainting": (SD15 | {"in_channels": 9}, 64),
+    "SD 2.1": (
+        {
+            "sample_size": 96,
+            "cross_attention_dim": 1024,
+            "attention_head_dim": (5, 10, 20, 20),
+            "use_linear_projection": True,
+            "upcast_attention": True,
+        },
+        96,
+    ),
+    "SDXL": (
+        {
+            "sample_size": 128,
+            "block_out_channels": (320, 640, 1280),
+            "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+            "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+            "transformer_layers_per_block": (1, 2, 10),
+            "attention_head_dim": (5, 10, 20),
+            "cross_attention_dim": 2048,
+            "use_linear_projection": True,
+            "addition_embed_type": "text_time",
+            "addition_time_embed_dim": 256,
+            "projection_class_embeddings_input_dim": 2816,
+        },
+        128,
+    ),
+}
+KEYS = Downsample(4, at_most=None)
+RECIPES = {
+    **MODES,
+    "agents, sharing alone": Recipe(Agents(), residual=ResidualSharing()),
+    "merged, sharing alone": Recipe(Merge(0.5), residual=ResidualSharing(3)),
+    "pooled, then none": Recipe(Phases(PooledAgents(), None)),
+    "sharing in computed steps too": Recipe(
+        Phases(Agents(), KEYS), residual=ResidualSharing(2), steps=StepCache(2)
+    ),
+    "guidance": Recipe(guidance=GuidanceCache(2)),
+    "all": Recipe(KEYS, residual=ResidualSharing(2), steps=StepCache(2), guidance=GuidanceCache(2)),
+}
+
+
+COPIED = {
+    "ranking.py:_to": "destinations, drawn on the CPU so that a seed gives one image on every device; they "
+    "travel from pinned memory, and the host does not wait",
+    "downsample.py:_first_of_cells": "places of keys, once for each operator of a run",
+}
+"""What agentsd itself copies to the device, and why."""
+READ = {
+    "conditional.py:is_guided": "whether the two halves of the text differ, once a run of guidance caching",
+    "caching.py:_possible": "whether the two halves of the latent are equal, once such a run",
+}
+"""What agentsd itself reads back, and why."""
+
+
+class Traffic(TorchDispatchMode):
+    """Notes copies between devices, what is read back, and numbers of 64 bits, by the line that asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[str] = []
+        self.reads: list[str] = []
+        self.doubles: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name == "equal" and args[0].device.type == "meta":  # which has no such operation
+            self.reads.append(_asker())
+            return True
+        out = func(*args, **kwargs or {})
+        if isinstance(out, torch.Tensor):
+            source = {"_to_copy": 0, "copy_": 1}.get(name)
+            if source is not None and args[source].device != out.device:
+                self.copies.append(_asker())
+            if out.dtype == torch.float64 and out.device.type == "meta":
+                self.doubles.append(_asker())
+        return out
+
+
+def _asker() -> str:
+    """The innermost line that is agentsd's, or the host's."""
+    frames = [frame for frame in traceback.extract_stack() if f"{PACKAGE}/" in frame.filename]
+    host = not frames or frames[-1].name in ("_recompute", "__call__", "wrapped")
+    return "host" if host else f"{Path(frames[-1].filename).name}:{frames[-1].name}"
+
+
+def build(structure: str, dtype: torch.dtype) -> tuple[Any, dict[str, Any], torch.Tensor]:
+    """A U-Net, the arguments of its calls, and its first latents."""
+    config, side = STRUCTURES[structure]
+    with torch.device("meta"):
+        unet = UNet2DConditionModel(**config).to(dtype).eval()
+        height = side // 3 * 2 if "x 512" in structure else side
+        latents = torch.empty(2, unet.config.in_channels, height, side, dtype=dtype)
+        given: dict[str, Any] = {
+            "encoder_hidden_states": torch.empty(2, 77, config["cross_attention_dim"], dtype=dtype)
+        }
+        if structure == "SDXL":
+            given["added_cond_kwargs"] = {
+                "text_embeds": torch.empty(2, 1280, dtype=dtype),
+                "time_ids": torch.empty(2, 6, dtype=dtype),
+            }
+    return unet, given, latents
+
+
+@torch.no_grad()
+def run(unet: Any, given: dict[str, Any], latents: torch.Tensor, steps: int = 9) -> Traffic:
+    """A run of a sampler, each call of which is guided by two passes."""
+    scheduler = DPMSolverMultistepScheduler(use_karras_sigmas=True)
+    scheduler.set_timesteps(steps)
+    sample = latents[:1, :4]
+    traffic = Traffic()
+    for t in scheduler.timesteps:
+        inputs = torch.cat([torch.cat([sample, latents[:1, 4:]], 1)] * 2)
+        with traffic:
+            output = unet(inputs, t, **given).sample
+        assert (output.device.type, output.dtype) == ("meta", latents.dtype)
+        assert output.shape == (2, 4, *latents.shape[2:])
+        without, withs = output.chunk(2)
+        sample = scheduler.step(without + 7.5 * (withs - without), t, sample).prev_sample
+    return traffic
+
+
+def check(traffic: Traffic) -> None:
+    own = {line for line in traffic.copies if line != "host"}
+    assert own <= set(COPIED)
+    assert traffic.doubles == []
+    assert set(traffic.reads) <= set(READ)
+    assert len(traffic.reads) <= 2  # in a whole run
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_nothing_is_read_back_and_nothing_copied_but_what_is_named(name):
+    unet, given, latents = build("SD 1.5", torch.float16)
+    with apply_agentsd(unet, recipe=RECIPES[name]):
+        traffic = run(unet, given, latents)
+    check(traffic)
+
+
+@pytest.mark.parametrize(
+    ("name", "structure"),
+    [("agentsd", "SD 1.5, 768 x 512"), ("agentsd", "SDXL"), ("all", "inpainting"), ("all", "SD 2.1")],
+)
+def test_other_structures(name, structure):
+    unet, given, latents = build(structure, torch.bfloat16)
+    with apply_agentsd(unet, recipe=RECIPES[name]):
+        check(run(unet, given, latents))
+
+
+def test_the_default_copies_places_once_a_run():
+    unet, given, latents = build("SD 1.5", torch.float16)
+    with apply_agentsd(unet):
+        traffic = run(unet, given, latents)
+    assert len([line for line in traffic.copies if line != "host"]) <= 6  # two levels, agents then keys
+
+
+def test_controlnet_and_the_unet_together():
+    unet, given, latents = build("SD 1.5", torch.float16)
+    with torch.device("meta"):
+        control = ControlNetModel(cross_attention_dim=768, attention_head_dim=8).to(torch.float16).eval()
+        hint = torch.empty(2, 3, 512, 512, dtype=torch.float16)
+
+    def with_control(sample: Any, t: Any, **kwargs: Any) -> Any:
+        if "down_block_additional_residuals" not in kwargs:
+            down, mid = control(sample, t, controlnet_cond=hint, return_dict=False, **kwargs)
+            kwargs |= {"down_block_additional_residuals": down, "mid_block_additional_residual": mid}
+        return unet(sample, t, **kwargs)
+
+    with apply_agentsd(unet, recipe=RECIPES["all"]):
+        check(run(with_control, given, latents))
