@@ -17,7 +17,7 @@ from tiny import make_scheduler, make_unet
 from agentsd import apply_agentsd
 from agentsd.recipe import AGENTSD, PAPER, STEP_CACHING
 
-SHARED = {"attention": {"downsample": {"stride": 2}}, "residual": {"shared": {"interval": 3}}}
+SHARED = {"attention": {"downsample": {"stride": 2}}, "residual": {"interval": 3}}
 TIMESTEPS = [float(t) for t in range(975, -25, -40)]
 
 

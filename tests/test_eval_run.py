@@ -37,7 +37,14 @@ from agentsd_eval.settings import AblateSettings, CompareSettings, RedundancySet
 from agentsd_eval.studies import ablate, table
 
 PICTURES = from_prompts(["a cat", "a dog"], 7, 10)
-SETTINGS = RunSettings(steps=3, batch_size=3, ratios=(0.5,), scheduler="model", fewer_steps=())
+SETTINGS = RunSettings(
+    methods=("baseline", "tomesd", "paper"),
+    steps=3,
+    batch_size=3,
+    ratios=(0.5,),
+    scheduler="model",
+    fewer_steps=(),
+)
 METHODS = table.table_methods(SETTINGS)
 
 
