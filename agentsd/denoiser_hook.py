@@ -30,6 +30,19 @@ from .schedule import Phases
 from .steps.run import Step
 
 
+class WarnOnce:
+    """Warns of each thing once."""
+
+    def __init__(self) -> None:
+        self._warned: set[str] = set()
+
+    def __call__(self, message: str) -> None:
+        """Warn, unless it was said before."""
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=4)
+
+
 class Graph:
     """Lives as long as a call's graph does; `computed` once its backward has begun."""
 
@@ -64,6 +77,7 @@ class DenoiserHook:
         self._compiled = None if compiled is None else weakref.ref(compiled)
         self._schedulers = [] if pipe is None else list(map(weakref.ref, schedulers_of(pipe)))
         least_tokens = recipe.residual.least_tokens if recipe.residual else 0
+        self._warn_once = WarnOnce()
         self.layers = PatchedLayers(sites, states, groups, least_tokens, self._warn_once)
         self.cache = None
         if recipe.steps or recipe.guidance or recipe.residual:
@@ -80,7 +94,6 @@ class DenoiserHook:
         self._checkpoints = False
         self._awaited: weakref.ref[Graph] | None = None
         self._plans: list[Plan | None] = []  # of a call whose backward is still to come
-        self._warned: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         gone = dict.fromkeys(("_pipe", "_compiled", "_awaited", "_context"))
@@ -242,11 +255,6 @@ class DenoiserHook:
                 self._awaited = weakref.ref(graph)
             return
         self.layers.set_plans(self._plans)
-
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            warnings.warn(message, stacklevel=3)
 
 
 def _is_inside(thread: int, unet: Module) -> bool:

@@ -36,7 +36,7 @@ def test_a_method_that_changes_nothing_has_a_table_and_a_report(model_folder: st
     (tmp_path / "prompts.txt").write_text("a cat\n")
     table = ["table", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--method"]
     table += ["step-caching", "--steps", 4, "--fewer-steps", "none", "--images", 2, "--scheduler", "ddim"]
-    with pytest.warns(UserWarning, match="nothing is left out"):
+    with pytest.warns(UserWarning, match="nothing is skipped"):
         done = CliRunner().invoke(app, list(map(str, [*table, "--out", tmp_path / "run"])))
     assert done.exit_code == 0, done.output
     row = json.loads((tmp_path / "run" / "table.jsonl").read_text().splitlines()[1])
