@@ -59,7 +59,7 @@ def test_every_kind_of_a_run_has_a_price(monkeypatch: pytest.MonkeyPatch) -> Non
     }
     tiny["down_block_types"] = ("CrossAttnDownBlock2D", "DownBlock2D")
     tiny["up_block_types"] = ("UpBlock2D", "CrossAttnUpBlock2D")
-    monkeypatch.setattr(architectures, "_SD15", tiny)
+    monkeypatch.setattr(architectures, "SD15", tiny)
     monkeypatch.setattr(
         priced.Stopwatch, "__exit__", lambda self, *e: setattr(self, "seconds", Seconds(1, 1))
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from agentsd_eval.cost.architectures import SD15, SDXL
 from diffusers import ControlNetModel, DPMSolverMultistepScheduler, UNet2DConditionModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,7 +33,6 @@ from agentsd.recipe import MODES
 
 PACKAGE = str(Path(agentsd.__file__).parent)
 
-SD15: dict[str, Any] = {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8}
 STRUCTURES: dict[str, tuple[dict[str, Any], int]] = {
     "SD 1.5": (SD15, 64),
     "SD 1.5, 768 x 512": (SD15, 96),
@@ -47,22 +47,7 @@ STRUCTURES: dict[str, tuple[dict[str, Any], int]] = {
         },
         96,
     ),
-    "SDXL": (
-        {
-            "sample_size": 128,
-            "block_out_channels": (320, 640, 1280),
-            "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-            "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-            "transformer_layers_per_block": (1, 2, 10),
-            "attention_head_dim": (5, 10, 20),
-            "cross_attention_dim": 2048,
-            "use_linear_projection": True,
-            "addition_embed_type": "text_time",
-            "addition_time_embed_dim": 256,
-            "projection_class_embeddings_input_dim": 2816,
-        },
-        128,
-    ),
+    "SDXL": (SDXL, 128),
 }
 KEYS = Downsample(4, at_most=None)
 RECIPES = {

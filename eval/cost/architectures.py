@@ -11,8 +11,8 @@ from diffusers import (
     UNet2DConditionModel,
 )
 
-_SD15: dict[str, Any] = {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8}
-_SDXL: dict[str, Any] = {
+SD15: dict[str, Any] = {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8}
+SDXL: dict[str, Any] = {
     "sample_size": 128,
     "block_out_channels": (320, 640, 1280),
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
@@ -38,14 +38,14 @@ def build(arch: str, device: torch.device, dtype: torch.dtype) -> Any:
     torch.set_default_dtype(dtype)
     try:
         with device:
-            unet: Any = UNet2DConditionModel(**(_SDXL if arch == "sdxl" else _SD15))
+            unet: Any = UNet2DConditionModel(**(SDXL if arch == "sdxl" else SD15))
             vae: Any = AutoencoderKL(
                 block_out_channels=(128, 256, 512, 512),
                 down_block_types=("DownEncoderBlock2D",) * 4,
                 up_block_types=("UpDecoderBlock2D",) * 4,
                 layers_per_block=2,
                 latent_channels=4,
-                sample_size=8 * (_SDXL if arch == "sdxl" else _SD15)["sample_size"],
+                sample_size=8 * (SDXL if arch == "sdxl" else SD15)["sample_size"],
             )
     finally:
         torch.set_default_dtype(before)
