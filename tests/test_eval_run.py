@@ -144,7 +144,7 @@ def test_damage_is_found_and_made_again(pipe: Any, tmp_path: Path, whole: dict[s
 
 def test_a_run_goes_on_with_another_batch(pipe: Any, tmp_path: Path) -> None:
     with pytest.raises(Killed):
-        fill(pipe, tmp_path, stop_after=4)
+        fill(pipe, tmp_path, stop_after=3)
     smaller = SETTINGS.model_copy(update={"batch_size": 2})
     store = Store(tmp_path)
     store.claim(fingerprint(pipe, PICTURES, smaller))
