@@ -325,4 +325,4 @@ def test_two_processes_give_the_same_table(run_options: list[str], tmp_path: Pat
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
     assert quality(tmp_path / "one") == quality(tmp_path / "two")
-    assert len(list((tmp_path / "two").rglob("manifest-1.jsonl"))) == 4  # baseline@1 too
+    assert len(list((tmp_path / "two").rglob("manifest-1.jsonl"))) == 5  # baseline@1 and agentsd too
