@@ -6,6 +6,7 @@ does mixing it with a tensor of the CPU, as on a GPU. What would wait for a GPU,
 
 from __future__ import annotations
 
+import re
 import traceback
 from pathlib import Path
 from typing import Any
@@ -154,9 +155,12 @@ def check(traffic: Traffic) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_nothing_is_read_back_and_nothing_copied_but_what_is_named(name):
     unet, given, latents = build("SD 1.5", torch.float16)
-    with apply_agentsd(unet, recipe=RECIPES[name]):
+    with apply_agentsd(unet, recipe=RECIPES[name]) as handle:
         traffic = run(unet, given, latents)
+        corrected = re.search(r"(\d+) corrected", handle.summary())
     check(traffic)
+    again = int(corrected[1]) if corrected else 0
+    assert traffic.copies.count("host") == 9 + again  # the timestep, in each call and each correction
 
 
 @pytest.mark.parametrize(
