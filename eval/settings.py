@@ -175,7 +175,7 @@ class CompareSettings(SamplingSettings):
     """Denoising steps."""
     guidance_scale: Annotated[float, Option("guidance")] = Field(4.0, ge=0)
     """Guidance scale; 1 or less turns it off."""
-    methods: Methods = ("baseline", "tomesd", "agentsd", "downsample")
+    methods: Methods = ("baseline", "tomesd", "paper", "agentsd")
     fewer_steps: FewerSteps = (0.6,)
     ratio: OneRatio = 0.4
     prompts: Prompts = ()

@@ -40,7 +40,7 @@ def test_compare(model_folder: str, tmp_path: Path) -> None:
         "compare", "--model", model_folder, "--prompt", "a cat", "--prompt", "a dog", "--steps", 8,
         "--ratio", 0.5, "--agent", "k=0.1", "--out", out,
     )  # fmt: skip
-    for method in ("baseline", "baseline@5", "tomesd r=0.5", "downsample"):
+    for method in ("baseline", "baseline@5", "tomesd r=0.5", "paper r=0.5"):
         assert method in printed
     assert "agentsd r=0.5, each call: FFFFfFff (8 calls: 5 computed; 3 cached; 1 corrected)" in printed
     with Image.open(out) as image:
