@@ -1,31 +1,39 @@
 """Writes the figures of README and docs from the results they are of: `python docs/figures.py`.
 
-A figure stands between `<!--=ROW KIND-->` and `<!--=-->`, and a table between `<!--=table NAME-->` and that.
-tables.yaml has the tables. `<!-- figures of RUN -->` names the folder of eval/results whose rows those after
-it are read from.
-tests/test_readme.py fails where a page and the results differ.
+A figure stands between `<!--=ROW KIND-->` and `<!--=-->`, a table between `<!--=table NAME-->` and that, and
+a link to a run's rows between `<!--=link RUN-->` and that. `<!-- figures of RUN -->` names the run whose rows
+the figures after it are read from. tables.yaml has the tables, and the folder of eval/results of each run.
+The README's plot is drawn from its table's run, too.
+tests/test_readme.py fails where a page or the plot differs from the results.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import yaml
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "demo/agentsd_demo/MODEL_CARD.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "demo/agentsd_demo/MODEL_CARD.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+PLOT = ROOT / "docs/images/fewer_steps.png"
 _RUN = re.compile(r"<!-- figures of (\S+) -->")
 _MARKED = re.compile(r"(<!--=([^>]+?) ([\w-]+?)-->)(.*?)(<!--=-->)", re.S)
 
-Z95 = NormalDist().inv_cdf(0.975)
+Z95 = 1.96
 """Half the width of a 95% interval, in standard errors."""
+FEWEST = 30
+"""Images a row, below which a distance between distributions says nothing."""
 Row = dict[str, Any]
 Rows = dict[str, Row]
 
@@ -36,29 +44,27 @@ def _base(row: Row, rows: Rows) -> Row:
     return rows[f"baseline{at}{steps}"]
 
 
-def _range(row: Row, name: str, form: str, scale: float = 1.0) -> str:
-    value, low, high = (format(scale * row[f"{name}{end}"], form) for end in ("", "_low", "_high"))
-    return f"{value} ({low}-{high})"
-
-
-def _gain(by: str) -> Callable[[Row, Rows], str]:
+def _gain(by: str, interval: bool) -> Callable[[Row, Rows], str]:
     def gain(row: Row, rows: Rows) -> str:
-        if f"gain_{by}" not in row:
+        name = f"gain_{by}"
+        if name not in row:
             return ""
-        sign = {"more": "> ", "less": "< "}.get(row[f"gain_{by}_beyond"] or "", "")
-        return sign + _range(row, f"gain_{by}", ".2f")
+        sign = {"more": "> ", "less": "< "}.get(row[f"{name}_beyond"] or "", "")
+        bounds = f" ({row[f'{name}_low']:.2f}-{row[f'{name}_high']:.2f})" if interval else ""
+        return f"{sign}{row[name]:.2f}{bounds}"
 
     return gain
 
 
-def _share(name: str) -> Callable[[Row, Rows], str]:
-    return lambda row, rows: f"{row[name]:.0%}"
+def _distance_range(row: Row, rows: Rows) -> str:
+    value, low, high = (row[f"reference_distance{end}"] for end in ("", "_low", "_high"))
+    return f"{value:.3f} ({low:.3f}-{high:.3f})"
 
 
-def _pictures(measure: str) -> Callable[[Row, Rows], str]:
-    """How many pictures show a link: intervals narrow with the square root of their number, here 32."""
+def _images(measure: str) -> Callable[[Row, Rows], str]:
+    """How many images show a difference: intervals narrow with the square root of their number, here 32."""
 
-    def pictures(row: Row, rows: Rows) -> str:
+    def images(row: Row, rows: Rows) -> str:
         value, low, high = (row[measure][name] for name in ("value", "low", "high"))
         if measure != "kid":
             value, low, high = map(math.log, (value, low, high))
@@ -67,105 +73,95 @@ def _pictures(measure: str) -> Callable[[Row, Rows], str]:
         needed = max(2, math.ceil(32 * ((high - low) / 2 / value) ** 2 - 1e-9))
         return f"{needed:,}" if needed <= 5000 else "> 5,000"
 
-    return pictures
+    return images
 
 
-def _change(name: str, scale: float, form: str) -> Callable[[Row, Rows], str]:
-    """A change against the baseline and half of its 95% interval."""
+def _change(name: str, form: str) -> Callable[[Row, Rows], str]:
+    """A change against the baseline and half of its 95% interval; nothing of too few images."""
 
     def change(row: Row, rows: Rows) -> str:
-        value, half = scale * row[f"{name}_change"], scale * Z95 * row[f"{name}_change_error"]
-        return f"{value:+{form}} ± {half:{form}}"
+        if f"{name}_change" not in row or row["images"] < FEWEST:
+            return ""
+        return f"{row[f'{name}_change']:+{form}} ± {Z95 * row[f'{name}_change_error']:{form}}"
 
     return change
 
 
-def _kept(row: Row, rows: Rows) -> str:
-    """Whether the far ends of both distributions' distances are below those of 12 steps."""
-    twelve = rows["baseline@12"]
-    far = {
-        name: row[f"{name}_change"] + Z95 * row[f"{name}_change_error"] - twelve[f"{name}_change"]
-        for name in ("kid", "fd")
-    }
-    return "yes" if max(far.values()) < 0 else "no"
-
-
 KINDS: dict[str, Callable[[Row, Rows], str]] = {
-    "cost": lambda row, rows: f"{row['macs'] / rows['baseline']['macs']:.2f}",
-    "cheaper": lambda row, rows: f"{_base(row, rows)['macs'] / row['macs']:.2f}x",
-    "cheaper-than-baseline": lambda row, rows: f"{rows['baseline']['macs'] / row['macs']:.2f}x",
-    "saved": lambda row, rows: f"{1 - row['macs'] / rows['baseline']['macs']:.0%}",
+    "macs": lambda row, rows: f"{row['macs'] / rows['baseline']['macs']:.2f}",
+    "fewer-macs": lambda row, rows: f"{_base(row, rows)['macs'] / row['macs']:.2f}x",
+    "seconds": lambda row, rows: f"{row['seconds']:.1f}",
     "faster": lambda row, rows: f"{row['speedup']:.2f}x",
-    "distance": lambda row, rows: f"{1e3 * row['reference_distance']:.3g}",
-    "distance-range": lambda row, rows: _range(row, "reference_distance", ".0f", 1e3),
-    "gain": _gain("macs"),
-    "gain-seconds": _gain("seconds"),
-    "gain-value": lambda row, rows: f"{row['gain_macs']:.2f}",
-    "to-baseline": lambda row, rows: f"{1e3 * row['baseline_distance']:.3g}",
-    "kid": lambda row, rows: f"{1e3 * row['kid']:.3g}",
-    "kid-change": lambda row, rows: f"{1e3 * row['kid_change']:+.3g}",
-    "kid-95": _change("kid", 1e3, ".1f"),
-    "seeds-95": lambda row, rows: (
-        _change("kid_seeds", 1e3, ".1f")(row, rows) if "kid_seeds_change" in row else ""
-    ),
-    "fd-95": _change("fd", 1, ".2f"),
-    "kept": _kept,
-    "shown-perceptual": _pictures("to reference image"),
-    "shown-kid": _pictures("kid"),
-    "place": lambda row, rows: f"{row['place']:.1f}",
-    "size": lambda row, rows: f"{row['size']:.1f}",
-    "images": lambda row, rows: str(row["images"]),
+    "memory": lambda row, rows: f"{row['memory_per_image']:.2f}" if row.get("memory_per_image") else "",
+    "distance": lambda row, rows: f"{row['reference_distance']:.3f}",
+    "distance-range": _distance_range,
+    "gain": _gain("seconds", interval=False),
+    "gain-range": _gain("seconds", interval=True),
+    "gain-macs": _gain("macs", interval=False),
+    "gain-macs-range": _gain("macs", interval=True),
+    "fd": lambda row, rows: f"{row['fd']:.1f}" if row["images"] >= FEWEST else "",
+    "fd-change": _change("fd", ".1f"),
+    "kid-change": _change("kid", ".4f"),
+    "shown-perceptual": _images("to reference image"),
+    "shown-kid": _images("kid"),
     **{
-        name: _share(f"right_{name}")
+        name: lambda row, rows, name=name: f"{row[f'right_{name}']:.0%}"
         for name in ("seen", "heldout_triple", "heldout_pair", "style", "colour")
-    },
-    **{
-        f"{name}_count": lambda row, rows, name=name: str(row[f"right_{name}_count"])
-        for name in ("seen", "heldout_triple", "heldout_pair")
     },
 }
 
-TABLES: dict[str, dict[str, dict[str, str]]] = yaml.safe_load(
-    (ROOT / "docs/tables.yaml").read_text(encoding="utf-8")
-)
+_CONTENT = yaml.safe_load((ROOT / "docs/tables.yaml").read_text(encoding="utf-8"))
+RUNS: dict[str, str] = _CONTENT["runs"]
+TABLES: dict[str, dict[str, Any]] = _CONTENT["tables"]
+
+
+def folder_of(run: str) -> Path:
+    """The folder of a run's results."""
+    return ROOT / "eval/results" / RUNS.get(run, run)
 
 
 @cache
 def rows_of(run: str) -> Rows:
-    """The rows of a run's table by their labels, real pictures' as real/real; of a proof by its pairs."""
-    (path,) = (ROOT / "eval/results" / run).glob("*.jsonl")
+    """The rows of a run's table by their labels, real images' as real/real; of a validation by its pairs."""
+    (path,) = folder_of(run).glob("*.jsonl")
     rows = list(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
-    if path.stem == "proof":
-        return _links(rows)
+    if "less" in rows[0]:
+        return _pairs(rows)
     return {row.get("label", row["method"]): row for row in rows}
 
 
-def _links(rows: list[Row]) -> Rows:
-    """A row for each pair of losses, "LESS < MORE", with its links by measure."""
-    links: Rows = {}
+def _pairs(rows: list[Row]) -> Rows:
+    """A row for each ordered pair, "LESS < MORE", with its differences by metric."""
+    pairs: Rows = {}
     for row in rows:
         pair = f"{row['less']} < {row['more']}".replace("-sdpa", "")
-        links.setdefault(pair, {})[row["measure"]] = row
-    return links
+        pairs.setdefault(pair, {})[row["measure"]] = row
+    return pairs
 
 
-def table(rows: Rows, name: str) -> str:
-    """A Markdown table."""
-    columns, wanted = TABLES[name]["columns"], TABLES[name]["rows"]
-    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for head, label in wanted.items():
-        lines.append(f"| {head} | {' | '.join(KINDS[k](rows[label], rows) for k in columns.values())} |")
-    return "\n" + "\n".join(lines) + "\n"
+def table(name: str) -> str:
+    """A Markdown table. Rows that its run lacks, and columns that have nothing in them, are left out."""
+    columns, wanted, rows = TABLES[name]["columns"], TABLES[name]["rows"], rows_of(TABLES[name]["run"])
+    kept = {head: rows[label] for head, label in wanted.items() if label in rows}
+    cells = [[head, *(KINDS[kind](row, rows) for kind in columns.values())] for head, row in kept.items()]
+    full = [i for i in range(len(columns) + 1) if any(line[i] for line in cells)]
+    lines = [["", *columns], ["---"] * (len(columns) + 1), *cells]
+    return "\n" + "\n".join("| " + " | ".join(line[i] for i in full) + " |" for line in lines) + "\n"
 
 
-def written(text: str) -> str:
+def written(text: str, page: Path = ROOT / "README.md") -> str:
     """A page's text with its figures as the results have them."""
     runs = [(named.start(), named[1]) for named in _RUN.finditer(text)]
 
     def fill(match: re.Match[str]) -> str:
         start, label, kind, _, end = match.groups()
+        if label == "table":
+            return start + table(kind) + end
+        if label == "link":
+            path = Path(os.path.relpath(folder_of(kind), page.parent)).as_posix()
+            return f"{start}[every row]({path}/table.md){end}"
         rows = rows_of([run for place, run in runs if place < match.start()][-1])
-        return start + (table(rows, kind) if label == "table" else KINDS[kind](rows[label], rows)) + end
+        return start + KINDS[kind](rows[label], rows) + end
 
     return _MARKED.sub(fill, text)
 
@@ -175,9 +171,76 @@ def unmarked(text: str) -> str:
     return _MARKED.sub("", text)
 
 
+def points() -> dict[str, Any]:
+    """What the plot shows: seconds and distance of fewer steps and of methods, from the README's run."""
+    plot = _CONTENT["plot"]
+    rows = rows_of(plot["run"])
+
+    def point(label: str) -> tuple[float, float]:
+        return round(rows[label]["seconds"], 2), round(rows[label]["reference_distance"], 4)
+
+    steps = {row["label"].partition("@")[2] or "25": row["label"] for row in rows.values() if _is_fewer(row)}
+    return {
+        "run": RUNS[plot["run"]],
+        "fewer steps": {n: point(label) for n, label in steps.items() if int(n) >= plot["fewest_steps"]},
+        "methods": {name: point(label) for name, label in plot["methods"].items() if label in rows},
+    }
+
+
+def _is_fewer(row: Row) -> bool:
+    return row["method"].partition("@")[0] == "baseline"
+
+
+def draw(shown: dict[str, Any], path: Path) -> None:
+    """Write the plot, with what it shows as its description."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    line = sorted(shown["fewer steps"].values())
+    axes.plot(*zip(*line, strict=True), "-o", color="#444444", ms=5, zorder=2)
+    axes.fill_between([x for x, _ in line], [y for _, y in line], color="#2a7f4f", alpha=0.09, lw=0)
+    names = sorted(shown["fewer steps"], key=int)
+    for name in (names[0], names[-1]):
+        place = shown["fewer steps"][name]
+        axes.annotate(
+            f"{name} steps", place, (0, 9), textcoords="offset points", ha="center", color="#444444"
+        )
+    for i, (name, place) in enumerate(shown["methods"].items()):
+        first = i == 0
+        axes.plot(*place, "o", ms=10 if first else 7, color="#c4600c" if first else "#2b6cb0", zorder=3)
+        # The first two are neighbours: one name to the left, the other to the right.
+        shift, side = ((-9, -4), "right") if first else ((9, -4), "left")
+        weight = "bold" if first else "normal"
+        axes.annotate(name, place, shift, textcoords="offset points", ha=side, weight=weight)
+    tops = [y for group in ("fewer steps", "methods") for _, y in shown[group].values()]
+    rights = [x for group in ("fewer steps", "methods") for x, _ in shown[group].values()]
+    axes.set(ylim=(0, 1.15 * max(tops)), xlim=(0.85 * line[0][0], 1.12 * max(rights)))
+    axes.set_xlabel("seconds an image (2 CPU cores)")
+    axes.set_ylabel("perceptual distance to the reference image")
+    axes.spines[["top", "right"]].set_visible(False)
+    middle = line[len(line) // 2]
+    axes.annotate(
+        "the baseline in fewer steps",
+        middle,
+        (12, 7),
+        textcoords="offset points",
+        color="#444444",
+        style="italic",
+    )
+    axes.text(middle[0], 0.004, "nearer than fewer steps in the same time", color="#2a7f4f", fontsize=9)
+    path.parent.mkdir(exist_ok=True)
+    description = json.dumps(shown, sort_keys=True)
+    figure.savefig(path, dpi=130, metadata={"Description": description, "Software": None})
+
+
 if __name__ == "__main__":
     for page in PAGES:
         before = page.read_text(encoding="utf-8")
-        if (after := written(before)) != before:
+        if (after := written(before, page)) != before:
             page.write_text(after, encoding="utf-8")
             print(page.relative_to(ROOT))
+    draw(points(), PLOT)
+    for name, content in TABLES.items():
+        if missing := sorted(set(content["rows"].values()) - set(rows_of(content["run"]))):
+            print(f"{name}: {RUNS.get(content['run'], content['run'])} has no {', '.join(missing)}")
