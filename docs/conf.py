@@ -28,6 +28,8 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 napoleon_use_ivar = True
 
+smartquotes = False  # two dashes are an option's
+
 html_theme = "furo"
 html_title = "AgentSD for diffusers"
 html_extra_path = ["_root"]
