@@ -90,6 +90,7 @@ def _change(name: str, form: str) -> Callable[[Row, Rows], str]:
 KINDS: dict[str, Callable[[Row, Rows], str]] = {
     "macs": lambda row, rows: f"{row['macs'] / rows['baseline']['macs']:.2f}",
     "fewer-macs": lambda row, rows: f"{_base(row, rows)['macs'] / row['macs']:.2f}x",
+    "images": lambda row, rows: str(row["images"]),
     "seconds": lambda row, rows: f"{row['seconds']:.1f}",
     "faster": lambda row, rows: f"{row['speedup']:.2f}x",
     "memory": lambda row, rows: f"{row['memory_per_image']:.2f}" if row.get("memory_per_image") else "",
