@@ -6,7 +6,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -16,38 +16,23 @@ from .errors import EvalError
 from .options import options_of, settings_of
 from .presets import load_settings, presets
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,  # its tables cut long names off
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 COMMANDS: dict[str, tuple[type[s.CommandSettings], str]] = {
     "compare": (s.CompareSettings, "studies.compare"),
     "table": (s.RunSettings, "studies.table"),
     "ablate": (s.AblateSettings, "studies.ablate"),
-    "proof": (s.ProofSettings, "studies.proof"),
     "check": (s.CheckSettings, "studies.check"),
-    "mediators": (s.MediatorSettings, "studies.mediators"),
-    "redundancy": (s.RedundancySettings, "studies.redundancy"),
     "calibrate": (s.CalibrateSettings, "studies.calibration"),
     "subject": (s.SubjectSettings, "studies.subject"),
-    "latency": (s.LatencySettings, "cost.latency"),
-    "profile": (s.ProfileSettings, "cost.breakdown"),
-    "fid": (s.FidSettings, "quality.fid"),
-    "frontier": (s.FrontierSettings, "studies.frontier"),
+    "latency": (s.LatencySettings, "studies.latency"),
     "report": (s.ReportSettings, "pages.report"),
     "app": (s.AppSettings, "studies.app"),
 }
 """Each one's settings, and the module whose `command(settings, console)` does its work."""
-_NO_CONFIG = ("fid", "report")
-_RESUMED = ("table", "ablate", "proof", "check", "mediators", "calibrate", "subject")
+_NO_CONFIG = ("fid", "report", "details")
+_RESUMED = ("table", "ablate", "metric-validation", "check", "mediators", "calibrate", "subject")
 
 
-def _make(name: str) -> Callable[..., None]:
-    kind, module = COMMANDS[name]
-
+def _make(name: str, kind: type[s.CommandSettings], module: str) -> Callable[..., None]:
     @_clear_errors(name)
     def run(config: str | None = None, **options: Any) -> None:
         settings = load_settings(kind, config, settings_of(options, kind))
@@ -133,8 +118,7 @@ def _list_configs(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
-def start(
+def _start(
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_version, help="Print it.")
     ] = False,
@@ -145,13 +129,29 @@ def start(
         ),
     ] = False,
 ) -> None:
-    """Quality and cost of agent attention (AgentSD) beside baseline Stable Diffusion, ToMeSD and
-    DeepCache."""
+    pass
 
 
-for _name in COMMANDS:
-    _run = _make(_name)
-    app.command(_name, short_help=" ".join(str(_run.__doc__).partition("\n\n")[0].split()))(_run)
+def make_app(commands: Mapping[str, tuple[type[s.CommandSettings], str]], about: str) -> typer.Typer:
+    """Return a program of these commands."""
+    app = typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,  # its tables cut long names off
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback(help=about)(_start)
+    for name, (kind, module) in commands.items():
+        run = _make(name, kind, module)
+        app.command(name, short_help=" ".join(str(run.__doc__).partition("\n\n")[0].split()))(run)
+    return app
+
+
+app = make_app(
+    COMMANDS,
+    "Quality and cost of agent attention (AgentSD) beside baseline Stable Diffusion, ToMeSD and DeepCache.",
+)
 
 
 def main() -> None:

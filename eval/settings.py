@@ -166,7 +166,15 @@ class SamplingSettings(Settings):
     """Picture i starts from the noise of seed + i, whatever the method, batch size or process."""
 
 
-class CompareSettings(SamplingSettings):
+class ShowSettings(SamplingSettings):
+    """What the commands share that take single prompts."""
+
+    prompts: Prompts = ()
+    images: int = Field(4, ge=1)
+    """How many prompts, where none is given."""
+
+
+class CompareSettings(ShowSettings):
     """Make the same pictures with each method, side by side in one PNG, and print times and differences."""
 
     scheduler: Scheduler = "dpm++karras"
@@ -178,7 +186,6 @@ class CompareSettings(SamplingSettings):
     methods: Methods = ("baseline", "tomesd", "paper", "agentsd")
     fewer_steps: FewerSteps = (0.6,)
     ratio: OneRatio = 0.4
-    prompts: Prompts = ()
     images: int = Field(6, ge=1)
     """How many prompts, where none is given."""
     out: Path = Path("outputs/compare.png")
@@ -290,21 +297,6 @@ class AblateSettings(RunSettings):
     """k (Table 11), scale (Table 12) or early (Table 13)."""
 
 
-class ProofSettings(RunSettings):
-    """Show that the judge sees known losses: fewer steps, more merging, longer caches, blur and noise."""
-
-    hidden: ClassVar[tuple[str, ...]] = ("methods", "ratios", "ablate_ratio", "ablate_values", "fewer_steps")
-    unused: ClassVar[tuple[str, ...]] = hidden
-    scheduler: Scheduler = "dpm++karras"
-    """A deterministic sampler, so that many steps converge."""
-    steps: int = Field(25, ge=1, le=1000)
-    """Denoising steps of the rows that lose by something else."""
-    reference_steps: int | None = Field(100, ge=2)
-    """Steps of the baseline's reference images."""
-    chain_steps: tuple[Annotated[int, Field(ge=1)], ...] = (50, 25, 12, 8, 6)
-    """Numbers of steps, falling; repeat."""
-
-
 class CheckSettings(RunSettings):
     """Check the recipes on your own model: baseline, fewer steps and each recipe; a page, and results to
     send.
@@ -340,21 +332,6 @@ class CheckSettings(RunSettings):
         if twice := [name for name in names if names.count(name) > 1 or is_method(name)]:
             raise ValueError(f"{twice[0]!r} is the name of another row: rename the file")
         return calibrated
-
-
-class MediatorSettings(RunSettings):
-    """Search when the number of pooled agents should grow: distance against MACs, drawn."""
-
-    hidden: ClassVar[tuple[str, ...]] = ("methods", "ratios", "ablate_ratio", "ablate_values")
-    unused: ClassVar[tuple[str, ...]] = hidden
-    scheduler: Scheduler = "ddpm"
-    """As the paper's, it adds noise; under a deterministic one latents don't move less and less."""
-    mediator_counts: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Option("count")] = Field(
-        (16, 64, 256), min_length=1
-    )
-    """Agents in a stage, few first; repeat."""
-    mediator_step: Annotated[float, Option("threshold-step")] = Field(0.25, gt=0, le=1)
-    """Thresholds are tried at 1, 1 - step, ... 0 of the first distance; the paper's step is 0.1."""
 
 
 class CostSettings(Settings):
@@ -410,42 +387,12 @@ class LatencySettings(CostSettings):
         return batches
 
 
-class ProfileSettings(CostSettings):
-    """Print where the time of one U-Net call goes, part by part, under each method."""
-
-    hidden: ClassVar[tuple[str, ...]] = ("scheduler", "steps")
-    phases: Annotated[tuple[Literal["early", "late"], ...], Option("phase")] = ("early", "late")
-    """early or late steps; repeat."""
-    baseline: bool = True
-    """Measure baseline too; at 2048 px that takes minutes a call."""
-    out: Path = Path("outputs/profile")
-    """Folder for profile.jsonl, .csv and .md."""
-
-
-class RedundancySettings(SamplingSettings):
-    """Measure how alike the queries of each self-attention layer are at each step, and draw the map."""
-
-    hidden: ClassVar[tuple[str, ...]] = ("backend", "agent")
-    prompts: Prompts = ()
-    images: int = Field(4, ge=1)
-    """How many prompts, where none is given."""
-    measured_steps: int = Field(10, ge=1)
-    """Steps that are measured, spread evenly from the first to the last; `steps` or more measures all."""
-    exact_tokens: int = Field(1024, ge=0)
-    """Layers of so many tokens at most are measured on all pairs of queries, the others on a sample."""
-    pairs: int = Field(4096, ge=2)
-    """Size of the sample for each layer, step and picture, spread over the heads."""
-    out: Path = Path("outputs/redundancy")
-    """Folder for redundancy.png, .jsonl, .csv and .md."""
-
-
-class CalibrateSettings(SamplingSettings):
+class CalibrateSettings(ShowSettings):
     """Find the recipe that meets a goal, among the named ones and variations, on your model and prompts."""
 
     hidden: ClassVar[tuple[str, ...]] = ("agent",)
     steps: int = Field(25, ge=1, le=1000)
     """Denoising steps."""
-    prompts: Prompts = ()
     images: int = Field(3, ge=1)
     """How many prompts, where none is given."""
     held_out: int = Field(0, ge=0)
@@ -533,23 +480,6 @@ class SubjectSettings(SamplingSettings):
         return agent
 
 
-class FidSettings(CommandSettings):
-    """Measure the Fréchet and KID between two folders of pictures, or a table's features."""
-
-    first: Annotated[Path, Option("DIR_A", positional=True)]
-    """A folder of pictures, or a .npz in a run's features/."""
-    second: Annotated[Path, Option("DIR_B", positional=True)]
-    """Another."""
-    features: FeatureName = "inception"
-    """The network; inception is that of real FID."""
-    inception_weights: Path | None = None
-    """pytorch-fid's weights file; without it, pytorch-fid downloads it."""
-    cache: Path = Path("outputs/features")
-    """Folder for features, computed once."""
-    device: str | None = None
-    """cpu, cuda, cuda:1 ...; without it the first CUDA device, else the CPU."""
-
-
 class ReportSettings(CommandSettings):
     """Write one self-contained HTML page: gain and loss, pictures under a slider, plots, tables."""
 
@@ -557,16 +487,3 @@ class ReportSettings(CommandSettings):
     """A run's folder."""
     pictures: int = Field(12, ge=1)
     """How many seeds' pictures are shown."""
-
-
-class FrontierSettings(CommandSettings):
-    """Draw several tables' methods in one picture: distance against cost, beside fewer steps."""
-
-    runs: Annotated[tuple[Path, ...], Option("run")] = Field((), min_length=1, validate_default=True)
-    """A folder with a table; repeat. Of rows of one method and sampler the first folder's stands."""
-    methods: Annotated[tuple[str, ...], Option("method")] = ()
-    """A row's label; repeat. Without one, all of them."""
-    title: str = ""
-    """What stands above the picture."""
-    out: Path = Path("runs/frontier")
-    """Folder for the picture and its table."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from agentsd_eval.quality.features import features_of, load_network
 from diffusers import StableDiffusionPipeline
 from diffusers.models.attention_processor import AttnProcessor
 from PIL import Image
-from sd_folder import save_clip, stand_in_for_inception
+from sd_folder import save_clip
 from transformers import CLIPModel, CLIPProcessor
 from typer.testing import CliRunner
 
@@ -248,34 +247,6 @@ def test_latency_compiled(model_folder: str, tmp_path: Path) -> None:
     assert [row["method"] for row in rows] == ["baseline", "paper"] * 2
 
 
-def test_fid_of_two_folders(photographs: Path, run: Path, tmp_path: Path) -> None:
-    command = ("fid", photographs, run / "pictures" / "baseline-sdpa", "--features", "efficientnet-lite0")
-    first, again = (invoke(*command, "--cache", tmp_path).split("9 / 5")[1] for _ in range(2))
-    assert len(list(tmp_path.glob("*.npy"))) == 2
-    assert again == first
-    same = invoke("fid", photographs, photographs, "--features", "efficientnet-lite0", "--cache", tmp_path)
-    assert re.search(r"\b0\.00", same)
-
-
-def test_a_tables_features_stand_for_its_pictures(photographs: Path, run: Path, tmp_path: Path) -> None:
-    kept, real = run / "features" / "baseline-sdpa.npz", run / "features" / "real.npz"
-    with np.load(kept) as file:
-        assert (file["features"].shape, file["features"].dtype) == ((5, 1280), np.float16)
-    of = ("--features", "efficientnet-lite0", "--cache", tmp_path)
-    row = json.loads((run / "table.jsonl").read_text().splitlines()[0])
-    assert row["method"] == "baseline"
-    printed = re.search(r"9 / 5 \D*([\d.]+)", invoke("fid", real, kept, *of))
-    assert printed
-    assert float(printed[1]) == pytest.approx(row["fd"], rel=1e-3)
-    mixed = re.search(r"9 / 5 \D*([\d.]+)", invoke("fid", real, run / "pictures" / "baseline-sdpa", *of))
-    assert mixed
-    assert float(mixed[1]) == pytest.approx(row["fd"], rel=1e-3)
-    assert "features of efficientnet-lite0, not of inception" in invoke("fid", kept, kept, code=2)
-    (tmp_path / "other.npz").write_bytes(b"nothing")
-    assert "other.npz holds no features" in invoke("fid", tmp_path / "other.npz", kept, *of, code=2)
-    assert "can't read" in invoke("fid", tmp_path / "none.npz", kept, *of, code=2)
-
-
 def test_features_are_kept_under_the_pictures_content(photographs: Path, tmp_path: Path) -> None:
     calls = 0
     network = load_network("efficientnet-lite0", torch.device("cpu"))
@@ -323,7 +294,6 @@ def test_features_are_kept_under_the_pictures_content(photographs: Path, tmp_pat
         (("ablate", "ratio"), "what = 'ratio': Input should be 'k', 'scale' or 'early'"),
         (("latency", "--arch", "sd3"), "arch = 'sd3': Input should be 'sd15' or 'sdxl'"),
         (("table", "--config", "/no/such.yaml"), "can't read the configuration /no/such.yaml"),
-        (("fid", "/no/such", "/no/such"), "/no/such holds 0 pictures"),
         (("report", "/no/such"), "/no/such holds no results"),
     ],
 )
@@ -360,16 +330,3 @@ def test_wrong_inception_weights_are_refused(tmp_path: Path) -> None:
     (tmp_path / "weights.pth").write_bytes(b"not these")
     with pytest.raises(EvalError, match=r"has SHA-256 \w{8}\.\.\., but pytorch-fid's .* has 6726825d"):
         check_inception_weights(tmp_path / "weights.pth")
-
-
-def test_real_fid_takes_its_network_from_a_file(
-    photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a stand-in for pytorch-fid, whose way of loading is its own again afterwards."""
-    weights = stand_in_for_inception(monkeypatch, tmp_path)
-    inception = sys.modules["pytorch_fid"].inception
-    before = inception.load_state_dict_from_url
-    printed = invoke("fid", photographs, photographs, "--inception-weights", weights, "--cache", tmp_path)
-    assert "FID" in printed
-    assert np.load(next(tmp_path.glob("inception-*.npy"))).shape == (9, 2048)
-    assert inception.load_state_dict_from_url is before

@@ -47,12 +47,6 @@ def test_perceptual_distances_are_geometric_means_with_the_interval_of_their_log
     assert row["baseline_distance_high"] == pytest.approx(0.1 * np.exp(half))
 
 
-def test_grain_is_that_of_the_same_seeds() -> None:
-    baseline = [picture(None, None, high_frequency=x) for x in (1.0, 4.0)]
-    row = summary_of([picture(None, None, high_frequency=x) for x in (2.0, 2.0)], baseline)
-    assert row["high_frequency"] == pytest.approx(1.0)  # twice and half
-
-
 def row(key: str, macs: float, speedup: float) -> dict:
     return {"method": key, "key": key, "macs": macs, "speedup": speedup}
 
@@ -129,12 +123,12 @@ def test_the_embedded_model_is_judged_by_its_prompts(tmp_path: Path) -> None:
     assert 0 <= baseline["right_seen"] <= 1
     shown = sum(agent.get(f"right_{split}_count", 0) for split in ("seen", "heldout_triple", "heldout_pair"))
     assert shown == 4
-    assert agent["right_colour_count"] == agent["right_style_count"] == 4
+    assert agent["right_colour_count"] == 4
     assert 0 < baseline["reference_distance"] < fewer["reference_distance"]
     assert 0 < agent["baseline_distance"] < fewer["baseline_distance"]
     assert "baseline_distance" not in baseline
     assert agent["gain_seconds"] > 0 < agent["gain_macs"]
-    assert {"kid_seeds", "kid_seeds_change", "diversity", "high_frequency", "place"} <= set(agent)
+    assert {"kid_seeds", "kid_seeds_change", "diversity"} <= set(agent)
     assert floor["kid"] < baseline["kid"]
     assert floor["images"] == 4
     others = list((tmp_path / "pictures" / baseline["key"]).glob("1*.png"))

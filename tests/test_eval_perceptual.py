@@ -7,8 +7,8 @@ from agentsd_demo import accuracy
 from agentsd_demo.scenes import compose, triples
 from agentsd_eval.pictures.prompts import Picture
 from agentsd_eval.quality.features import efficientnet_lite0, load_network
-from agentsd_eval.quality.judge import scene_reader
 from agentsd_eval.quality.perceptual import Looks, StageFeatures, stage_distance
+from agentsd_eval.quality.scenes import scene_reader
 from efficientnet_lite_pytorch import EfficientNet
 from PIL import Image, ImageChops, ImageFilter
 

@@ -131,15 +131,12 @@ def test_compare_draws_what_any_model_knows(sd15: Path, tmp_path: Path) -> None:
     assert "emoji" not in printed
 
 
-def test_latency_and_redundancy(sd15: Path, tmp_path: Path) -> None:
+def test_latency(sd15: Path, tmp_path: Path) -> None:
     printed = invoke(
         "latency", "--model", sd15, "--method", "paper", "--size", 64, "--steps", 2, "--repeats", 1,
         "--out", tmp_path,
     )  # fmt: skip
     assert "paper r=0.4" in printed
-    larger = ("--height", 128, "--width", 128)
-    printed = invoke("redundancy", "--model", sd15, "--images", 1, "--steps", 2, *larger, "--out", tmp_path)
-    assert "2 steps" in printed
 
 
 def test_calibrate_takes_shipped_prompts(sd15: Path, tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from agentsd_eval.cli import app
 from agentsd_eval.quality import features, metrics
+from agentsd_eval.research.__main__ import app
 from PIL import Image
 from typer.testing import CliRunner
 

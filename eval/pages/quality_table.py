@@ -102,7 +102,6 @@ def tables_of(rows: Sequence[Row], features: str | None) -> dict[str, list[Colum
             Column("gain, by MACs", gain("gain_macs")),
             Column("PSNR to the baseline, dB", _psnr),
             Column("equal to the baseline's", figure("equal_images", "d")),
-            Column("high-frequency energy / baseline's", figure("high_frequency", ".3f")),
         ],
         "distance of distributions": [
             Column("KID x1000 ± s.e.", _kernel),
@@ -117,15 +116,10 @@ def tables_of(rows: Sequence[Row], features: str | None) -> dict[str, list[Colum
             Column("change", change("right_seen", ".1%")),
             Column("held-out triples", figure("right_heldout_triple", ".1%")),
             Column("held-out pairs", figure("right_heldout_pair", ".1%")),
-            Column("CLIP score", figure("clip", ".2f")),
-            Column("CLIP change", change("clip", ".2f")),
-        ],
-        "right style, colour, place and size": [
-            Column("style", figure("right_style", ".1%")),
             Column("colour", figure("right_colour", ".1%")),
             Column("colour change", change("right_colour", ".1%")),
-            Column("place, px", figure("place", ".2f")),
-            Column("size, px", figure("size", ".2f")),
+            Column("CLIP score", figure("clip", ".2f")),
+            Column("CLIP change", change("clip", ".2f")),
         ],
         "cost": [
             Column("attention", figure("backend", "")),

@@ -17,11 +17,12 @@ from matplotlib.figure import Figure
 from PIL import Image
 from rich.console import Console
 
+from .. import run_file
 from ..errors import EvalError
+from ..files import write_bytes
 from ..settings import ReportSettings
-from . import cost_table, quality_table, run_file
+from . import cost_table, quality_table
 from .frontier import frontier, has_place, name_of
-from .output import write_bytes
 from .rows import Column, Row, method_text
 
 _SIDE = 512  # pixels on a side of a picture in the page, at most
@@ -31,17 +32,12 @@ _RESULTS = {
     "ablate-k": "Ablation of k (Table 11)",
     "ablate-scale": "Ablation of the scale (Table 12)",
     "ablate-early": "Ablation of the early steps (Table 13)",
-    "mediators": "When the number of agents grows",
     "latency": "Cost alone",
-    "profile": "Where the time goes",
-    "redundancy": "How alike the queries' attention is",
     "subject": "A subject taught with agent attention",
-    "proof": "What the judge sees of known losses",
-    "frontier": "Several tables' methods: distance against cost",
 }
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, OSError, StopIteration, TypeError, ValueError)
 """What files that were cut or edited make the reading of them raise."""
-_OF_QUALITY = ("table", "check", "ablate-k", "ablate-scale", "ablate-early", "mediators")
+_OF_QUALITY = ("table", "check", "ablate-k", "ablate-scale", "ablate-early")
 
 
 def command(settings: ReportSettings, console: Console) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 from rich.table import Table
 
-from . import run_file
-from .output import make_table, write_bytes
+from .. import run_file
+from ..files import write_bytes
+from .output import make_table
 
 Row = dict[str, Any]
 

@@ -16,9 +16,9 @@ from agentsd import Recipe, apply_agentsd, remove_agentsd
 from agentsd.recipe import MODES
 
 from ..errors import EvalError
-from ..names import OTHERS, is_method, numbered
+from ..names import METHODS, is_method, numbered
 from ..settings import Backend, FewerSteps, Settings, recipe_of
-from .rivals import RIVALS, Reseed, nothing, unet_of
+from .rivals import RIVALS, Applied, unet_of
 
 DEFAULT = "agentsd"
 """The recipe that `apply_agentsd` runs if nothing is said."""
@@ -97,23 +97,13 @@ class Method:
         return [found for part in self.parts if (found := numbered(part))]
 
     @contextmanager
-    def applied(self, pipe: Any) -> Iterator[Reseed]:
-        """Patch `pipe` (a pipeline or, without deepcache, a U-Net) and put everything back on leaving.
-
-        Yields a function that fixes the method's own random choices (tomesd draws its cells from a
-        generator of its own); call it before each batch.
-        """
-        reseeds = []
+    def applied(self, pipe: Any) -> Iterator[Applied]:
+        """Patch `pipe` (a pipeline or, without deepcache, a U-Net) and put everything back on leaving."""
         with ExitStack() as stack:
             stack.enter_context(_attention_backend(pipe, self.backend))
-            for part in self.parts:
-                reseeds.append(stack.enter_context(_patch_of(part)(self, pipe)))
-
-            def reseed_all(seed: int) -> None:
-                for reseed in reseeds:
-                    reseed(seed)
-
-            yield reseed_all
+            parts = [stack.enter_context(_patch_of(part)(self, pipe)) for part in self.parts]
+            call = next((part.call for part in parts if part.call is not pipe), pipe)
+            yield Applied(call, lambda seed: [part.reseed(seed) for part in parts])
 
 
 def parse_method(
@@ -130,7 +120,7 @@ def parse_method(
     parts = () if joined == "baseline" else tuple(joined.split("+"))
     known = {*settings.named, *(part for part in parts if is_method(part))} - {"baseline"}
     if unknown := [part for part in parts if part not in known]:
-        names = [*OTHERS, *MODES, *settings.named]
+        names = [*METHODS, *MODES, *settings.named]
         near = difflib.get_close_matches(unknown[0], names, 1)
         meant = f"did you mean {near[0]}? " if near else ""
         raise EvalError(
@@ -207,7 +197,7 @@ def _attention_backend(pipe: Any, backend: Backend) -> Iterator[None]:
 
 
 @contextmanager
-def _recipe(method: Method, pipe: Any, mode: str | None = None) -> Iterator[Reseed]:
+def _recipe(method: Method, pipe: Any, mode: str | None = None) -> Iterator[Applied]:
     """A recipe by its name, or a user's own."""
     ratio: dict[str, Any] = {} if method.ratio is None else {"ratio": method.ratio}
     try:
@@ -218,7 +208,7 @@ def _recipe(method: Method, pipe: Any, mode: str | None = None) -> Iterator[Rese
     except (TypeError, ValueError, OSError) as error:
         raise EvalError(f"{method.label}: {error}") from error
     try:
-        yield nothing
+        yield Applied(pipe)
     finally:
         remove_agentsd(pipe)
 
@@ -233,7 +223,7 @@ def _hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:8]
 
 
-def _patch_of(part: str) -> Callable[[Method, Any], AbstractContextManager[Reseed]]:
+def _patch_of(part: str) -> Callable[[Method, Any], AbstractContextManager[Applied]]:
     if part in MODES:
         return partial(_recipe, mode=part)
     kind, number = numbered(part) or (part, None)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ..errors import EvalError
-from ..pages.output import read_lines
-from ..settings import CalibrateSettings, CompareSettings, RedundancySettings, RunSettings, Settings
+from ..files import read_lines
+from ..settings import RunSettings, Settings, ShowSettings
 
 if TYPE_CHECKING:
     from agentsd_demo.scenes import Triple
@@ -58,7 +58,7 @@ def from_classes(classes: Sequence[str], template: str, per_class: int, seed: in
     return from_prompts(prompts, len(prompts), seed)
 
 
-def pictures_to_show(settings: CompareSettings | RedundancySettings | CalibrateSettings) -> list[Picture]:
+def pictures_to_show(settings: ShowSettings) -> list[Picture]:
     """Return a picture for each prompt of the settings, else `images` pictures.
 
     Without prompts, they are of the toy model's captions, and for any other model of prompts that ship.

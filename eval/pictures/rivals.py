@@ -5,25 +5,33 @@ Each takes a pipeline and one number, is in force for a `with` block, and leaves
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import tomesd as tomesd_package
 import torch
-from diffusers import StableDiffusionPipeline
 
 from agentsd import Downsample, Recipe, apply_agentsd
 from agentsd.hosts.models import EVERY_LEVEL, find_sites
 
 from ..errors import EvalError
-from .forecast import forecast
-
-Reseed = Callable[[int], None]
-Rival = Callable[[Any, Any], AbstractContextManager[Reseed]]
 
 
-def nothing(seed: int) -> None:
-    """Fix no random choice: the method has none of its own."""
+@dataclass(frozen=True)
+class Applied:
+    """A method in force.
+
+    Attributes:
+        call: what is called in the pipeline's place, with its arguments.
+        reseed: fixes the method's own random choices; called before each batch.
+    """
+
+    call: Callable[..., Any]
+    reseed: Callable[[int], object] = lambda seed: None
+
+
+Rival = Callable[[Any, Any], AbstractContextManager[Applied]]
 
 
 def unet_of(pipe: Any) -> Any:
@@ -42,7 +50,7 @@ def finest_attention_downsample(unet: Any) -> int:
 
 
 @contextmanager
-def tomesd(pipe: Any, ratio: float) -> Iterator[Reseed]:
+def tomesd(pipe: Any, ratio: float) -> Iterator[Applied]:
     """Token merging at a ratio, by its own package."""
     unet = unet_of(pipe)
     # tomesd counts levels from the latent; its default of 1 would patch nothing in SDXL.
@@ -53,7 +61,7 @@ def tomesd(pipe: Any, ratio: float) -> Iterator[Reseed]:
         unet._tome_info["args"]["generator"] = torch.Generator(device).manual_seed(seed)
 
     try:
-        yield reseed
+        yield Applied(pipe, reseed)
     finally:
         tomesd_package.remove_patch(pipe)
         for module in unet.modules():
@@ -61,7 +69,7 @@ def tomesd(pipe: Any, ratio: float) -> Iterator[Reseed]:
 
 
 @contextmanager
-def _forwards_kept(unet: Any) -> Iterator[None]:
+def forwards_kept(unet: Any) -> Iterator[None]:
     """Put back what packages leave on modules: a `forward` on each that they wrapped."""
     before = {module: module.__dict__.get("forward") for module in unet.modules()}
     try:
@@ -75,51 +83,25 @@ def _forwards_kept(unet: Any) -> Iterator[None]:
 
 
 @contextmanager
-def deepcache(pipe: Any, interval: int) -> Iterator[Reseed]:
+def deepcache(pipe: Any, interval: int) -> Iterator[Applied]:
     """DeepCache with one whole call in `interval`, by its own package."""
     from DeepCache import DeepCacheSDHelper
 
     helper = DeepCacheSDHelper(pipe=pipe)
     helper.set_params(cache_interval=interval, cache_branch_id=0)
-    with _forwards_kept(pipe.unet):
+    with forwards_kept(pipe.unet):
         helper.enable()
         try:
-            yield nothing
+            yield Applied(pipe)
         finally:
             helper.disable()
 
 
 @contextmanager
-def tgate(pipe: Any, gate_step: int) -> Iterator[Reseed]:
-    """T-GATE by its own package: from `gate_step` on no guidance, and cross-attention's outputs are kept.
-
-    Before the gate, self-attention's outputs are renewed in every fifth step, as the package has it.
-    """
-    kind: type = type(pipe)
-    if kind is not StableDiffusionPipeline:
-        raise EvalError(
-            f"T-GATE's package has no way for a {kind.__name__} here: take a StableDiffusionPipeline"
-        )
-    from tgate.SD import tgate as call
-
-    def gated(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return call(self, *args, **kwargs, gate_step=gate_step)
-
-    with _forwards_kept(pipe.unet):
-        pipe.__class__ = type(kind.__name__, (kind,), {"__call__": gated, "__module__": kind.__module__})
-        try:
-            yield nothing
-        finally:
-            pipe.__class__ = kind
-            for module in pipe.unet.modules():
-                module.__dict__.pop("cache", None)
-
-
-@contextmanager
-def todo(pipe: Any, ratio: None) -> Iterator[Reseed]:
+def todo(pipe: Any, ratio: None) -> Iterator[Applied]:
     """ToDo (Smith et al. 2024): keys and values of every second token each way, in every step."""
     with apply_agentsd(pipe, recipe=Recipe(Downsample())):
-        yield nothing
+        yield Applied(pipe)
 
 
 class _NoCore:
@@ -132,7 +114,7 @@ class _NoCore:
 
 
 @contextmanager
-def limit(pipe: Any, ratio: None, levels: int) -> Iterator[Reseed]:
+def limit(pipe: Any, ratio: None, levels: int) -> Iterator[Applied]:
     """No attention between the tokens of the finest levels: what no method on them can be faster than.
 
     Its pictures mean nothing.
@@ -142,25 +124,16 @@ def limit(pipe: Any, ratio: None, levels: int) -> Iterator[Reseed]:
     for layer in layers:
         layer.set_processor(_NoCore())
     try:
-        yield nothing
+        yield Applied(pipe)
     finally:
         for layer, processor in zip(layers, before, strict=True):
             layer.set_processor(processor)
-
-
-@contextmanager
-def forecasting(pipe: Any, every: int) -> Iterator[Reseed]:
-    """Clean latents forecast in place of whole calls."""
-    with forecast(pipe, every):
-        yield nothing
 
 
 RIVALS: dict[str, Rival] = {
     "tomesd": tomesd,
     "todo": todo,
     "deepcache": deepcache,
-    "tgate": tgate,
-    "forecast": forecasting,
     "limit": partial(limit, levels=1),
     "limit-all": partial(limit, levels=EVERY_LEVEL),
 }

@@ -93,10 +93,10 @@ def sample(
     latents = initial_latents(pipe, seeds, height, width).to(device, dtype)
     # For samplers that add noise at each step; another stream than the one of the initial noise.
     generators = [torch.Generator().manual_seed(2**32 + seed) for seed in seeds]
-    with method.applied(pipe) as reseed:
-        reseed(seeds[0])
+    with method.applied(pipe) as applied:
+        applied.reseed(seeds[0])
         with Stopwatch(device) as watch:
-            output = pipe(
+            output = applied.call(
                 prompt=[picture.prompt for picture in pictures],
                 height=height,
                 width=width,

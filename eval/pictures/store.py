@@ -10,9 +10,9 @@ from typing import Any
 
 from PIL import Image
 
+from .. import run_file
 from ..errors import EvalError
-from ..pages import run_file
-from ..pages.output import explain_os_error, png_bytes, write_bytes
+from ..files import explain_os_error, png_bytes, write_bytes
 from .methods import Method
 from .prompts import Picture
 from .sampling import Seconds

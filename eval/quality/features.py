@@ -16,7 +16,7 @@ import torch
 from PIL import Image, ImageOps
 
 from ..errors import EvalError
-from ..pages.output import explain_os_error
+from ..files import explain_os_error
 from .fidelity import to_tensor
 
 _BATCH = 16

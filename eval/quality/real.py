@@ -5,13 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 from PIL import Image
 
 from ..settings import RunSettings
 from .features import picture_files
-
-_MEASURED = 1000
 
 
 def user_cache() -> Path:
@@ -26,13 +23,11 @@ class Real:
     Attributes:
         pictures: loaded, or their files.
         crop: height and width that photographs are brought to.
-        measures: middles and sides (M, 3) of scenes' sprites.
         cache: folder of their features, where other runs find them.
     """
 
     pictures: Sequence[Image.Image] | Sequence[Path]
     crop: tuple[int, int] | None = None
-    measures: np.ndarray | None = None
     cache: Path = field(default_factory=lambda: user_cache() / "features")
 
 
@@ -48,8 +43,7 @@ def load_real(settings: RunSettings, height: int, width: int) -> Real | None:
         return None
     from agentsd_demo.data import trained_concepts
 
-    from .scenes import fresh_scenes, measures_of
+    from .scenes import fresh_scenes
 
     count = min(settings.references, settings.most_references or settings.references)
-    images = [scene.image for scene in fresh_scenes(trained_concepts(), height, count)]
-    return Real(images, measures=measures_of(images[:_MEASURED]))
+    return Real([scene.image for scene in fresh_scenes(trained_concepts(), height, count)])

@@ -13,7 +13,6 @@ _SHARES = (
     ("right", "seen"),
     ("right", "heldout triple"),
     ("right", "heldout pair"),
-    ("right_style", None),
     ("right_colour", None),
     ("clip", None),
 )
@@ -22,7 +21,7 @@ _SHARES = (
 def summary_of(rows: Sequence[Row], baseline: Sequence[Row] | None) -> Row:
     """Return means over the pictures; `baseline` are the same seeds' rows, or None for the baseline's own.
 
-    Perceptual distances and grain are geometric means: a few pictures of a run become another picture.
+    Perceptual distances are geometric means: a few pictures of a run become another picture.
     Pictures that equal the baseline's are counted (`equal_images`), and are in no mean of PSNR or distance;
     where all of them do, the distance is 0 and there is no PSNR.
     """
@@ -35,13 +34,6 @@ def summary_of(rows: Sequence[Row], baseline: Sequence[Row] | None) -> Row:
             means[key] = float(values.mean())
     if equal := sum(row.get("psnr") == np.inf for row in rows):
         means["equal_images"] = equal
-    if baseline is not None and all(row.get("high_frequency") for row in (*rows, *baseline)):
-        ratios = np.log(
-            [row["high_frequency"] / old["high_frequency"] for row, old in zip(rows, baseline, strict=True)]
-        )
-        means["high_frequency"] = float(np.exp(ratios.mean()))
-        if len(ratios) > 1:
-            means["high_frequency_error"] = float(means["high_frequency"] * metrics.standard_error(ratios))
     for key, split in _SHARES:
         means |= _share(rows, baseline, key, split)
     return means

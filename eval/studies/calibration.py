@@ -11,7 +11,8 @@ from agentsd import Recipe, calibrate
 from agentsd.cache.plan import describe
 
 from ..errors import EvalError
-from ..pages.output import check_writable, explain_os_error, make_table, progress
+from ..files import check_writable, explain_os_error
+from ..pages.output import make_table, progress
 from ..pages.rows import Row
 from ..pictures.methods import parse_method
 from ..pictures.models import load_pipeline

@@ -10,9 +10,9 @@ from rich.console import Console
 
 from agentsd import Recipe
 
+from .. import run_file
 from ..errors import EvalError
-from ..pages import run_file
-from ..pages.output import write_bytes
+from ..files import write_bytes
 from ..pages.quality_table import FEWEST, row_label
 from ..pages.report import write_report
 from ..pages.rows import Row

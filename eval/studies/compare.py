@@ -12,8 +12,9 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
+from ..files import check_writable, save_image
 from ..pages.grid import draw_grid
-from ..pages.output import check_writable, make_table, progress, save_image
+from ..pages.output import make_table, progress
 from ..pictures.methods import Method, check_schedulers, expand
 from ..pictures.models import load_pipeline
 from ..pictures.prompts import Picture, note_unknown_words, pictures_to_show

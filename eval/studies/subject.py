@@ -13,10 +13,11 @@ from rich.progress import Progress
 from agentsd.dreambooth.checkpoints import list_checkpoints
 from agentsd.hosts.models import weights_digest
 
+from ..environment import describe_maker, describe_run
 from ..errors import EvalError
+from ..files import check_writable, save_image, write_bytes
 from ..pages import rows as results
-from ..pages.maker import describe_maker, describe_run
-from ..pages.output import check_writable, progress, save_image, write_bytes
+from ..pages.output import progress
 from ..pages.rows import Row
 from ..pictures.models import load_pipeline
 from ..pictures.prompts import Picture

@@ -13,7 +13,7 @@ from agentsd.dreambooth.config import DreamBoothConfig
 from agentsd.dreambooth.data import find_pictures, load_picture
 
 from ..errors import EvalError
-from ..pages.output import read_lines
+from ..files import read_lines
 from ..pictures.methods import Method, parse_method
 from ..pictures.prompts import SHIPPED, Picture, from_prompts, from_triples
 from ..pictures.store import Store

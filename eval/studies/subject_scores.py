@@ -12,7 +12,6 @@ from ..quality import metrics
 from ..quality.clip import ClipScore
 from ..quality.dino import Dino
 from ..quality.features import load_network
-from ..quality.judge import scene_reader
 from ..settings import SubjectSettings
 
 Images = Sequence[Image.Image]
@@ -68,7 +67,7 @@ def load_scores(settings: SubjectSettings, others: Sequence[Picture], device: to
         network = load_network("efficientnet-lite0", device)
         about = "mean cosine of EfficientNet-Lite0 features to the subject's views"
         likeness.append(Likeness("similarity", "similarity", about, network))
-        fit.append(_right(others, device))
+        fit.append(_right(device))
     if settings.clip:
         clip = ClipScore(settings.clip, device)
         about = "mean cosine of CLIP's image embeddings to those of the subject's views"
@@ -81,10 +80,10 @@ def load_scores(settings: SubjectSettings, others: Sequence[Picture], device: to
     return Scores(likeness, fit)
 
 
-def _right(others: Sequence[Picture], device: torch.device) -> Fit:
-    from ..quality.scenes import read_pictures
+def _right(device: torch.device) -> Fit:
+    from ..quality.scenes import read_pictures, scene_reader
 
-    reader = scene_reader(others, device)
+    reader = scene_reader(device)
 
     def score(images: Images, pictures: Sequence[Picture]) -> np.ndarray:
         asked = [picture.triple for picture in pictures if picture.triple is not None]

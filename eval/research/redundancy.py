@@ -20,16 +20,17 @@ from torch.nn import Module
 
 from agentsd.hosts.models import EVERY_LEVEL, Site, find_model, find_sites, latent_and_timestep
 
+from ..environment import describe_run
 from ..errors import EvalError
-from ..pages.maker import describe_run
-from ..pages.output import check_writable, progress, write_bytes
+from ..files import check_writable, write_bytes
+from ..pages.output import progress
 from ..pages.rows import Column, Row, figure, to_markdown, to_terminal, write_rows
 from ..pictures.methods import parse_method
 from ..pictures.models import load_pipeline
 from ..pictures.prompts import Picture, note_unknown_words, pictures_to_show
 from ..pictures.sampling import sample
-from ..settings import RedundancySettings
 from .divergence import MAX_SCORE, attention_map, js_score, js_score_sampled
+from .settings import RedundancySettings
 
 _ALL = "all layers"
 _THIRDS = ("first third", "middle third", "last third")

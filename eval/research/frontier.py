@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from .. import run_file
+from ..environment import describe_run
 from ..errors import EvalError
+from ..files import check_writable, write_bytes
 from ..pages import rows as results
-from ..pages import run_file
-from ..pages.maker import describe_run
-from ..pages.output import check_writable, write_bytes
 from ..pages.quality_table import gain, interval
 from ..pages.rows import Column, Row, figure
-from ..pages.story import draw_story
-from ..settings import FrontierSettings
+from .frontier_plot import draw_frontier
+from .settings import FrontierSettings
 
 _ALIKE = ("model", "weights", "dtype", "height", "width", "guidance_scale", "steps")
 COLUMNS = [
@@ -43,7 +43,7 @@ def command(settings: FrontierSettings, console: Console) -> None:
     check_writable(settings.out / "frontier.png")
     run = describe_run(settings, torch.device("cpu"))
     results.write_rows(settings.out, "frontier", rows, [COLUMNS], run, NOTE)
-    write_bytes(settings.out / "frontier.png", draw_story(rows, settings.title))
+    write_bytes(settings.out / "frontier.png", draw_frontier(rows, settings.title))
     console.print(results.to_terminal("frontier", rows, COLUMNS))
     console.print(NOTE)
     console.print(f"figures: {settings.out}", soft_wrap=True)

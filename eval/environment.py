@@ -12,15 +12,17 @@ from typing import Any
 
 import torch
 
-from ..settings import CommandSettings
+from .settings import CommandSettings
 
 _PACKAGES = ("agentsd", "torch", "diffusers", "transformers", "tomesd", "DeepCache", "tgate", "numpy")
 
 
 def describe_run(settings: CommandSettings, device: torch.device) -> dict[str, Any]:
     """Return the maker, and beside it the command and its settings."""
+    is_study = Path(sys.argv[0]).parent.name == "research"
+    program = ["python", "-m", "agentsd_eval.research"] if is_study else ["agentsd-eval"]
     return {
-        "command": shlex.join(["agentsd-eval", *sys.argv[1:]]),
+        "command": shlex.join([*program, *sys.argv[1:]]),
         **describe_maker(device),
         "settings": settings.model_dump(mode="json", exclude={"out"}),
     }
@@ -34,7 +36,7 @@ def describe_maker(device: torch.device) -> dict[str, Any]:
     """
     on_gpu = device.type == "cuda"
     return {
-        **checkout(Path(__file__).parents[2]),
+        **checkout(Path(__file__).parents[1]),
         "device": torch.cuda.get_device_name(device) if on_gpu else cpu_model(),
         "cpu": cpu_model(),
         "cores": os.cpu_count(),

@@ -16,14 +16,15 @@ from rich.table import Table
 from agentsd.attention import agents, merge, pooled, processor, ranking
 from agentsd.hosts.models import EVERY_LEVEL, find_sites
 
+from ..cost.latency import load
+from ..cost.workload import Case, forward_call
+from ..environment import describe_run
 from ..errors import EvalError
-from ..pages.maker import describe_run
-from ..pages.output import check_writable, progress
+from ..files import check_writable
+from ..pages.output import progress
 from ..pages.rows import Column, Row, figure, to_terminal, write_rows
 from ..pictures.methods import Method, expand
-from ..settings import ProfileSettings
-from .latency import load
-from .workload import Case, forward_call
+from .settings import ProfileSettings
 
 TOTAL = "whole call"
 REST = "everything else"
@@ -174,8 +175,8 @@ def measure(
         for number in range(settings.repeats + 1):
             for method in methods:
                 clock = Clock(unet.device)
-                with method.applied(unet) as reseed, watched(unet, parts, clock):
-                    reseed(0)
+                with method.applied(unet) as applied, watched(unet, parts, clock):
+                    applied.reseed(0)
                     with clock.running():
                         run()
                 if number:

@@ -8,11 +8,12 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from ..errors import EvalError
-from ..pages.output import plot_bytes, write_bytes
+from ..files import write_bytes
+from ..pages.output import plot_bytes
 from ..pages.rows import Row, distance_name
 from ..pictures.methods import Method, fewer, parse_method
-from ..settings import MediatorSettings
-from .table import show
+from ..studies.table import show
+from .settings import MediatorSettings
 
 
 def command(settings: MediatorSettings, console: Console) -> None:

@@ -1,30 +1,30 @@
-"""What a judge sees of known losses, drawn: each link of a chain with its interval."""
+"""What the metrics see of known degradations, drawn: each ordered pair with its interval."""
 
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from .output import plot_bytes
-from .rows import Row
+from ..pages.output import plot_bytes
+from ..pages.rows import Row
 
 COLOURS = {"seen": "#2a7f4f", "not told apart": "#888888", "out of order": "#b3261e"}
 _PANELS = (("to reference image", "log", 1), ("to the baseline", "log", 1), ("kid", "linear", 0))
 
 
 def pair_of(row: Row) -> str:
-    """Return a link's smaller and greater loss."""
+    """Return a pair's smaller and greater degradation."""
     return f"{row['less'].removesuffix('-sdpa')} < {row['more'].removesuffix('-sdpa')}"
 
 
-def draw_links(links: Sequence[Row], title: str) -> bytes:
-    """Return a PNG with a panel for each measure; right of its line the greater loss is seen."""
-    names = list(dict.fromkeys(pair_of(row) for row in links))
-    panels = [panel for panel in _PANELS if any(row["measure"] == panel[0] for row in links)]
+def draw_pairs(pairs: Sequence[Row], title: str) -> bytes:
+    """Return a PNG with a panel for each measure; right of its line the greater degradation is seen."""
+    names = list(dict.fromkeys(pair_of(row) for row in pairs))
+    panels = [panel for panel in _PANELS if any(row["measure"] == panel[0] for row in pairs)]
     figure = Figure(figsize=(3 + 2.6 * len(panels), 1.2 + 0.28 * len(names)), layout="constrained")
     every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (measure, scale, nothing) in zip(every, panels, strict=True):
         axes.axvline(nothing, color="#222222", lw=1)
-        for row in links:
+        for row in pairs:
             if row["measure"] == measure:
                 value, place, colour = row["value"], names.index(pair_of(row)), COLOURS[row["verdict"]]
                 ends = [[value - row["low"]], [row["high"] - value]]

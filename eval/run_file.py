@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..errors import EvalError
-from .output import write_bytes
+from .errors import EvalError
+from .files import write_bytes
 
 NAME = "run.json"
 FORMAT = 2

@@ -1,4 +1,4 @@
-"""Proof that the judge judges: losses of known order are put in that order, beyond their errors."""
+"""Validation of the metrics: degradations of known order are put in that order, beyond their errors."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,47 +9,53 @@ import numpy as np
 from PIL import Image, ImageFilter
 from rich.console import Console
 
+from ..environment import describe_run
 from ..errors import EvalError
+from ..files import write_bytes
 from ..pages import rows as results
-from ..pages.links import draw_links, pair_of
-from ..pages.output import write_bytes
 from ..pages.rows import Column, Row
 from ..pictures.methods import Method, parse_method
-from ..quality.judge import Harm
+from ..quality.measure import Measured, Shown, measure
 from ..quality.metrics import Z95, KernelDistance, standard_error
-from ..settings import ProofSettings
-from .table import Measured, measure
+from ..studies.table import make
+from .ordered_pairs import draw_pairs, pair_of
+from .settings import ValidationSettings
 
 BLURS, NOISES = (0.5, 1.0, 2.0), (4, 10, 25)
 RATIOS = (0.25, 0.5, 0.75)
 INTERVALS = (2, 3, 5, 10)
 NOTE = (
-    "Each link names a smaller and a greater loss. Of perceptual distances the ratio of the greater one's to "
+    "Each pair names a smaller and a greater loss. Of perceptual distances the ratio of the greater one's to "
     "the smaller one's, a geometric mean over the same seeds; of KIDs (x1000) their difference; "
     "with a 95% interval. Seen: the interval lies on the right side."
 )
 
 
-def command(settings: ProofSettings, console: Console) -> None:
-    """Print the links of every chain, and write them."""
-    methods, chains = rivals(settings)
-    found = measure(settings, methods, "proof", console, HARMS, costs=False)
-    if found is None:
+def command(settings: ValidationSettings, console: Console) -> None:
+    """Print the ordered pairs, and write them."""
+    methods, chains = methods_of(settings)
+    made = make(settings, methods, "metric-validation", console, costs=False)
+    if made is None:
         return
-    if "reference_distance" not in found.singles[0] or len(found.singles) // len(found.rows) < 2:
-        raise EvalError("proof: take 2 pictures or more, and --reference-steps")
-    links = links_of(found, chains | HARM_CHAINS)
-    run = found.run
-    results.write_rows(settings.out, "proof", links, [COLUMNS], run, NOTE)
-    results.write_singles(settings.out / "proof-pictures.csv", found.singles)
-    title = f"what the judge sees, {found.rows[0]['images']} pictures a row"
-    write_bytes(settings.out / "proof.png", draw_links(links, title))
-    console.print(results.to_terminal(title, links, COLUMNS))
+    if made.references.reference is None:
+        raise EvalError("metric-validation: give --reference-steps")
+    shown = [made.shown(method) for method in methods]
+    for name, degradation in DEGRADATIONS.items():
+        shown.append(Shown(name, [degradation(image) for image in shown[0].images], made.metrics))
+    found = {one.key: measure(one, made.asked, made.references, made.metrics) for one in shown}
+    pairs = pairs_of(found, chains | DEGRADED)
+    facts = describe_run(settings, made.device)
+    results.write_rows(settings.out, "metric-validation", pairs, [COLUMNS], facts, NOTE)
+    singles = [single for measured in found.values() for single in measured.singles]
+    results.write_singles(settings.out / "metric-validation-pictures.csv", singles)
+    title = f"what the metrics see, {len(made.asked)} images a row"
+    write_bytes(settings.out / "metric-validation.png", draw_pairs(pairs, title))
+    console.print(results.to_terminal(title, pairs, COLUMNS))
     console.print(NOTE)
     console.print(f"figures: {settings.out}", soft_wrap=True)
 
 
-def rivals(settings: ProofSettings) -> tuple[list[Method], dict[str, list[str]]]:
+def methods_of(settings: ValidationSettings) -> tuple[list[Method], dict[str, list[str]]]:
     """Return every method that is run, baseline first, and the chains of their keys, from least to most
     loss."""
     baseline = parse_method("baseline", None, settings)
@@ -76,20 +82,20 @@ def noise(sigma: float, image: Image.Image) -> Image.Image:
     return Image.fromarray((np.asarray(image) + added).round().clip(0, 255).astype(np.uint8))
 
 
-_HARMS: dict[str, tuple[Callable[..., Image.Image], Sequence[float]]] = {
+_DEGRADATIONS: dict[str, tuple[Callable[..., Image.Image], Sequence[float]]] = {
     "blur": (blur, BLURS),
     "noise": (noise, NOISES),
 }
-HARMS: Mapping[str, Harm] = {
-    f"{name} {strength:g}": partial(harm, strength)
-    for name, (harm, strengths) in _HARMS.items()
+DEGRADATIONS: Mapping[str, Callable[[Image.Image], Image.Image]] = {
+    f"{name} {strength:g}": partial(degradation, strength)
+    for name, (degradation, strengths) in _DEGRADATIONS.items()
     for strength in strengths
 }
-HARM_CHAINS = {name: [f"{name} {strength:g}" for strength in s] for name, (_, s) in _HARMS.items()}
+DEGRADED = {name: [f"{name} {strength:g}" for strength in s] for name, (_, s) in _DEGRADATIONS.items()}
 
 
 @dataclass(frozen=True)
-class Link:
+class Pair:
     """The measure of a greater loss beside a smaller one's: its value, and a 95% interval."""
 
     value: float
@@ -106,43 +112,39 @@ class Link:
         return "out of order" if self.high < self.none else "not told apart"
 
 
-def ratio(less: Sequence[float], more: Sequence[float]) -> Link:
+def ratio(less: Sequence[float], more: Sequence[float]) -> Pair:
     """Return the ratio of two losses' perceptual distances, paired by seed."""
     logs = np.log(np.maximum(more, 1e-12)) - np.log(np.maximum(less, 1e-12))
     middle, half = logs.mean(), Z95 * standard_error(logs)
     low, high = float(np.exp(middle - half)), float(np.exp(middle + half))
-    return Link(float(np.exp(middle)), low, high, none=1.0)
+    return Pair(float(np.exp(middle)), low, high, none=1.0)
 
 
-def difference(less: KernelDistance, more: KernelDistance) -> Link:
+def difference(less: KernelDistance, more: KernelDistance) -> Pair:
     """Return the difference of two losses' KIDs x1000, paired by seed."""
     middle, half = 1e3 * (more.value - less.value), 1e3 * Z95 * more.difference_error(less)
-    return Link(middle, middle - half, middle + half, none=0.0)
+    return Pair(middle, middle - half, middle + half, none=0.0)
 
 
-def links_of(found: Measured, chains: Mapping[str, Sequence[str]]) -> list[Row]:
-    """Return a row for each pair of neighbours in a chain, by each measure that both have."""
-    distances: dict[str, dict[str, list[float]]] = {"to reference image": {}, "to the baseline": {}}
-    for single in found.singles:
-        for measure_name, key in (
-            ("to reference image", "reference_distance"),
-            ("to the baseline", "baseline_distance"),
-        ):
-            if single[key] is not None:
-                distances[measure_name].setdefault(single["method"], []).append(single[key])
+def pairs_of(found: Mapping[str, Measured], chains: Mapping[str, Sequence[str]]) -> list[Row]:
+    """Return a row for each pair of neighbours in a chain, by each metric that both have."""
     rows = []
     for chain, keys in chains.items():
         for less, more in pairwise(keys):
-            links = {
-                name: ratio(of[less], of[more])
-                for name, of in distances.items()
-                if less in of and more in of and (chain, name) != ("steps", "to the baseline")
-            }
-            if less in found.kernels and more in found.kernels:
-                links["kid"] = difference(found.kernels[less], found.kernels[more])
-            for name, link in links.items():
-                values = {"value": link.value, "low": link.low, "high": link.high, "verdict": link.verdict}
-                rows.append({"chain": chain, "less": less, "more": more, "measure": name} | values)
+            pairs: dict[str, Pair] = {}
+            for name, key in (
+                ("to reference image", "reference_distance"),
+                ("to the baseline", "baseline_distance"),
+            ):
+                values = [[single[key] for single in found[one].singles] for one in (less, more)]
+                if None not in values[0] + values[1] and (chain, key) != ("steps", "baseline_distance"):
+                    pairs[name] = ratio(*values)
+            smaller, greater = found[less].kid, found[more].kid
+            if smaller and greater:
+                pairs["kid"] = difference(smaller, greater)
+            for name, pair in pairs.items():
+                values_of = {"value": pair.value, "low": pair.low, "high": pair.high, "verdict": pair.verdict}
+                rows.append({"chain": chain, "less": less, "more": more, "measure": name} | values_of)
     return rows
 
 

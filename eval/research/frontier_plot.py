@@ -7,8 +7,8 @@ from itertools import groupby
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .output import plot_bytes
-from .rows import Row
+from ..pages.output import plot_bytes
+from ..pages.rows import Row
 
 COSTS = {"macs": "MACs of a picture", "seconds": "time of a picture"}
 """What is drawn across, a panel each; the baseline's run of all steps is 1."""
@@ -22,7 +22,7 @@ def family_of(label: str) -> str:
     return re.sub(r"-[\d.]+$", "", name)
 
 
-def draw_story(rows: Sequence[Row], title: str) -> bytes:
+def draw_frontier(rows: Sequence[Row], title: str) -> bytes:
     """Return a PNG with a panel for each cost.
 
     A row has a `label`, whether it is `plain` (the baseline, of however many steps), its run's `sampler`,
