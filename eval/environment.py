@@ -36,7 +36,7 @@ def describe_maker(device: torch.device) -> dict[str, Any]:
     """
     on_gpu = device.type == "cuda"
     return {
-        **checkout(Path(__file__).parents[1]),
+        **checkout(Path(__file__).resolve().parents[1]),
         "device": torch.cuda.get_device_name(device) if on_gpu else cpu_model(),
         "cpu": cpu_model(),
         "cores": os.cpu_count(),

@@ -9,8 +9,8 @@ METHODS: dict[str, int | None] = {
     "tomesd": None,
     "todo": None,
     "deepcache": 3,
-    "limit": None,
-    "limit-all": None,
+    "no-attention": None,
+    "no-attention-all": None,
 }
 """Methods that are no recipe of this package; for those that take a number ("deepcache-5"), the default."""
 

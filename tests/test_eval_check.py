@@ -6,18 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
-from agentsd_eval.cli import app
+from agentsd_eval.cli import main
 from agentsd_eval.settings import CheckSettings
 from agentsd_eval.studies.check import completed, verdict
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from agentsd import Recipe, StepCache
 
-RUN = ("--images", 2, "--steps", 8, "--reference-steps", 10, "--method", "step-caching", "--bootstrap", 2)
+RUN = ("--images", 2, "--steps", 8, "--reference-steps", 10, "--methods", "step-caching", "--bootstrap", 2)
 
 
 def invoke(*arguments: object, code: int = 0) -> str:
-    result = CliRunner().invoke(app, ["check", *map(str, arguments)])
+    result = CliRunner().invoke(main, ["check", *map(str, arguments)])
     assert result.exit_code == code, result.output
     return " ".join(result.output.split())
 

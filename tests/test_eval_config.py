@@ -43,7 +43,7 @@ def test_command_line_over_yaml_over_defaults(tmp_path: Path) -> None:
         ("agent: {ratios: 0.5}", "unknown \\['ratios'\\]; known: early_frac"),
         ("named: {mine: gone.yaml}", r"mine: .*gone\.yaml isn't there"),
         ("named: {mine: {kk: 1}}", "unknown \\['kk'\\]"),
-        ("named: {a+b: {k: 1}}", r"'a\+b' is empty or holds a '\+'"),
+        ("named: {a+b: {k: 1}}", r"'a\+b' is empty or holds"),
         ("agent: {scale: 0.54}", "scale=0.54: it is the exponent"),
         ("agent: {k: many}", "k='many' is a str: pass a float"),
         ("height: 100", "height = 100: Input should be a multiple of 8"),
@@ -62,12 +62,9 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         load_settings(CompareSettings, tmp_path / "gone.yaml", {})
 
 
-@pytest.mark.parametrize(
-    ("key", "option", "value"),
-    [("sizes", "size", (100,)), ("sizes", "size", (8,)), ("batches", "batch", (0,))],
-)
-def test_latency_sizes_and_batches_are_whole(key: str, option: str, value: tuple[int, ...]) -> None:
-    with pytest.raises(EvalError, match=f"{option} = "):
+@pytest.mark.parametrize(("key", "value"), [("sizes", (100,)), ("sizes", (8,)), ("batches", (0,))])
+def test_latency_sizes_and_batches_are_whole(key: str, value: tuple[int, ...]) -> None:
+    with pytest.raises(EvalError, match=f"--{key} = "):
         load_settings(LatencySettings, None, {key: value})
 
 
@@ -96,11 +93,11 @@ def test_presets_of_cost_are_valid(name: str) -> None:
     assert "agents-then-downsample+deepcache" in labels
 
 
-LISTED = [(name, command) for name, (_, commands) in presets().items() for command in commands]
+LISTED = [(name, command) for name, preset in presets().items() for command in preset.commands]
 
 
 @pytest.mark.parametrize(("name", "command"), LISTED)
-def test_each_preset_is_valid_for_each_command_that_its_comments_name(name: str, command: str) -> None:
+def test_each_preset_is_valid_for_each_of_its_commands(name: str, command: str) -> None:
     word, *given = command.split()
     kind, _ = COMMANDS[word]
     made = {"operators": "runs/operators/", "gate_intervals": "runs/calibrated/"}

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from agentsd_eval.cli import app
+from agentsd_eval.cli import main
 from agentsd_eval.pages.quality_table import change, plan
 from agentsd_eval.quality.summary import summary_of
 from agentsd_eval.studies import table
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 
 def picture(split: str | None, right: bool | None, **figures: float | None) -> dict:
@@ -99,9 +99,9 @@ def test_plan_is_that_of_the_noisiest_row() -> None:
 def test_the_embedded_model_is_judged_by_its_prompts(tmp_path: Path) -> None:
     arguments = [
         "table",
-        "--method",
+        "--methods",
         "paper",
-        "--ratio",
+        "--ratios",
         0.4,
         "--steps",
         6,
@@ -117,7 +117,7 @@ def test_the_embedded_model_is_judged_by_its_prompts(tmp_path: Path) -> None:
         "--out",
         tmp_path,
     ]
-    result = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+    result = CliRunner().invoke(main, list(map(str, arguments)), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     baseline, fewer, agent, floor = map(json.loads, (tmp_path / "table.jsonl").read_text().splitlines())
     assert 0 <= baseline["right_seen"] <= 1

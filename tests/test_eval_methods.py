@@ -36,8 +36,8 @@ EVERY = (
     "deepcache",
     "paper+deepcache",
     "tomesd+deepcache",
-    "limit",
-    "limit-all",
+    "no-attention",
+    "no-attention-all",
 )
 
 
@@ -84,8 +84,8 @@ def test_reseeded_tomesd_repeats_its_pictures(pipe: Any, sample: Any) -> None:
 
     def run(seed: int) -> torch.Tensor:
         torch.rand(3)  # whatever else draws from the global generator
-        with method.applied(pipe) as reseed:
-            reseed(seed)
+        with method.applied(pipe) as applied:
+            applied.reseed(seed)
             return sample(pipe)
 
     assert torch.equal(run(0), run(0))
@@ -202,7 +202,16 @@ def test_rows_of_fewer_steps() -> None:
 
 def test_what_saves_whole_calls_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODES, "calls", Recipe(steps=StepCache()))
-    names = ("baseline", "paper", "tomesd", "limit", "calls", "deepcache-5", "paper+deepcache", "paper@20")
+    names = (
+        "baseline",
+        "paper",
+        "tomesd",
+        "no-attention",
+        "calls",
+        "deepcache-5",
+        "paper+deepcache",
+        "paper@20",
+    )
     within = [parse_method(name, 0.4, SETTINGS).within_a_call for name in names]
     assert within == [True] * 4 + [False] * 4
 

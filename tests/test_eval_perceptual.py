@@ -5,7 +5,6 @@ import pytest
 import torch
 from agentsd_demo import accuracy
 from agentsd_demo.scenes import compose, triples
-from agentsd_eval.pictures.prompts import Picture
 from agentsd_eval.quality.features import efficientnet_lite0, load_network
 from agentsd_eval.quality.perceptual import Looks, StageFeatures, stage_distance
 from agentsd_eval.quality.scenes import scene_reader
@@ -24,11 +23,10 @@ def test_what_the_judge_has_of_the_network_is_loaded_once(monkeypatch):
     monkeypatch.setattr(EfficientNet, "from_name", lambda name: loads.append(load(name)) or loads[-1])
     cpu = torch.device("cpu")
     efficientnet_lite0.cache_clear()
-    picture = Picture(0, "a panda face", 0, triple=next(iter(triples())))
     network, stages, reader = (
         load_network("efficientnet-lite0", cpu),
         StageFeatures(cpu),
-        scene_reader([picture], cpu),
+        scene_reader(cpu),
     )
     assert reader is not None
     assert len(loads) == 1

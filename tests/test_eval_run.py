@@ -292,7 +292,7 @@ def run_options(model_folder: str, photographs: Path, tmp_path: Path) -> list[st
     """Arguments of a small table with real pictures, without --out."""
     (tmp_path / "prompts.txt").write_text("a cat\na dog\n")
     options = ["table", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--reference"]
-    options += [photographs, "--steps", "2", "--images", "6", "--batch-size", "2", "--ratio", "0.5"]
+    options += [photographs, "--steps", "2", "--images", "6", "--batch-size", "2", "--ratios", "0.5"]
     return list(map(str, options))
 
 

@@ -20,16 +20,16 @@ from agentsd_demo.accuracy import efficientnet_lite0
 from agentsd_demo.reading import ConceptReader, read_scene
 from agentsd_demo.scenes import compose, triples
 from agentsd_demo.subject import View
-from agentsd_eval.cli import app
+from agentsd_eval.cli import main
 from agentsd_eval.pages.output import progress
 from agentsd_eval.pictures.sampling import Seconds
 from agentsd_eval.pictures.store import Store
 from agentsd_eval.presets import load_settings
 from agentsd_eval.settings import SubjectSettings
 from agentsd_eval.studies import subject, subject_plan, subject_report, subject_scores
+from click.testing import CliRunner
 from PIL import Image
 from rich.console import Console
-from typer.testing import CliRunner
 
 from agentsd import Agents, Merge, Phases, Recipe
 from agentsd.dreambooth import training
@@ -127,7 +127,7 @@ def test_agents_generate_as_they_were_trained() -> None:
 
 def invoke(*arguments: Any, code: int = 0) -> str:
     """Run the command; return what it printed, blanks made one."""
-    result = CliRunner().invoke(app, ["subject", *(str(argument) for argument in arguments)])
+    result = CliRunner().invoke(main, ["subject", *(str(argument) for argument in arguments)])
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == code, result.output

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from agentsd_eval.quality import features, metrics
-from agentsd_eval.research.__main__ import app
+from agentsd_eval.research.__main__ import main
+from click.testing import CliRunner
 from PIL import Image
-from typer.testing import CliRunner
 
 pytestmark = pytest.mark.fid
 
@@ -74,7 +74,7 @@ def test_the_command_prints_fid(
     ours, _, weights = network
     monkeypatch.setattr(features, "check_inception_weights", lambda path: None)
     command = ["fid", photographs, photographs, "--inception-weights", weights, "--cache", tmp_path]
-    done = CliRunner().invoke(app, list(map(str, command)), catch_exceptions=False)
+    done = CliRunner().invoke(main, list(map(str, command)), catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert "FID" in done.output
     kept = np.load(next(tmp_path.glob("inception-*.npy")))

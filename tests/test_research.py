@@ -15,23 +15,23 @@ import torch
 from agentsd_demo.scenes import random_scene, triples
 from agentsd_eval.pictures.methods import parse_method
 from agentsd_eval.research import breakdown, mediators, metric_validation, redundancy
-from agentsd_eval.research.__main__ import app
+from agentsd_eval.research.__main__ import main
 from agentsd_eval.research.divergence import attention_map, js_score, js_score_sampled
 from agentsd_eval.research.forecast import FULL_AT_FIRST, Forecast
 from agentsd_eval.research.scene_details import high_frequency_energy, position_distance, wasserstein
 from agentsd_eval.research.settings import MediatorSettings, ProfileSettings, RedundancySettings
 from agentsd_eval.settings import CompareSettings
+from click.testing import CliRunner
 from diffusers import DPMSolverMultistepScheduler
 from PIL import Image
 from sd_folder import stand_in_for_inception
 from tgate import TgateSDLoader
 from tiny import BETAS, fingerprint
-from typer.testing import CliRunner
 
 
 def invoke(*arguments: Any) -> str:
     """Run a study; return what it printed."""
-    result = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+    result = CliRunner().invoke(main, list(map(str, arguments)), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -70,7 +70,7 @@ def test_a_ratio_is_seen_beyond_its_interval(factor: float, verdict: str) -> Non
 def test_mediators(model_folder: str, photographs: Path, prompts: Path, tmp_path: Path) -> None:
     invoke(
         "mediators", "--model", model_folder, "--prompts", prompts, "--reference", photographs, "--images", 2,
-        "--steps", 2, "--count", 4, "--count", 16, "--threshold-step", 1, "--out", tmp_path / "run",
+        "--steps", 2, "--counts", 4, "--counts", 16, "--threshold-step", 1, "--out", tmp_path / "run",
     )  # fmt: skip
     assert (tmp_path / "run" / "mediators.png").exists()
     assert "| thresholds 1 |" in (tmp_path / "run" / "mediators.md").read_text()
@@ -78,7 +78,7 @@ def test_mediators(model_folder: str, photographs: Path, prompts: Path, tmp_path
 
 def test_thresholds_fall() -> None:
     assert len(set(mediators.thresholds_of(3, 0.1))) == 66  # as in the paper: 11 + 10 + ... + 1
-    methods = mediators.methods_of(MediatorSettings(mediator_counts=(4, 16), mediator_step=0.5))
+    methods = mediators.methods_of(MediatorSettings(counts=(4, 16), threshold_step=0.5))
     assert [m.name for m in methods if m.parts] == ["mediators 1", "mediators 0.5", "mediators 0"]
 
 
@@ -130,7 +130,7 @@ def test_the_score_is_the_mean_over_all_pairs_and_sampling_is_near_it(width: flo
 
 
 def test_the_profile_has_parts_that_add_up(pipe: Any) -> None:
-    settings = ProfileSettings(methods=("paper", "limit"), repeats=1, ratio=0.5)
+    settings = ProfileSettings(methods=("paper", "no-attention"), repeats=1, ratio=0.5)
     methods, cases = breakdown.methods_of(settings), breakdown.cases_of(settings, pipe)
     before = fingerprint(pipe.unet)
     early, late = breakdown.measure(pipe, cases, methods, settings, lambda: None)
@@ -140,12 +140,12 @@ def test_the_profile_has_parts_that_add_up(pipe: Any) -> None:
             parts = sum(row[method.label] for row in rows[:-1])
             assert parts == pytest.approx(rows[-1][method.label])
     matching = next(row for row in early if row["part"] == "matching: rank")
-    assert matching["baseline"] == matching["limit"] == 0 < matching["paper r=0.5"]
+    assert matching["baseline"] == matching["no-attention"] == 0 < matching["paper r=0.5"]
 
 
 def test_the_profile_is_written(model_folder: str, tmp_path: Path) -> None:
     invoke(
-        "profile", "--model", model_folder, "--method", "paper", "--phase", "early", "--repeats", 1,
+        "profile", "--model", model_folder, "--methods", "paper", "--phases", "early", "--repeats", 1,
         "--out", tmp_path,
     )  # fmt: skip
     assert rows_of(tmp_path / "profile.jsonl")[-1]["part"] == "whole call"
@@ -154,7 +154,7 @@ def test_the_profile_is_written(model_folder: str, tmp_path: Path) -> None:
 def test_the_frontier_of_committed_tables(tmp_path: Path) -> None:
     results = Path(__file__).parents[1] / "eval" / "results"
     runs = [results / "gate-demo", results / "gate-plms-demo"]
-    invoke("frontier", "--run", runs[0], "--run", runs[1], "--out", tmp_path)
+    invoke("frontier", "--runs", runs[0], "--runs", runs[1], "--out", tmp_path)
     rows = rows_of(tmp_path / "frontier.jsonl")
     assert {row["sampler"] for row in rows} == {"dpm++karras", "plms"}
     assert next(row for row in rows if row["label"] == "baseline")["cost_macs"] == 1

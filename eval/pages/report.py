@@ -42,7 +42,7 @@ _OF_QUALITY = ("table", "check", "ablate-k", "ablate-scale", "ablate-early")
 
 def command(settings: ReportSettings, console: Console) -> None:
     """Write the page and print where it is."""
-    console.print(f"page: {write_report(settings.folder, settings.pictures)}", soft_wrap=True)
+    console.print(f"page: {write_report(settings.folder, settings.images)}", soft_wrap=True)
 
 
 def write_report(folder: Path, pictures: int) -> Path:

@@ -63,8 +63,8 @@ def pictures_to_show(settings: ShowSettings) -> list[Picture]:
 
     Without prompts, they are of the toy model's captions, and for any other model of prompts that ship.
     """
-    if settings.prompts:
-        return from_prompts(settings.prompts, len(settings.prompts), settings.seed)
+    if settings.prompt:
+        return from_prompts(settings.prompt, len(settings.prompt), settings.seed)
     if settings.model != "demo":
         return from_prompts(read_lines(SHIPPED), settings.images, settings.seed)
     return _captions(settings.images, settings.seed)

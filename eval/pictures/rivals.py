@@ -114,7 +114,7 @@ class _NoCore:
 
 
 @contextmanager
-def limit(pipe: Any, ratio: None, levels: int) -> Iterator[Applied]:
+def no_attention(pipe: Any, ratio: None, levels: int) -> Iterator[Applied]:
     """No attention between the tokens of the finest levels: what no method on them can be faster than.
 
     Its pictures mean nothing.
@@ -134,7 +134,7 @@ RIVALS: dict[str, Rival] = {
     "tomesd": tomesd,
     "todo": todo,
     "deepcache": deepcache,
-    "limit": partial(limit, levels=1),
-    "limit-all": partial(limit, levels=EVERY_LEVEL),
+    "no-attention": partial(no_attention, levels=1),
+    "no-attention-all": partial(no_attention, levels=EVERY_LEVEL),
 }
 """By the name of each, without its number."""

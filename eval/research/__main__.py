@@ -1,6 +1,6 @@
 """The command line of the studies: `python -m agentsd_eval.research NAME --help`."""
 
-from ..cli import make_app
+from ..cli import make_program
 from ..settings import CommandSettings, RunSettings
 from . import settings as s
 from .methods import register
@@ -18,7 +18,7 @@ COMMANDS: dict[str, tuple[type[CommandSettings], str]] = {
 """Each one's settings and module; `table` is the evaluation's, with T-GATE and forecasts as methods."""
 
 register()
-app = make_app(COMMANDS, str(__doc__))
+main = make_program("agentsd_eval.research", COMMANDS, str(__doc__))
 
 if __name__ == "__main__":
-    app()
+    main()

@@ -46,9 +46,9 @@ def methods_of(settings: MediatorSettings) -> list[Method]:
     formula = {key: value for key, value in settings.agent.items() if key in ("k", "scale")}
     if unused := sorted(set(settings.agent) - set(formula)):
         raise EvalError(f"--agent {unused[0]}: mediators have k and scale alone; leave it out")
-    stages = [{"pooled_agents": {"count": count} | formula} for count in settings.mediator_counts]
+    stages = [{"pooled_agents": {"count": count} | formula} for count in settings.counts]
     methods = [parse_method("baseline", None, settings), *fewer(settings.fewer_steps, settings)]
-    for thresholds in thresholds_of(len(settings.mediator_counts), settings.mediator_step):
+    for thresholds in thresholds_of(len(settings.counts), settings.threshold_step):
         name = "mediators " + ", ".join(f"{threshold:g}" for threshold in thresholds)
         recipe = {"attention": {"stages": stages, "thresholds": list(thresholds)}}
         named = {name: {"recipe": recipe}}

@@ -11,49 +11,45 @@ from ..settings import (
     CommandSettings,
     CostSettings,
     FeatureName,
-    Option,
+    ReferenceSteps,
     RunSettings,
-    Scheduler,
+    SchedulerName,
     ShowSettings,
+    Steps,
 )
 
 
 class ValidationSettings(RunSettings):
     """Validate the metrics on known degradations: fewer steps, more merging, longer caches, blur, noise."""
 
-    hidden: ClassVar[tuple[str, ...]] = ("methods", "ratios", "ablate_ratio", "ablate_values", "fewer_steps")
-    unused: ClassVar[tuple[str, ...]] = hidden
-    scheduler: Scheduler = "dpm++karras"
-    """A deterministic sampler, so that many steps converge."""
-    steps: int = Field(25, ge=1, le=1000)
-    """Denoising steps of the rows that lose by something else."""
-    reference_steps: int | None = Field(100, ge=2)
-    """Steps of the baseline's reference images."""
+    hidden: ClassVar[tuple[str, ...]] = (*RunSettings.hidden, "methods", "ratios", "fewer_steps")
+    unused: ClassVar[tuple[str, ...]] = ("methods", "ratios", "fewer_steps")
+    scheduler: SchedulerName = "dpm++karras"
+    steps: Steps = 25
+    reference_steps: ReferenceSteps = 100
     chain_steps: tuple[Annotated[int, Field(ge=1)], ...] = (50, 25, 12, 8, 6)
-    """Numbers of steps, falling; repeat."""
+    """Numbers of steps, falling."""
 
 
 class MediatorSettings(RunSettings):
     """Search when the number of pooled agents should grow: distance against MACs, drawn."""
 
-    hidden: ClassVar[tuple[str, ...]] = ("methods", "ratios", "ablate_ratio", "ablate_values")
-    unused: ClassVar[tuple[str, ...]] = hidden
-    scheduler: Scheduler = "ddpm"
-    """As the paper's, it adds noise; under a deterministic one latents don't move less and less."""
-    mediator_counts: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Option("count")] = Field(
-        (16, 64, 256), min_length=1
-    )
-    """Agents in a stage, few first; repeat."""
-    mediator_step: Annotated[float, Option("threshold-step")] = Field(0.25, gt=0, le=1)
+    hidden: ClassVar[tuple[str, ...]] = (*RunSettings.hidden, "methods", "ratios")
+    unused: ClassVar[tuple[str, ...]] = ("methods", "ratios")
+    scheduler: SchedulerName = "ddpm"
+    """Sampler. As the paper's, it adds noise; under a deterministic one latents don't move less and less."""
+    counts: tuple[Annotated[int, Field(ge=1)], ...] = Field((16, 64, 256), min_length=1)
+    """Agents in each stage, few first."""
+    threshold_step: float = Field(0.25, gt=0, le=1)
     """Thresholds are tried at 1, 1 - step, ... 0 of the first distance; the paper's step is 0.1."""
 
 
 class ProfileSettings(CostSettings):
     """Print where the time of one U-Net call goes, part by part, under each method."""
 
-    hidden: ClassVar[tuple[str, ...]] = ("scheduler", "steps")
-    phases: Annotated[tuple[Literal["early", "late"], ...], Option("phase")] = ("early", "late")
-    """early or late steps; repeat."""
+    hidden: ClassVar[tuple[str, ...]] = ("named", "scheduler", "steps")
+    phases: tuple[Literal["early", "late"], ...] = ("early", "late")
+    """early or late steps."""
     baseline: bool = True
     """Measure baseline too; at 2048 px that takes minutes a call."""
     out: Path = Path("outputs/profile")
@@ -63,7 +59,7 @@ class ProfileSettings(CostSettings):
 class RedundancySettings(ShowSettings):
     """Measure how alike the queries of each self-attention layer are at each step, and draw the map."""
 
-    hidden: ClassVar[tuple[str, ...]] = ("backend", "agent")
+    hidden: ClassVar[tuple[str, ...]] = ("named", "backend", "agent")
     measured_steps: int = Field(10, ge=1)
     """Steps that are measured, spread evenly from the first to the last; `steps` or more measures all."""
     exact_tokens: int = Field(1024, ge=0)
@@ -77,9 +73,11 @@ class RedundancySettings(ShowSettings):
 class FidSettings(CommandSettings):
     """Measure the FD and KID between two folders of images."""
 
-    first: Annotated[Path, Option("DIR_A", positional=True)]
+    positional: ClassVar[tuple[str, ...]] = ("first", "second")
+    has_config: ClassVar[bool] = False
+    first: Path
     """A folder of images."""
-    second: Annotated[Path, Option("DIR_B", positional=True)]
+    second: Path
     """Another."""
     features: FeatureName = "inception"
     """The network; inception is that of real FID."""
@@ -94,10 +92,10 @@ class FidSettings(CommandSettings):
 class FrontierSettings(CommandSettings):
     """Draw several tables' methods in one picture: distance against cost, beside fewer steps."""
 
-    runs: Annotated[tuple[Path, ...], Option("run")] = Field((), min_length=1, validate_default=True)
-    """A folder with a table; repeat. Of rows of one method and sampler the first folder's stands."""
-    methods: Annotated[tuple[str, ...], Option("method")] = ()
-    """A row's label; repeat. Without one, all of them."""
+    runs: tuple[Path, ...] = Field((), min_length=1, validate_default=True)
+    """Folders with a table. Of rows of one method and sampler the first folder's stands."""
+    methods: tuple[str, ...] = ()
+    """Rows' labels; without them, all rows."""
     title: str = ""
     """What stands above the picture."""
     out: Path = Path("runs/frontier")
@@ -107,5 +105,7 @@ class FrontierSettings(CommandSettings):
 class DetailsSettings(CommandSettings):
     """Measure high-frequency energy, place, size and style of a table's images."""
 
-    folder: Annotated[Path, Option("RUN_DIR", positional=True)]
+    positional: ClassVar[tuple[str, ...]] = ("folder",)
+    has_config: ClassVar[bool] = False
+    folder: Path
     """The folder of a table of the bundled toy model."""
