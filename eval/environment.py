@@ -1,4 +1,4 @@
-"""Who made a figure: the program's commit, the machine, the versions, the settings and the command."""
+"""The environment of a figure: commit, machine, versions, settings and command."""
 
 import os
 import platform
@@ -18,17 +18,17 @@ _PACKAGES = ("agentsd", "torch", "diffusers", "transformers", "tomesd", "DeepCac
 
 
 def describe_run(settings: CommandSettings, device: torch.device) -> dict[str, Any]:
-    """Return the maker, and beside it the command and its settings."""
+    """Return the environment, and beside it the command and its settings."""
     is_study = Path(sys.argv[0]).parent.name == "research"
     program = ["python", "-m", "agentsd_eval.research"] if is_study else ["agentsd-eval"]
     return {
         "command": shlex.join([*program, *sys.argv[1:]]),
-        **describe_maker(device),
+        **describe_environment(device),
         "settings": settings.model_dump(mode="json", exclude={"out"}),
     }
 
 
-def describe_maker(device: torch.device) -> dict[str, Any]:
+def describe_environment(device: torch.device) -> dict[str, Any]:
     """Return what a figure depends on beside its settings.
 
     `commit` is None outside a checkout, where the version of agentsd says as much; `clean` is whether no

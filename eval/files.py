@@ -68,7 +68,7 @@ def save_image(image: Image.Image, path: Path) -> None:
 
 
 def png_bytes(image: Image.Image) -> bytes:
-    """Return a picture as PNG."""
+    """Return an image as PNG."""
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
     return buffer.getvalue()

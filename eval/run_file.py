@@ -1,4 +1,4 @@
-"""run.json, the file that says once what a folder's pictures and figures depend on, and who made them."""
+"""run.json, the file that says once what a folder's images and figures depend on, and who made them."""
 
 import json
 from pathlib import Path
@@ -8,12 +8,12 @@ from .errors import EvalError
 from .files import write_bytes
 
 NAME = "run.json"
-FORMAT = 2
-"""Of the file; before 2, it held what pictures depend on alone."""
+FORMAT = 3
+"""Of the file."""
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return what the file holds, {} where there is none: `pictures`, `makers` and `results`.
+    """Return what the file holds, {} where there is none: `images`, `environments` and `results`.
 
     Raises EvalError where it can't be read, or is of an earlier program.
     """

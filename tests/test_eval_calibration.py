@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from agentsd_eval.cli import main
-from agentsd_eval.pictures import models
+from agentsd_eval.images import models
 from agentsd_eval.studies import calibration
 from agentsd_eval.studies.calibration import note
 from click.testing import CliRunner

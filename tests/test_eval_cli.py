@@ -87,7 +87,7 @@ def test_table_has_a_row_for_each_method_and_a_floor(run: Path) -> None:
     facts = run_file["results"]["table"]
     assert facts["settings"]["steps"] == 3
     assert {"torch", "diffusers", "tomesd", "DeepCache"} <= set(facts["versions"])
-    (maker,) = run_file["makers"].values()
+    (maker,) = run_file["environments"].values()
     assert maker.items() <= facts.items()
     assert (
         maker["commit"] == subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
@@ -165,7 +165,7 @@ def test_ablate(model_folder: str, tmp_path: Path) -> None:
         "--ablate-values", 0.1, "--steps", 2, "--images", 2, "--batch-size", 2, "--out", tmp_path / "run",
     )  # fmt: skip
     assert "paper r=0.5, k=0.1" in printed
-    assert "Fréchet" not in printed  # no real pictures, no distance
+    assert "Fréchet" not in printed  # no real images, no distance
 
 
 def test_latency(model_folder: str, tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_latency_compiled(model_folder: str, tmp_path: Path) -> None:
     assert [row["method"] for row in rows] == ["baseline", "paper"] * 2
 
 
-def test_features_are_kept_under_the_pictures_content(photographs: Path, tmp_path: Path) -> None:
+def test_features_are_kept_under_the_images_content(photographs: Path, tmp_path: Path) -> None:
     calls = 0
     network = load_network("efficientnet-lite0", torch.device("cpu"))
     forward = network._forward
@@ -305,7 +305,7 @@ def test_errors_are_one_message_and_exit_code_2(arguments: tuple[str, ...], mess
     assert "Traceback" not in printed
 
 
-def test_a_broken_picture_is_named_before_anything_is_made(
+def test_a_broken_image_is_named_before_anything_is_made(
     model_folder: str, photographs: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "prompts.txt").write_text("a cat\n")
@@ -318,9 +318,9 @@ def test_a_broken_picture_is_named_before_anything_is_made(
         "table", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--reference", real,
         "--out", tmp_path / "run", code=2,
     )  # fmt: skip
-    assert "can't read the picture" in printed
+    assert "can't read the image" in printed
     assert "3.png" in printed
-    assert not (tmp_path / "run" / "pictures").exists()
+    assert not (tmp_path / "run" / "images").exists()
 
 
 def test_wrong_inception_weights_are_refused(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 from agentsd_eval.cli import COMMANDS
 from agentsd_eval.cost import latency
 from agentsd_eval.errors import EvalError
-from agentsd_eval.pictures.methods import parse_method
-from agentsd_eval.pictures.prompts import pictures_of
+from agentsd_eval.images.methods import parse_method
+from agentsd_eval.images.prompts import specs_of
 from agentsd_eval.presets import load_settings, presets
 from agentsd_eval.settings import AblateSettings, CompareSettings, LatencySettings, RunSettings
 from agentsd_eval.studies import ablate, table
@@ -71,11 +71,11 @@ def test_latency_sizes_and_batches_are_whole(key: str, value: tuple[int, ...]) -
 @pytest.mark.parametrize("name", ["demo", "full", "agents", "table10", "table11", "table12", "table13"])
 def test_presets_are_valid(name: str) -> None:
     settings = load_settings(RunSettings, CONFIGS / f"{name}.yaml", {})
-    pictures = pictures_of(settings) if settings.classes else []
-    assert len(pictures) in (0, 2000)
+    specs = specs_of(settings) if settings.classes else []
+    assert len(specs) in (0, 2000)
     if name == "table10":
-        assert pictures[3].prompt == "A high quality photograph of a goldfish."
-        assert pictures[-1].prompt == "A high quality photograph of a toilet tissue."
+        assert specs[3].prompt == "A high quality photograph of a goldfish."
+        assert specs[-1].prompt == "A high quality photograph of a toilet tissue."
         assert [m.label for m in table.table_methods(settings)][-1] == "paper r=0.5"
     for number, what in ((11, "k"), (12, "scale"), (13, "early")):
         if name == f"table{number}":
@@ -100,7 +100,7 @@ LISTED = [(name, command) for name, preset in presets().items() for command in p
 def test_each_preset_is_valid_for_each_of_its_commands(name: str, command: str) -> None:
     word, *given = command.split()
     kind, _ = COMMANDS[word]
-    made = {"operators": "runs/operators/", "gate_intervals": "runs/calibrated/"}
+    made = {"operators": "runs/operators/", "techniques_intervals": "runs/calibrated/"}
     missing = pytest.raises(EvalError, match=rf"{made.get(name)}.* isn't there; make it first")
     with missing if name in made else nullcontext():
         settings: Any = load_settings(kind, name, {"what": given[0]} if given else {})

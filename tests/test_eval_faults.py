@@ -17,12 +17,12 @@ from agentsd_eval import presets, run_file
 from agentsd_eval.cli import main
 from agentsd_eval.errors import EvalError
 from agentsd_eval.files import read_lines
+from agentsd_eval.images.generate import fingerprint, generate
+from agentsd_eval.images.methods import parse_method
+from agentsd_eval.images.prompts import from_prompts, unknown_words
+from agentsd_eval.images.store import Store
 from agentsd_eval.pages.report import write_report
 from agentsd_eval.pages.rows import Column, figure, to_markdown
-from agentsd_eval.pictures.generate import fingerprint, generate
-from agentsd_eval.pictures.methods import parse_method
-from agentsd_eval.pictures.prompts import from_prompts, unknown_words
-from agentsd_eval.pictures.store import Store
 from agentsd_eval.presets import load_settings
 from agentsd_eval.quality.features import Network, features_of
 from agentsd_eval.research.settings import MediatorSettings, ValidationSettings
@@ -148,7 +148,7 @@ def test_a_run_knows_its_makers_and_goes_on_with_other_threads_and_batches(pipe:
     store, facts = Store(tmp_path), fingerprint(pipe, PICTURES, SETTINGS)
     for maker in ({"commit": "a"}, {"commit": "a"}, {"commit": "b"}):
         store.claim(facts, maker)
-    assert run_file.read(tmp_path)["makers"] == {"1": {"commit": "a"}, "2": {"commit": "b"}}
+    assert run_file.read(tmp_path)["environments"] == {"1": {"commit": "a"}, "2": {"commit": "b"}}
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:
@@ -178,7 +178,7 @@ def test_odd_lines_of_a_manifest_are_passed_over(pipe: Any, tmp_path: Path, line
 
 
 def _alone() -> Any:
-    from agentsd_eval.pictures.generate import Share
+    from agentsd_eval.images.generate import Share
 
     return Share()
 
@@ -225,13 +225,13 @@ def test_words_that_the_model_was_never_taught_are_found() -> None:
     assert [word for word in found if word not in ("blue", "or")] == ["xylophone", "zyzzyva"]
 
 
-def test_a_run_of_two_pictures_is_json_without_repeats(pipe: Any, tmp_path: Path) -> None:
+def test_a_run_of_two_images_is_json_without_repeats(pipe: Any, tmp_path: Path) -> None:
     run_file.update(tmp_path, results={"table": {"a": 1}})
-    run_file.update(tmp_path, results={"ablate-k": {"a": 2}}, pictures={"steps": 3})
+    run_file.update(tmp_path, results={"ablate-k": {"a": 2}}, images={"steps": 3})
     assert json.loads((tmp_path / "run.json").read_text()) == {
         "format": run_file.FORMAT,
         "results": {"table": {"a": 1}, "ablate-k": {"a": 2}},
-        "pictures": {"steps": 3},
+        "images": {"steps": 3},
     }
 
 
@@ -255,7 +255,7 @@ def test_a_method_that_the_sampler_does_not_suit_is_told_before_any_work(
     assert not list(tmp_path.iterdir())
 
 
-RESULTS = Path(__file__).parents[1] / "eval/results/gate-96-demo"
+RESULTS = Path(__file__).parents[1] / "eval/results/techniques-96-demo"
 DAMAGE = {
     "a line cut": lambda folder: _edit(folder / "table.jsonl", lambda text: text[: len(text) // 2]),
     "no rows": lambda folder: (folder / "table.jsonl").unlink(),

@@ -1,4 +1,4 @@
-"""Figures of a row from figures of its pictures, and the embedded model's prompt accuracy."""
+"""Figures of a row from figures of its images, and the toy model's prompt accuracy."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from agentsd_eval.studies import table
 from click.testing import CliRunner
 
 
-def picture(split: str | None, right: bool | None, **figures: float | None) -> dict:
+def spec(split: str | None, right: bool | None, **figures: float | None) -> dict:
     return {"split": split, "right": right} | figures
 
 
 def test_means_and_paired_changes() -> None:
     seen, pair = "seen", "heldout pair"
-    baseline = [picture(seen, True, clip=30), picture(seen, True, clip=20), picture(pair, False, clip=10)]
+    baseline = [spec(seen, True, clip=30), spec(seen, True, clip=20), spec(pair, False, clip=10)]
     ours = [
-        picture(seen, True, clip=31, psnr=40),
-        picture(seen, False, clip=20, psnr=50),
-        picture(pair, True, clip=9, psnr=60),
+        spec(seen, True, clip=31, psnr=40),
+        spec(seen, False, clip=20, psnr=50),
+        spec(pair, True, clip=9, psnr=60),
     ]
     row = summary_of(ours, baseline)
     assert (row["right_seen"], row["right_seen_count"], row["right_seen_change"]) == (0.5, 2, -0.5)
     assert row["right_seen_change_error"] == pytest.approx(0.5)  # changes 0 and -1
     assert (row["right_heldout_pair"], row["right_heldout_pair_change"]) == (1.0, 1.0)
-    assert "right_heldout_pair_change_error" not in row  # one picture has no spread
+    assert "right_heldout_pair_change_error" not in row  # one image has no spread
     assert (row["clip"], row["clip_change"]) == (20.0, 0.0)
     assert row["clip_change_error"] == pytest.approx(3**-0.5)  # changes 1, 0, -1
     assert row["psnr"] == 50.0
     assert "ssim" not in row
     assert "right_seen_change" not in summary_of(baseline, None)
-    assert summary_of([picture(None, None)], None) == {}
+    assert summary_of([spec(None, None)], None) == {}
 
 
 def test_perceptual_distances_are_geometric_means_with_the_interval_of_their_logarithms() -> None:
-    row = summary_of([picture(None, None, baseline_distance=x) for x in (0.01, 0.1, 1.0)], None)
+    row = summary_of([spec(None, None, baseline_distance=x) for x in (0.01, 0.1, 1.0)], None)
     half = 1.959964 * np.log(10) / 3**0.5
     assert row["baseline_distance"] == pytest.approx(0.1)
     assert row["baseline_distance_low"] == pytest.approx(0.1 * np.exp(-half))
@@ -76,8 +76,8 @@ def test_a_change_inside_the_noise_is_marked(value: float | None, error: float |
 
 
 @pytest.mark.parametrize(("images", "text"), [(29, "too few to judge"), (30, "-1.00 ± 0.59")])
-def test_below_30_pictures_nothing_is_judged(images: int, text: str) -> None:
-    row = {"right_change": -1.0, "right_change_error": 0.3, "pictures_for_2_percent": 700}
+def test_below_30_images_nothing_is_judged(images: int, text: str) -> None:
+    row = {"right_change": -1.0, "right_change_error": 0.3, "images_for_2_percent": 700}
     assert change("right", ".2f")(row | {"images": images}) == text
     assert change("right", ".2f")(row | {"images": 512, "right_count": images}) == text  # of so many
     advice = plan([row | {"images": images}])
@@ -88,11 +88,11 @@ def test_below_30_pictures_nothing_is_judged(images: int, text: str) -> None:
 
 def test_plan_is_that_of_the_noisiest_row() -> None:
     rows = [
-        {"pictures_for_2_percent": None},
-        {"pictures_for_2_percent": 700},
-        {"pictures_for_2_percent": 300},
+        {"images_for_2_percent": None},
+        {"images_for_2_percent": 700},
+        {"images_for_2_percent": 300},
     ]
-    assert plan(rows) == "A 2% difference in FD shows at 95% from about 700 pictures a row on."
+    assert plan(rows) == "A 2% difference in FD shows at 95% from about 700 images a row on."
     assert plan(rows[:1]) is None
 
 
@@ -131,5 +131,5 @@ def test_the_embedded_model_is_judged_by_its_prompts(tmp_path: Path) -> None:
     assert {"kid_seeds", "kid_seeds_change", "diversity"} <= set(agent)
     assert floor["kid"] < baseline["kid"]
     assert floor["images"] == 4
-    others = list((tmp_path / "pictures" / baseline["key"]).glob("1*.png"))
+    others = list((tmp_path / "images" / baseline["key"]).glob("1*.png"))
     assert len(others) == 4

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 from agentsd_eval.errors import EvalError
-from agentsd_eval.pictures.methods import (
+from agentsd_eval.images.methods import (
     Method,
     check_scheduler,
     expand,
     fewer,
     parse_method,
 )
-from agentsd_eval.pictures.prompts import from_prompts
-from agentsd_eval.pictures.rivals import finest_attention_downsample
-from agentsd_eval.pictures.sampling import sample as pictures_of_method
+from agentsd_eval.images.other_packages import finest_attention_downsample
+from agentsd_eval.images.prompts import from_prompts
+from agentsd_eval.images.sampling import sample as images_of_method
 from agentsd_eval.settings import CompareSettings, RunSettings
 from diffusers import DDIMScheduler, HeunDiscreteScheduler, PNDMScheduler
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
@@ -79,7 +79,7 @@ def test_backend_sets_every_standard_layer(backend: Any, kind: type) -> None:
         assert {type(processor) for processor in unet.attn_processors.values()} == {kind}
 
 
-def test_reseeded_tomesd_repeats_its_pictures(pipe: Any, sample: Any) -> None:
+def test_reseeded_tomesd_repeats_its_images(pipe: Any, sample: Any) -> None:
     method = parse_method("tomesd", 0.5, SETTINGS)
 
     def run(seed: int) -> torch.Tensor:
@@ -165,7 +165,7 @@ def test_methods_by_a_name_of_ones_own(pipe: Any, sample: Any, tmp_path: Any) ->
         assert torch.equal(sample(pipe), expected)
     before = mine.key
     Recipe(AgentModule()).save(tmp_path / "focused")
-    assert mine.key != before  # other settings, other pictures
+    assert mine.key != before  # other settings, other images
     with pytest.raises(EvalError, match=r"mine\+deepcache: .* does not fit"), mine.applied(pipe):
         pass
     with pytest.raises(EvalError, match=r"did you mean mine\? use baseline, tomesd, .*, few, mine, a comp"):
@@ -173,11 +173,11 @@ def test_methods_by_a_name_of_ones_own(pipe: Any, sample: Any, tmp_path: Any) ->
 
 
 def test_fewer_steps_are_the_same_sampler_with_so_many(pipe: Any) -> None:
-    pictures = from_prompts(["a cat"], 1, 3)
+    specs = from_prompts(["a cat"], 1, 3)
     of_five, of_two = (RunSettings(steps=steps, scheduler="ddim") for steps in (5, 2))
-    (few,), _ = pictures_of_method(pipe, parse_method("paper@2", 0.5, of_five), pictures, of_five)
-    (two,), _ = pictures_of_method(pipe, parse_method("paper", 0.5, of_two), pictures, of_two)
-    (five,), _ = pictures_of_method(pipe, parse_method("paper", 0.5, of_five), pictures, of_five)
+    (few,), _ = images_of_method(pipe, parse_method("paper@2", 0.5, of_five), specs, of_five)
+    (two,), _ = images_of_method(pipe, parse_method("paper", 0.5, of_two), specs, of_two)
+    (five,), _ = images_of_method(pipe, parse_method("paper", 0.5, of_five), specs, of_five)
     assert few.tobytes() == two.tobytes() != five.tobytes()
 
 

@@ -75,7 +75,7 @@ def test_it_rises_with_every_harm(features, scenes, harm, strengths):
         assert (less < more).all()
 
 
-def test_equal_pictures_have_none_and_opposite_features_four(features, scenes):
+def test_equal_images_have_none_and_opposite_features_four(features, scenes):
     stages = features(scenes[:2])
     assert stage_distance(stages, stages).tolist() == [0, 0]
     torch.testing.assert_close(stage_distance(stages, [-s for s in stages]), torch.full((2,), 4.0))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from agentsd_eval.cli import main
 from agentsd_eval.errors import EvalError
-from agentsd_eval.pictures.models import load_pipeline
+from agentsd_eval.images.models import load_pipeline
 from agentsd_eval.settings import Settings
 from click.testing import CliRunner
 from PIL import Image
@@ -80,19 +80,19 @@ def test_table10_is_the_papers_table(table10: tuple[Path, str]) -> None:
 
 def test_a_trial_says_what_the_whole_run_takes(table10: tuple[Path, str]) -> None:
     folder, printed = table10
-    assert len(list((folder / "pictures").rglob("*.png"))) == 3 * 11
+    assert len(list((folder / "images").rglob("*.png"))) == 3 * 11
     seconds = sum(row["seconds"] or 0 for row in rows_of(folder / "table.jsonl"))
     hours = re.search(r"2,000 images a row, 22,000 in all; about ([\d.]+) h", printed)
     assert hours
     assert float(hours[1]) == pytest.approx(2000 * seconds / 3600, abs=0.06)
-    prompts = [row["prompt"] for row in csv.DictReader((folder / "table-pictures.csv").open(newline=""))]
+    prompts = [row["prompt"] for row in csv.DictReader((folder / "table-images.csv").open(newline=""))]
     tench, goldfish = (f"A high quality photograph of a {name}." for name in ("tench", "goldfish"))
     assert prompts[:3] == [tench, tench, goldfish]
 
 
-def test_pictures_are_not_black(table10: tuple[Path, str]) -> None:
+def test_images_are_not_black(table10: tuple[Path, str]) -> None:
     folder, _ = table10
-    for path in (folder / "pictures").rglob("*.png"):
+    for path in (folder / "images").rglob("*.png"):
         assert np.asarray(Image.open(path)).std() > 0, path
 
 

@@ -1,7 +1,7 @@
-from agentsd_demo.accuracy import efficientnet_lite0
 from agentsd_demo.reading import ConceptReader
 from agentsd_demo.scenes import Triple, compose, random_scene, triples
-from agentsd_eval.quality.scenes import fresh_scenes, read_pictures
+from agentsd_demo.training.accuracy import efficientnet_lite0
+from agentsd_eval.quality.scenes import fresh_scenes, read_scenes
 
 CONCEPTS = ["strawberry", "panda face", "banana"]
 
@@ -20,7 +20,7 @@ def test_what_a_scene_shows_is_read_and_what_it_does_not_is_wrong():
     scene = compose(shown, 3, 96)
     reader = ConceptReader(CONCEPTS, efficientnet_lite0(), views=1)
     asked = [shown, Triple("banana", "3d", "blue"), Triple("strawberry", "3d", "red")]
-    right, fruit, colour = read_pictures([scene.image] * 3, asked, reader)
+    right, fruit, colour = read_scenes([scene.image] * 3, asked, reader)
     assert [right[key] for key in ("right", "right_colour")] == [True, True]
     assert (fruit["right"], fruit["right_colour"]) == (False, True)
     assert (colour["right"], colour["right_colour"]) == (True, False)

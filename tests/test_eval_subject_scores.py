@@ -13,7 +13,7 @@ import torch
 from accelerate.state import AcceleratorState
 from agentsd_eval.cli import main
 from agentsd_eval.errors import EvalError
-from agentsd_eval.pictures.prompts import from_prompts
+from agentsd_eval.images.prompts import from_prompts
 from agentsd_eval.settings import SubjectSettings
 from agentsd_eval.studies import subject_scores
 from click.testing import CliRunner
@@ -61,7 +61,7 @@ def test_scores_are_the_mean_cosines_of_the_models_own_outputs(
     with torch.no_grad():
         output = model(
             **processor(
-                text=[picture.prompt for picture in others],
+                text=[spec.prompt for spec in others],
                 images=images[:5],
                 return_tensors="pt",
                 padding=True,
@@ -107,7 +107,7 @@ def test_a_real_model_is_scored_where_weights_are_given_and_else_says_so(
 def test_what_is_missing_is_told_before_any_training(
     model_folder: str, photographs: Path, tmp_path: Path
 ) -> None:
-    assert "subject: the embedded subject is for the embedded model; give --subject" in run(
+    assert "subject: the embedded subject is for the toy model; give --subject" in run(
         "--model", model_folder, code=2
     )
     printed = run("--model", model_folder, "--subject", photographs, "--class-prompt", "a", code=2)

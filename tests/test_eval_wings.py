@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "eval"
 BASE = {"errors", "names", "settings", "files", "run_file", "environment"}
-WINGS = BASE | {"pages", "pictures", "cost", "quality", "studies"}
+WINGS = BASE | {"pages", "images", "cost", "quality", "studies"}
 MAY_IMPORT = {
     "errors": set(),
     "names": set(),
@@ -17,9 +17,9 @@ MAY_IMPORT = {
     "environment": {"settings"},
     "presets": BASE,
     "pages": BASE,
-    "pictures": BASE,
-    "cost": BASE | {"pictures"},
-    "quality": BASE | {"pictures"},
+    "images": BASE,
+    "cost": BASE | {"images"},
+    "quality": BASE | {"images"},
     "studies": WINGS,
     "options": BASE | {"presets"},
     "cli": BASE | {"presets", "options"},

@@ -47,7 +47,7 @@ def test_features_are_those_of_pytorch_fid(
     fid_score: Any, network: Any, photographs: Path, tmp_path: Path
 ) -> None:
     ours, theirs, _ = network
-    for size in ((50, 40), (51, 40)):  # pytorch-fid takes pictures of one size at a time
+    for size in ((50, 40), (51, 40)):  # pytorch-fid takes images of one size at a time
         paths = [path for path in sorted(photographs.glob("*.png")) if Image.open(path).size == size]
         assert len(paths) > 2
         expected = fid_score.get_activations(

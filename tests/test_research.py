@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from agentsd_demo.scenes import random_scene, triples
-from agentsd_eval.pictures.methods import parse_method
+from agentsd_eval.images.methods import parse_method
 from agentsd_eval.research import breakdown, mediators, metric_validation, redundancy
 from agentsd_eval.research.__main__ import main
 from agentsd_eval.research.divergence import attention_map, js_score, js_score_sampled
@@ -153,7 +153,7 @@ def test_the_profile_is_written(model_folder: str, tmp_path: Path) -> None:
 
 def test_the_frontier_of_committed_tables(tmp_path: Path) -> None:
     results = Path(__file__).parents[1] / "eval" / "results"
-    runs = [results / "gate-demo", results / "gate-plms-demo"]
+    runs = [results / "techniques-demo", results / "techniques-plms-demo"]
     invoke("frontier", "--runs", runs[0], "--runs", runs[1], "--out", tmp_path)
     rows = rows_of(tmp_path / "frontier.jsonl")
     assert {row["sampler"] for row in rows} == {"dpm++karras", "plms"}
@@ -176,15 +176,15 @@ def test_fid_of_two_folders(photographs: Path, tmp_path: Path, monkeypatch: pyte
 def test_details_of_a_table(tmp_path: Path) -> None:
     results = tmp_path / "run"
     scenes = [(triple, i) for i, triple in enumerate(triples()[:4])]
-    folder = results / "pictures" / "baseline-sdpa"
+    folder = results / "images" / "baseline-sdpa"
     folder.mkdir(parents=True)
     lines = ["method,index,seed,prompt"]
     for triple, i in scenes:
         random_scene(f"a/{i}", 64, among=[triple]).image.save(folder / f"{i:05d}.png")
         lines.append(f"baseline-sdpa,{i},{i},{triple.caption}")
-    shutil.copytree(folder, results / "pictures" / "other-sdpa")
+    shutil.copytree(folder, results / "images" / "other-sdpa")
     lines += [line.replace("baseline", "other") for line in lines[1:]]
-    (results / "table-pictures.csv").write_text("\n".join(lines))
+    (results / "table-images.csv").write_text("\n".join(lines))
     keys = [{"key": f"{name}-sdpa", "label": name} for name in ("baseline", "other")]
     (results / "table.jsonl").write_text("\n".join(map(json.dumps, keys)))
     invoke("details", results)

@@ -12,10 +12,10 @@ import torch
 
 from agentsd.calibration.cost import macs
 
-from ..pictures.methods import Method, check_schedulers, fewer, parse_method
-from ..pictures.models import find_device, load_pipeline, set_scheduler
-from ..pictures.rivals import Applied
-from ..pictures.sampling import Seconds, Stopwatch
+from ..images.methods import Method, check_schedulers, fewer, parse_method
+from ..images.models import find_device, load_pipeline, set_scheduler
+from ..images.other_packages import Applied
+from ..images.sampling import Seconds, Stopwatch
 from ..settings import Backend, CostSettings, LatencySettings
 from .architectures import build
 from .memory import memory_per_image

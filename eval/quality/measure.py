@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ..pictures.prompts import Picture
+from ..images.prompts import ImageSpec
 from ..settings import RunSettings
 from . import fidelity, metrics
 from .clip import ClipScore
@@ -70,10 +70,10 @@ class Metrics:
         return frechet_features(features, self.network.name)
 
 
-def load_metrics(settings: RunSettings, asked: Sequence[Picture], device: torch.device) -> Metrics:
+def load_metrics(settings: RunSettings, asked: Sequence[ImageSpec], device: torch.device) -> Metrics:
     """Return the networks of the settings. Raises EvalError if one can't be loaded."""
     reader = None
-    if asked and all(picture.triple is not None for picture in asked):
+    if asked and all(spec.triple is not None for spec in asked):
         from .scenes import scene_reader
 
         reader = scene_reader(device)
@@ -98,7 +98,7 @@ class RealFeatures:
 
 def read_real(real: Real, by: Metrics, report: Callable[[int], Any]) -> RealFeatures:
     """Return the features of real images. `report` is called with the number of images done."""
-    features = features_of(by.network, real.pictures, real.cache, real.crop, report)
+    features = features_of(by.network, real.images, real.cache, real.crop, report)
     return RealFeatures(features, metrics.moments(by.projected(features)), metrics.KernelSet(features))
 
 
@@ -148,7 +148,7 @@ class Measured:
     kid_seeds: metrics.KernelDistance | None = None
 
 
-def measure(shown: Shown, asked: Sequence[Picture], beside: References, by: Metrics) -> Measured:
+def measure(shown: Shown, asked: Sequence[ImageSpec], beside: References, by: Metrics) -> Measured:
     """Return the figures of a row's images; those of the baseline are made in the same way."""
     enough, real = len(shown.images) >= _FEWEST, beside.real
     kernel = metrics.kernel_distance
@@ -162,27 +162,27 @@ def measure(shown: Shown, asked: Sequence[Picture], beside: References, by: Metr
     )
 
 
-def measure_each(shown: Shown, asked: Sequence[Picture], beside: References, by: Metrics) -> list[Row]:
+def measure_each(shown: Shown, asked: Sequence[ImageSpec], beside: References, by: Metrics) -> list[Row]:
     """Return a row for each image alone."""
     count, is_baseline = len(shown.images), shown is beside.baseline
     nothing: Sequence[Any] = [None] * count
     to_baseline = nothing if is_baseline else shown.looks.distance(beside.baseline.looks)
     reference = nothing if beside.reference is None else shown.looks.distance(beside.reference.looks)
-    clip = nothing if by.clip is None else by.clip(shown.images, [picture.prompt for picture in asked])
+    clip = nothing if by.clip is None else by.clip(shown.images, [spec.prompt for spec in asked])
     read: Sequence[Row] = [{}] * count
     if by.reader is not None:
-        from .scenes import read_pictures
+        from .scenes import read_scenes
 
-        read = read_pictures(shown.images, [p.triple for p in asked if p.triple], by.reader)
+        read = read_scenes(shown.images, [p.triple for p in asked if p.triple], by.reader)
     rows = []
-    for i, picture in enumerate(asked):
+    for i, spec in enumerate(asked):
         pair = shown.images[i], beside.baseline.images[i]
         row: Row = {
             "method": shown.key,
-            "index": picture.index,
-            "seed": picture.seed,
-            "prompt": picture.prompt,
-            "split": picture.split,
+            "index": spec.index,
+            "seed": spec.seed,
+            "prompt": spec.prompt,
+            "split": spec.split,
             "baseline_distance": _number(to_baseline[i]),
             "reference_distance": _number(reference[i]),
             "psnr": None if is_baseline else fidelity.psnr(*pair),
@@ -208,7 +208,7 @@ def row_of(ours: Measured, baseline: Measured, bootstrap: int) -> Row:
             error = metrics.frechet_difference_error(ours.frechet, other.frechet, count, bootstrap)
             row["fd_change"] = row["fd"] - other.frechet.distance(everyone)
             row["fd_change_error"] = error
-            row["pictures_for_2_percent"] = metrics.pictures_needed(row["fd"], error, count)
+            row["images_for_2_percent"] = metrics.images_needed(row["fd"], error, count)
     row |= _kernel_row("kid", ours.kid, other and other.kid)
     row |= _kernel_row("kid_seeds", ours.kid_seeds, other and other.kid_seeds)
     return row | summary_of(ours.singles, other.singles if other else None) | {"images": count}

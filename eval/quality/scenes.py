@@ -33,7 +33,7 @@ def scene_reader(device: torch.device) -> ConceptReader:
     return ConceptReader(trained_concepts(), features, known)
 
 
-def read_pictures(
+def read_scenes(
     images: Sequence[Image.Image], asked: Sequence[Triple], reader: ConceptReader
 ) -> list[dict[str, Any]]:
     """Return for each image whether its concept and colour are right."""

@@ -21,9 +21,9 @@ from ..cost.workload import Case, forward_call
 from ..environment import describe_run
 from ..errors import EvalError
 from ..files import check_writable
+from ..images.methods import Method, expand
 from ..pages.output import progress
 from ..pages.rows import Column, Row, figure, to_terminal, write_rows
-from ..pictures.methods import Method, expand
 from .settings import ProfileSettings
 
 TOTAL = "whole call"
@@ -121,7 +121,7 @@ def _timed(function: Callable[..., Any], part: str, clock: Clock) -> Callable[..
 
 def command(settings: ProfileSettings, console: Console) -> None:
     """Measure, and after each case write what is known; print the tables at the end."""
-    rivals = methods_of(settings)
+    methods = methods_of(settings)
     check_writable(settings.out / "profile.jsonl")
     pipe = load(settings)
     cases = cases_of(settings, pipe)
@@ -129,11 +129,11 @@ def command(settings: ProfileSettings, console: Console) -> None:
     every: list[Row] = []
     tables = []
     with progress(console) as bars:
-        task = bars.add_task("rounds", total=len(cases) * len(rivals) * (settings.repeats + 1))
-        for rows in measure(pipe, cases, rivals, settings, lambda: bars.advance(task)):
-            tables.append(summary(rows, rivals, settings))
+        task = bars.add_task("rounds", total=len(cases) * len(methods) * (settings.repeats + 1))
+        for rows in measure(pipe, cases, methods, settings, lambda: bars.advance(task)):
+            tables.append(summary(rows, methods, settings))
             every += rows
-            write_rows(settings.out, "profile", every, [columns_of(rivals)], run)
+            write_rows(settings.out, "profile", every, [columns_of(methods)], run)
     for table in tables:
         console.print(table)
     console.print(f"figures: {settings.out}", soft_wrap=True)

@@ -7,18 +7,18 @@ import numpy as np
 from rich.console import Console
 
 from ..files import check_writable
+from ..images.models import find_device
 from ..pages.output import progress
 from ..pages.rows import Column, Row, distance_name, figure, to_terminal
-from ..pictures.models import find_device
 from ..quality import metrics
-from ..quality.features import check_network, features_of, load_network, picture_files
+from ..quality.features import check_network, features_of, image_files, load_network
 from ..quality.projection import frechet_features
 from .settings import FidSettings
 
 
 def command(settings: FidSettings, console: Console) -> None:
     """Print the distances."""
-    sets = [picture_files(folder) for folder in (settings.first, settings.second)]
+    sets = [image_files(folder) for folder in (settings.first, settings.second)]
     check_network(settings.features, settings.inception_weights)
     with progress(console) as bars:
         task = bars.add_task("features", total=sum(map(len, sets)))

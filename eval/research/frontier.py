@@ -1,4 +1,4 @@
-"""Every method of several tables in one picture and one table, with the fewer steps of each sampler."""
+"""Every method of several tables in one image and one table, with the fewer steps of each sampler."""
 
 import json
 from collections.abc import Sequence
@@ -30,15 +30,15 @@ COLUMNS = [
     Column("gain, by time", gain("gain_seconds")),
 ]
 NOTE = (
-    "Cost and time are a picture's, those of baseline's run of all steps in the same table being 1. Distance "
-    "x1000 is that to the picture that the sampler converges to, with a 95% interval. Gain is what fewer "
+    "Cost and time are an image's, those of baseline's run of all steps in the same table being 1. Distance "
+    "x1000 is that to the image that the sampler converges to, with a 95% interval. Gain is what fewer "
     "steps of the same sampler cost at that distance, over the method's own cost: below 1, take fewer "
     "steps. Tables are of different days."
 )
 
 
 def command(settings: FrontierSettings, console: Console) -> None:
-    """Draw the picture, and write the table that it is of."""
+    """Draw the image, and write the table that it is of."""
     rows = joined(settings.runs, settings.methods)
     check_writable(settings.out / "frontier.png")
     run = describe_run(settings, torch.device("cpu"))
@@ -63,15 +63,15 @@ def joined(folders: Sequence[Path], methods: Sequence[str]) -> list[Row]:
     before: dict[str, Any] = {}
     for folder in folders:
         run, rows = _read(folder)
-        alike = {name: run["pictures"].get(name) for name in _ALIKE}
+        alike = {name: run["images"].get(name) for name in _ALIKE}
         if before and (differs := [name for name in _ALIKE if alike[name] != before[name]]):
             name = differs[0]
             raise EvalError(
                 f"{folder} has {name} {alike[name]}, {folders[0]} {before[name]}: draw them apart"
             )
         before = alike
-        sampler = run["pictures"]["scheduler"]
-        for row in _placed(rows, sampler, run["pictures"]["steps"], folder):
+        sampler = run["images"]["scheduler"]
+        for row in _placed(rows, sampler, run["images"]["steps"], folder):
             if not methods or row["plain"] or row["label"] in methods:
                 found.setdefault((sampler, row["label"]), row)
     labels = {label for _, label in found}

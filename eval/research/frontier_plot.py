@@ -1,4 +1,4 @@
-"""Several runs' methods in one picture: distance against cost, and each sampler's line of fewer steps."""
+"""Several runs' methods in one image: distance against cost, and each sampler's line of fewer steps."""
 
 import re
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from ..pages.output import plot_bytes
 from ..pages.rows import Row
 
-COSTS = {"macs": "MACs of a picture", "seconds": "time of a picture"}
+COSTS = {"macs": "MACs of an image", "seconds": "time of an image"}
 """What is drawn across, a panel each; the baseline's run of all steps is 1."""
 _LINES = ("#222222", "#8a6d3b", "#5b3a8a", "#2a7f4f")
 _MARKERS = "osD^vP"

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from ..errors import EvalError
 from ..files import write_bytes
+from ..images.methods import Method, fewer, parse_method
 from ..pages.output import plot_bytes
 from ..pages.rows import Row, distance_name
-from ..pictures.methods import Method, fewer, parse_method
 from ..studies.table import show
 from .settings import MediatorSettings
 
@@ -76,8 +76,8 @@ def draw(rows: Sequence[Row], features: str | None) -> Figure:
         if row not in baseline
     }
     best = envelope(others)
-    picture = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = picture.subplots()
+    plot = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = plot.subplots()
     axes.scatter([x for x, _ in others], [y for _, y in others], s=18, color="tab:gray", label="thresholds")
     axes.plot(*np.transpose(best), color="tab:blue", marker="o", ms=4, label="envelope")
     for point in best:
@@ -86,7 +86,7 @@ def draw(rows: Sequence[Row], features: str | None) -> Figure:
     axes.plot(costs, distances, marker="*", ms=10, color="tab:red", label="baseline, also in fewer steps")
     for row, cost in zip(baseline, costs, strict=True):
         axes.annotate(row["method"], (cost, row["fd"]), (6, 5), textcoords="offset points", fontsize=8)
-    axes.set_xlabel("MACs for a picture, G")
+    axes.set_xlabel("MACs for an image, G")
     axes.set_ylabel(distance_name(features))
     axes.legend()
-    return picture
+    return plot

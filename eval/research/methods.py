@@ -8,15 +8,15 @@ from typing import Any
 from diffusers import StableDiffusionPipeline
 
 from ..errors import EvalError
+from ..images.other_packages import OTHER_PACKAGES, Applied, forwards_kept
 from ..names import METHODS
-from ..pictures.rivals import RIVALS, Applied, forwards_kept
 from .forecast import forecast
 
 
 def register() -> None:
     """Let `--method` name them, with a number: "tgate-10" and "forecast-2"."""
     METHODS.update({"tgate": 10, "forecast": 2})
-    RIVALS.update({"tgate": tgate, "forecast": forecasting})
+    OTHER_PACKAGES.update({"tgate": tgate, "forecast": forecasting})
 
 
 @contextmanager

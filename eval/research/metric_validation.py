@@ -12,9 +12,9 @@ from rich.console import Console
 from ..environment import describe_run
 from ..errors import EvalError
 from ..files import write_bytes
+from ..images.methods import Method, parse_method
 from ..pages import rows as results
 from ..pages.rows import Column, Row
-from ..pictures.methods import Method, parse_method
 from ..quality.measure import Measured, Shown, measure
 from ..quality.metrics import Z95, KernelDistance, standard_error
 from ..studies.table import make
@@ -47,7 +47,7 @@ def command(settings: ValidationSettings, console: Console) -> None:
     facts = describe_run(settings, made.device)
     results.write_rows(settings.out, "metric-validation", pairs, [COLUMNS], facts, NOTE)
     singles = [single for measured in found.values() for single in measured.singles]
-    results.write_singles(settings.out / "metric-validation-pictures.csv", singles)
+    results.write_singles(settings.out / "metric-validation-images.csv", singles)
     title = f"what the metrics see, {len(made.asked)} images a row"
     write_bytes(settings.out / "metric-validation.png", draw_pairs(pairs, title))
     console.print(results.to_terminal(title, pairs, COLUMNS))
@@ -72,12 +72,12 @@ def methods_of(settings: ValidationSettings) -> tuple[list[Method], dict[str, li
 
 
 def blur(radius: float, image: Image.Image) -> Image.Image:
-    """Return the picture under a Gaussian of this radius, in pixels."""
+    """Return the image under a Gaussian of this radius, in pixels."""
     return image.filter(ImageFilter.GaussianBlur(radius))
 
 
 def noise(sigma: float, image: Image.Image) -> Image.Image:
-    """Return the picture with white noise of this standard deviation, in levels of 0..255."""
+    """Return the image with white noise of this standard deviation, in levels of 0..255."""
     added = np.random.default_rng(0).normal(0, sigma, (image.height, image.width, 3))
     return Image.fromarray((np.asarray(image) + added).round().clip(0, 255).astype(np.uint8))
 

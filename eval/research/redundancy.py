@@ -23,12 +23,12 @@ from agentsd.hosts.models import EVERY_LEVEL, Site, find_model, find_sites, late
 from ..environment import describe_run
 from ..errors import EvalError
 from ..files import check_writable, write_bytes
+from ..images.methods import parse_method
+from ..images.models import load_pipeline
+from ..images.prompts import ImageSpec, note_unknown_words, specs_to_show
+from ..images.sampling import sample
 from ..pages.output import progress
 from ..pages.rows import Column, Row, figure, to_markdown, to_terminal, write_rows
-from ..pictures.methods import parse_method
-from ..pictures.models import load_pipeline
-from ..pictures.prompts import Picture, note_unknown_words, pictures_to_show
-from ..pictures.sampling import sample
 from .divergence import MAX_SCORE, attention_map, js_score, js_score_sampled
 from .settings import RedundancySettings
 
@@ -120,7 +120,7 @@ def scored(
     """Score a U-Net's or DiT's self-attention layers in the calls inside a `with` block, one run of steps.
 
     Yields the list that fills up, in the order of the calls; `steps` (from 0) are those that count. The last
-    row of each batch is taken: of one guided picture, the conditional half. The hooks change no output, and
+    row of each batch is taken: of one guided image, the conditional half. The hooks change no output, and
     are gone on leaving. `tick` is called after each score.
     """
     probe = _Probe(steps, settings, generator, tick)
@@ -150,11 +150,11 @@ def command(settings: RedundancySettings, console: Console) -> None:
     """Measure, write the figures and the map, print the means."""
     check_writable(settings.out / "redundancy.jsonl")
     pipe = load_pipeline(settings)
-    pictures = pictures_to_show(settings)
-    note_unknown_words(pipe, pictures, settings, console)
+    specs = specs_to_show(settings)
+    note_unknown_words(pipe, specs, settings, console)
     with progress(console) as bars:
-        task = bars.add_task("layers", total=score_count(pipe, pictures, settings))
-        rows = measure(pipe, pictures, settings, lambda: bars.advance(task))
+        task = bars.add_task("layers", total=score_count(pipe, specs, settings))
+        rows = measure(pipe, specs, settings, lambda: bars.advance(task))
     run = describe_run(settings, pipe.unet.device)
     write_rows(settings.out, "redundancy", rows, [], run, markdown(rows, settings))
     write_bytes(settings.out / "redundancy.png", draw(rows, settings))
@@ -163,27 +163,27 @@ def command(settings: RedundancySettings, console: Console) -> None:
     console.print(f"map and figures: {settings.out}", soft_wrap=True)
 
 
-def score_count(pipe: Any, pictures: Sequence[Picture], settings: RedundancySettings) -> int:
+def score_count(pipe: Any, specs: Sequence[ImageSpec], settings: RedundancySettings) -> int:
     """Return how often `measure` will call its `tick`."""
-    return len(pictures) * len(steps_of(settings)) * len(_sites(find_model(pipe)))
+    return len(specs) * len(steps_of(settings)) * len(_sites(find_model(pipe)))
 
 
 def measure(
-    pipe: Any, pictures: Sequence[Picture], settings: RedundancySettings, tick: Callable[[], None]
+    pipe: Any, specs: Sequence[ImageSpec], settings: RedundancySettings, tick: Callable[[], None]
 ) -> list[Row]:
-    """Make the pictures one by one with full attention; return a row for each layer and measured step.
+    """Make the images one by one with full attention; return a row for each layer and measured step.
 
-    A row's `score` is the mean over heads and pictures, its `standard_error` what sampling pairs adds to it
-    (0 if all are taken), and `picture_deviation` the standard deviation between pictures. Rows stand in
+    A row's `score` is the mean over heads and images, its `standard_error` what sampling pairs adds to it
+    (0 if all are taken), and `image_deviation` the standard deviation between images. Rows stand in
     the order in which the layers ran. Raises EvalError where there is nothing to measure.
     """
     model, steps = find_model(pipe), steps_of(settings)
     baseline = parse_method("baseline", None, settings)
     generator = torch.Generator().manual_seed(settings.seed)
     groups: dict[tuple[str, int], list[Score]] = {}
-    for picture in pictures:
+    for spec in specs:
         with scored(model, steps, settings, generator, tick) as scores:
-            sample(pipe, baseline, [picture], settings)
+            sample(pipe, baseline, [spec], settings)
         for score in scores:
             groups.setdefault((score.site.name, score.step), []).append(score)
     spans = sorted({group[0].site.span for group in groups.values()})
@@ -191,7 +191,7 @@ def measure(
 
 
 def _row(group: list[Score], spans: list[int]) -> Row:
-    """Return the row of one layer and step from the scores of its pictures."""
+    """Return the row of one layer and step from the scores of its images."""
     one, scores = group[0], [score.nats for score in group]
     return {
         "layer": one.site.name,
@@ -204,7 +204,7 @@ def _row(group: list[Score], spans: list[int]) -> Row:
         "score": statistics.fmean(scores),
         "standard_error": math.hypot(*(score.error for score in group)) / len(group),
         "pairs": "exact" if one.exact else "sampled",
-        "picture_deviation": statistics.stdev(scores) if len(scores) > 1 else None,
+        "image_deviation": statistics.stdev(scores) if len(scores) > 1 else None,
         "images": len(group),
     }
 
@@ -252,7 +252,7 @@ def note(rows: Sequence[Row], settings: RedundancySettings) -> str:
         error = max(row["standard_error"] for row in sampled)
         text += (
             f" Layers above {settings.exact_tokens:,} tokens: {settings.pairs:,} pairs for each step and "
-            f"picture, standard error {error:.1g} at most; the others: all pairs."
+            f"image, standard error {error:.1g} at most; the others: all pairs."
         )
     return text
 
@@ -264,8 +264,8 @@ def markdown(rows: Sequence[Row], settings: RedundancySettings) -> str:
 
 def _title(rows: Sequence[Row], settings: RedundancySettings) -> str:
     images = rows[0]["images"]
-    pictures = f"{images} picture{'s' if images > 1 else ''}"
-    return f"{settings.model}, {settings.steps} steps ({settings.scheduler}), {pictures}"
+    count = f"{images} image{'s' if images > 1 else ''}"
+    return f"{settings.model}, {settings.steps} steps ({settings.scheduler}), {count}"
 
 
 def draw(rows: Sequence[Row], settings: RedundancySettings) -> bytes:
@@ -275,9 +275,9 @@ def draw(rows: Sequence[Row], settings: RedundancySettings) -> bytes:
     score = {(row["layer"], row["step"]): row["score"] for row in rows}
     tokens = {row["layer"]: row["tokens"] for row in rows}
     height = 3.2 + max(1.6, 0.26 * len(layers))
-    sheet = Figure(figsize=(8, height), dpi=150, layout="constrained")
+    plot = Figure(figsize=(8, height), dpi=150, layout="constrained")
     ratios = [2.2, height - 3.2]
-    lines, heat = sheet.subplots(2, sharex=True, height_ratios=ratios)
+    lines, heat = plot.subplots(2, sharex=True, height_ratios=ratios)
     lines.set_title(f"Redundancy of self-attention: {_title(rows, settings)}", fontsize=10)
     _draw_lines(lines, rows, steps)
 
@@ -289,10 +289,10 @@ def draw(rows: Sequence[Row], settings: RedundancySettings) -> bytes:
     heat.set_ylabel("layer, in running order · tokens")
     heat.set_xlabel(f"denoising step (of {settings.steps}; 0 is the noisiest)")
     heat.xaxis.get_major_locator().set_params(integer=True)
-    bar = sheet.colorbar(mesh, ax=[lines, heat], fraction=0.04)
+    bar = plot.colorbar(mesh, ax=[lines, heat], fraction=0.04)
     bar.set_label("score, nats (0: all queries alike; ln 2: nothing shared)")
     content = io.BytesIO()
-    sheet.savefig(content, format="png")
+    plot.savefig(content, format="png")
     return content.getvalue()
 
 

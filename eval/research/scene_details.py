@@ -48,7 +48,7 @@ def measure(folder: Path) -> list[Row]:
     """Return a row for each method of a table. Raises EvalError without its images."""
     try:
         lines = (folder / "table.jsonl").read_text(encoding="utf-8").splitlines()
-        with (folder / "table-pictures.csv").open(encoding="utf-8", newline="") as file:
+        with (folder / "table-images.csv").open(encoding="utf-8", newline="") as file:
             singles = list(csv.DictReader(file))
     except OSError:
         raise EvalError(f"{folder} holds no table; run agentsd-eval table --out {folder}") from None
@@ -59,7 +59,7 @@ def measure(folder: Path) -> list[Row]:
     fresh: np.ndarray | None = None
     for row in filter(lambda row: row.get("key"), map(json.loads, lines)):
         own = [single for single in singles if single["method"] == row["key"]]
-        paths = [folder / "pictures" / row["key"] / f"{int(single['index']):05d}.png" for single in own]
+        paths = [folder / "images" / row["key"] / f"{int(single['index']):05d}.png" for single in own]
         if not own or not all(path.exists() for path in paths):
             raise EvalError(f"{folder} holds no images of {row['key']}: make the table again")
         images = [Image.open(path).convert("RGB") for path in paths]

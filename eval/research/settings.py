@@ -65,7 +65,7 @@ class RedundancySettings(ShowSettings):
     exact_tokens: int = Field(1024, ge=0)
     """Layers of so many tokens at most are measured on all pairs of queries, the others on a sample."""
     pairs: int = Field(4096, ge=2)
-    """Size of the sample for each layer, step and picture, spread over the heads."""
+    """Size of the sample for each layer, step and image, spread over the heads."""
     out: Path = Path("outputs/redundancy")
     """Folder for redundancy.png, .jsonl, .csv and .md."""
 
@@ -90,16 +90,16 @@ class FidSettings(CommandSettings):
 
 
 class FrontierSettings(CommandSettings):
-    """Draw several tables' methods in one picture: distance against cost, beside fewer steps."""
+    """Draw several tables' methods in one image: distance against cost, beside fewer steps."""
 
     runs: tuple[Path, ...] = Field((), min_length=1, validate_default=True)
     """Folders with a table. Of rows of one method and sampler the first folder's stands."""
     methods: tuple[str, ...] = ()
     """Rows' labels; without them, all rows."""
     title: str = ""
-    """What stands above the picture."""
+    """What stands above the image."""
     out: Path = Path("runs/frontier")
-    """Folder for the picture and its table."""
+    """Folder for the image and its table."""
 
 
 class DetailsSettings(CommandSettings):

@@ -1,4 +1,4 @@
-"""Table 10: pictures of every method, then a row of quality and cost for each."""
+"""Table 10: images of every method, then a row of quality and cost for each."""
 
 import statistics
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ from rich.console import Console
 from agentsd.calibration.cost import macs
 
 from ..cost.memory import PipelineMemory, growth
-from ..environment import describe_maker, describe_run
+from ..environment import describe_environment, describe_run
 from ..files import check_writable, write_bytes
+from ..images.generate import Share, fingerprint, generate
+from ..images.methods import Method, check_schedulers, expand
+from ..images.models import find_device, load_pipeline
+from ..images.prompts import ImageSpec, note_unknown_words, specs_of
+from ..images.sampling import Seconds, sample, size_of
+from ..images.store import Entry, Store
 from ..pages import rows as results
 from ..pages.frontier import draw_frontier, has_frontier
 from ..pages.output import progress
 from ..pages.quality_table import note, plan, tables_of
 from ..pages.rows import Row
-from ..pictures.generate import Share, fingerprint, generate
-from ..pictures.methods import Method, check_schedulers, expand
-from ..pictures.models import find_device, load_pipeline
-from ..pictures.prompts import Picture, note_unknown_words, pictures_of
-from ..pictures.sampling import Seconds, sample, size_of
-from ..pictures.store import Entry, Store
 from ..quality.features import check_network
 from ..quality.gain import gain
 from ..quality.measure import (
@@ -47,7 +47,7 @@ from ..settings import RunSettings
 from .preflight import check_disk, check_memory, check_settings, measure_memory
 
 OTHERS = 1_000_000
-"""What the seeds and numbers of baseline's other pictures are ahead by."""
+"""What the seeds and numbers of baseline's other images are ahead by."""
 
 
 def command(settings: RunSettings, console: Console) -> None:
@@ -78,7 +78,7 @@ def show(settings: RunSettings, methods: list[Method], name: str, console: Conso
 
 def forecast(rows: Sequence[Row], settings: RunSettings) -> str:
     """Return what a trial says of the whole run: its images, and the hours that they take at these speeds."""
-    whole = len(pictures_of(settings.model_copy(update={"limit": None})))
+    whole = len(specs_of(settings.model_copy(update={"limit": None})))
     timed = [row["seconds"] for row in rows if row.get("seconds") is not None]
     return (
         f"A trial of {rows[0]['images']} images a row, whose figures mean nothing. The whole run, without "
@@ -101,7 +101,7 @@ LEADING = ("method", "ratio", "fd", "seconds", "memory_per_image")
 class Made:
     """A run whose images are made, and what they are measured beside."""
 
-    asked: Sequence[Picture]
+    asked: Sequence[ImageSpec]
     device: torch.device
     store: Store
     metrics: Metrics
@@ -117,7 +117,7 @@ class Made:
 
 
 def run(settings: RunSettings, methods: list[Method], name: str, console: Console) -> list[Row]:
-    """Make what images are missing, measure them all, write `name` and `name`-pictures, return the rows."""
+    """Make what images are missing, measure them all, write `name` and `name`-images, return the rows."""
     made = make(settings, methods, name, console)
     if made is None:
         return []
@@ -139,7 +139,7 @@ def run(settings: RunSettings, methods: list[Method], name: str, console: Consol
     facts = describe_run(settings, made.device)
     tables = list(tables_of(rows, settings.features).values())
     results.write_rows(settings.out, name, rows, tables, facts, note(settings.features))
-    results.write_singles(settings.out / f"{name}-pictures.csv", singles)
+    results.write_singles(settings.out / f"{name}-images.csv", singles)
     if has_frontier(rows):
         write_bytes(settings.out / f"{name}.png", draw_frontier(rows, plot_title(settings, rows)))
     return rows
@@ -157,7 +157,7 @@ def make(
     check_settings(settings)
     check_network(settings.features, settings.inception_weights)
     check_writable(settings.out / f"{name}.jsonl")
-    asked = pictures_of(settings)
+    asked = specs_of(settings)
     pipe = load_pipeline(settings)
     check_schedulers(methods, pipe.scheduler, settings.steps)
     if state.is_main_process:
@@ -167,7 +167,7 @@ def make(
     metrics = load_metrics(settings, asked, pipe.unet.device)
     store = Store(settings.out, state.process_index)
     with state.main_process_first():
-        store.claim(fingerprint(pipe, asked, settings), describe_maker(pipe.unet.device))
+        store.claim(fingerprint(pipe, asked, settings), describe_environment(pipe.unet.device))
     share = Share(state.process_index, state.num_processes)
     reference = replace(methods[0], steps=settings.reference_steps) if settings.reference_steps else None
     others = other_seeds(asked) if settings.other_seeds else []
@@ -183,7 +183,7 @@ def make(
                 row |= _cost_of_an_image(pipe, method, asked, settings)
                 bars.advance(task)
         if state.is_main_process and real is not None:
-            task = bars.add_task("real images", total=len(real.pictures))
+            task = bars.add_task("real images", total=len(real.images))
             read = read_real(real, metrics, partial(bars.advance, task))
         task = bars.add_task("images", total=-(-(len(asked) * len(made) + len(others)) // share.world))
         for what, of in ((made, asked), (methods[:1], others)):
@@ -200,11 +200,11 @@ def make(
     return Made(asked, pipe.unet.device, store, metrics, references, taken)
 
 
-def _shown(method: Method, asked: Sequence[Picture], store: Store, metrics: Metrics) -> Shown:
-    return Shown(method.key, Files([store.path(method, picture.index) for picture in asked]), metrics)
+def _shown(method: Method, asked: Sequence[ImageSpec], store: Store, metrics: Metrics) -> Shown:
+    return Shown(method.key, Files([store.path(method, spec.index) for spec in asked]), metrics)
 
 
-def other_seeds(asked: Sequence[Picture]) -> list[Picture]:
+def other_seeds(asked: Sequence[ImageSpec]) -> list[ImageSpec]:
     """Return the same prompts with seeds that no image's own can be."""
     return [replace(one, index=one.index + OTHERS, seed=one.seed + OTHERS) for one in asked]
 
@@ -267,13 +267,13 @@ def identity(method: Method) -> Row:
     }
 
 
-def _cost_of_an_image(pipe: Any, method: Method, pictures: Sequence[Picture], settings: RunSettings) -> Row:
+def _cost_of_an_image(pipe: Any, method: Method, specs: Sequence[ImageSpec], settings: RunSettings) -> Row:
     """Return GB and MACs an image: what a method takes beside time, before any image is kept."""
-    memory: PipelineMemory | None = measure_memory(pipe, method, pictures, settings)
-    counted = min(settings.count_on, len(pictures))
+    memory: PipelineMemory | None = measure_memory(pipe, method, specs, settings)
+    counted = min(settings.count_on, len(specs))
 
     def call() -> None:
-        sample(pipe, method, pictures[:counted], settings)
+        sample(pipe, method, specs[:counted], settings)
 
     return {
         "memory_per_image": None if memory is None else growth(memory.total),
