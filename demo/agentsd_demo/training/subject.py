@@ -1,4 +1,4 @@
-"""Make the views of the embedded subject from an npm package: `python -m agentsd_demo.subject TWITTER`."""
+"""Make the views of the toy subject from npm: `python -m agentsd_demo.training.subject TWITTER`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ import typer
 from PIL import Image, ImageOps
 from rich import print
 
-from .data import SIZE, SUBJECT
+from ..data import SIZE, SUBJECT
 
 _CODEPOINT = "1f916"  # "robot face", of a category that the reference pictures leave out in both styles
 _FINE = 4  # turned and scaled on so many times finer pixels

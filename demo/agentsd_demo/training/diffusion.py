@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
+from ..scenes import Triple, random_scene, scene_caption
 from .autoencoder import encode
 from .config import DiffusionConfig
 from .loop import compile_loss, train_loop
-from .scenes import Triple, random_scene, scene_caption
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 EMBEDDING_SCALE = 0.1

@@ -6,7 +6,7 @@ from typing import Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from .data import PIPELINE
+from ..data import PIPELINE
 
 
 class _Settings(BaseModel):

@@ -1,4 +1,4 @@
-"""Train the demonstration model: `python -m agentsd_demo.train --config configs/demo_model.yaml`."""
+"""Train the demonstration model: `python -m agentsd_demo.training.train --config configs/demo_model.yaml`."""
 
 import json
 import random
@@ -14,10 +14,12 @@ from PIL import Image
 from rich import print
 from transformers import CLIPTokenizer
 
+from ..data import SIZE, Reference, load_references
+from ..pipeline_io import export_pipeline, load_pipeline
+from ..scenes import random_scene, triples
 from .accuracy import contact_sheet, generate
 from .autoencoder import build_autoencoder, psnr, to_pixels, train_autoencoder
 from .config import DemoConfig, load_config
-from .data import SIZE, Reference, load_references
 from .diffusion import (
     DiffusionLoss,
     build_scheduler,
@@ -28,8 +30,6 @@ from .diffusion import (
     train_diffusion,
 )
 from .loop import averaged_weights
-from .pipeline_io import export_pipeline, load_pipeline
-from .scenes import random_scene, triples
 
 SHEET_PROMPTS, SHEET_SIZE = 32, 96
 

@@ -1,6 +1,6 @@
 """Prompt accuracy: is a generated picture's nearest reference of the prompted concept?
 
-`python -m agentsd_demo.accuracy` prints it for the embedded model.
+`python -m agentsd_demo.training.accuracy` prints it for the embedded model.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +15,9 @@ from PIL import Image
 from rich import print
 from torch import Tensor
 
+from ..data import PIPELINE, Reference, load_references, trained_concepts
+from ..pipeline_io import load_pipeline
 from .autoencoder import decode, encode, psnr, to_pixels
-from .data import PIPELINE, Reference, load_references, trained_concepts
-from .pipeline_io import load_pipeline
 
 SHEET_COLUMNS = 8
 Features = Callable[[Sequence[Image.Image]], Tensor]

@@ -1,6 +1,6 @@
 """Finetune the patched attention of the embedded model, the same short budget for each kind.
 
-`python -m agentsd_demo.adapt FOLDER --attention focused` leaves a recipe and weights in FOLDER, for
+`python -m agentsd_demo.training.adapt FOLDER --attention focused` leaves a recipe and weights in FOLDER, for
 `apply_agentsd(pipe, recipe=FOLDER)`. A repeated call resumes.
 """
 
@@ -19,10 +19,10 @@ from agentsd.patch import apply_agentsd
 from agentsd.recipe import Recipe
 from agentsd.schedule import Phases, Schedule
 
+from ..pipeline_io import load_pipeline
+from ..scenes import triples
 from .config import DiffusionConfig, Stage
 from .diffusion import DiffusionLoss, train_diffusion
-from .pipeline_io import load_pipeline
-from .scenes import triples
 
 KINDS: dict[str, Callable[[], Schedule]] = {
     "module": AgentModule,

@@ -11,8 +11,8 @@ from diffusers import AutoencoderKL
 from PIL import Image
 from torch import Tensor, nn
 
+from ..data import SIZE
 from .config import AutoencoderConfig
-from .data import SIZE
 from .loop import compile_loss, train_loop
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from PIL import Image
 from torch import Tensor
 
+from ..scenes import triples
 from .config import DemoConfig
 from .diffusion import SceneBatches, canvas_size
-from .scenes import triples
 
 
 def training_scenes(folder: Path, size: int, count: int) -> list[Image.Image]:

@@ -1,4 +1,4 @@
-"""Make the reference sheets from two npm packages: `python -m agentsd_demo.prepare FLUENT NOTO`."""
+"""Make the reference sheets from two npm packages: `python -m agentsd_demo.training.prepare FLUENT NOTO`."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import typer
 from PIL import Image
 from rich import print
 
-from .data import REFERENCES, SHEET_COLUMNS, SIZE, STYLES, Style, caption_of, split_of
+from ..data import REFERENCES, SHEET_COLUMNS, SIZE, STYLES, Style, caption_of, split_of
 
 LEFT_OUT = {"Smileys & Emotion", "People & Body", "Flags", "Symbols", "Component"}
 PLAIN_NAMES = {
