@@ -50,7 +50,7 @@ def test_watching_changes_nothing_and_leaves_no_trace(pipe: Any, sample: Any) ->
 
 
 def test_the_parts_of_each_method(pipe: Any) -> None:
-    merged = {"recipe": {"attention": {"early": {"agents": {"feed_forward": True}}, "late": "downsample"}}}
+    merged = {"recipe": {"attention": {"early": {"agents": {"stride": 2}}, "late": "downsample"}}}
     settings = ProfileSettings(
         methods=("paper", "merged", "limit"), named={"merged": merged}, repeats=1, ratio=0.5
     )

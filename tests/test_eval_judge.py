@@ -1,4 +1,4 @@
-"""Figures of a row from figures of its pictures, and the embedded model's prompt accuracy."""
+"""Figures of a row from figures of its pictures, and the bundled toy model's prompt accuracy."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Prompt accuracy: is a generated picture's nearest reference of the prompted concept?
 
-`python -m agentsd_demo.accuracy` prints it for the embedded model.
+`python -m agentsd_demo.accuracy` prints it for the bundled toy model.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """Read a picture of a scene: where its sprite is, what colour it stands on, and what concept it is.
 
-`python -m agentsd_demo.reading` prints how well the embedded model does what its captions say.
+`python -m agentsd_demo.reading` prints how well the bundled toy model does what its captions say.
 """
 
 import colorsys

@@ -13,7 +13,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 
 from agentsd import Downsample, Recipe, apply_agentsd
-from agentsd.hosts.models import EVERY_LEVEL, find_sites
+from agentsd.hosts.models import EVERY_LEVEL, find_attention_layers
 
 from ..errors import EvalError
 from .forecast import forecast
@@ -137,7 +137,7 @@ def limit(pipe: Any, ratio: None, levels: int) -> Iterator[Reseed]:
 
     Its pictures mean nothing.
     """
-    layers: list[Any] = [site.attn for site in find_sites(unet_of(pipe), levels, at_most=True)]
+    layers: list[Any] = [site.attn for site in find_attention_layers(unet_of(pipe), levels, at_most=True)]
     before = [layer.processor for layer in layers]
     for layer in layers:
         layer.set_processor(_NoCore())
