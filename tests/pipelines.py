@@ -125,21 +125,21 @@ HOSTS = {
 }
 
 
-def ip_adapter_weights(unet):
-    """A tiny IP-Adapter: 4 image tokens, keys and values for each cross-attention layer."""
+def ip_adapter_weights(unet, width=WIDTH):
+    """An IP-Adapter of 4 image tokens for embeddings and text of `width`: keys and values for each layer."""
     rng = torch.Generator().manual_seed(3)
     weights, number = {}, 1
     for name in unet.attn_processors:
         if name.endswith("attn2.processor"):
             attn = unet.get_submodule(name.removesuffix(".processor"))
             for part in ("to_k_ip", "to_v_ip"):
-                weights[f"{number}.{part}.weight"] = torch.randn(attn.inner_dim, WIDTH, generator=rng)
+                weights[f"{number}.{part}.weight"] = torch.randn(attn.inner_dim, width, generator=rng)
             number += 2
     projection = {
-        "proj.weight": torch.randn(4 * WIDTH, WIDTH, generator=rng),
-        "proj.bias": torch.randn(4 * WIDTH, generator=rng),
-        "norm.weight": torch.ones(WIDTH),
-        "norm.bias": torch.zeros(WIDTH),
+        "proj.weight": torch.randn(4 * width, width, generator=rng),
+        "proj.bias": torch.randn(4 * width, generator=rng),
+        "norm.weight": torch.ones(width),
+        "norm.bias": torch.zeros(width),
     }
     return {"image_proj": projection, "ip_adapter": weights}
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from agentsd_eval.cost.architectures import SD15, SDXL
 from diffusers import ControlNetModel, DPMSolverMultistepScheduler, UNet2DConditionModel
+from pipelines import ip_adapter_weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import agentsd
@@ -90,7 +91,7 @@ class Traffic(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name == "equal" and args[0].device.type == "meta":  # which has no such operation
             self.reads.append(_asker())
-            return True
+            return args[0].ndim == 4  # two passes: the same latents twice, on other texts
         out = func(*args, **kwargs or {})
         if isinstance(out, torch.Tensor):
             source = {"_to_copy": 0, "copy_": 1}.get(name)
@@ -149,7 +150,7 @@ def check(traffic: Traffic) -> None:
     assert own <= set(COPIED)
     assert traffic.doubles == []
     assert set(traffic.reads) <= set(READ)
-    assert len(traffic.reads) <= 2  # in a whole run
+    assert len(traffic.reads) <= 3  # in a whole run
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -157,8 +158,10 @@ def test_nothing_is_read_back_and_nothing_copied_but_what_is_named(name):
     unet, given, latents = build("SD 1.5", torch.float16)
     with apply_agentsd(unet, recipe=RECIPES[name]) as handle:
         traffic = run(unet, given, latents)
-        corrected = re.search(r"(\d+) corrected", handle.summary())
+        summary = handle.summary()
     check(traffic)
+    assert ("conditional-only" in summary) == (RECIPES[name].guidance is not None)
+    corrected = re.search(r"(\d+) corrected", summary)
     again = int(corrected[1]) if corrected else 0
     assert traffic.copies.count("host") == 9 + again  # the timestep, in each call and each correction
 
@@ -194,3 +197,13 @@ def test_controlnet_and_the_unet_together():
 
     with apply_agentsd(unet, recipe=RECIPES["all"]):
         check(run(with_control, given, latents))
+
+
+def test_ip_adapter():
+    unet, given, latents = build("SD 1.5", torch.float16)
+    weights = ip_adapter_weights(unet, unet.config.cross_attention_dim)
+    unet._load_ip_adapter_weights([weights], low_cpu_mem_usage=True)
+    embeds = torch.empty(2, 1, 768, dtype=torch.float16, device="meta")
+    given["added_cond_kwargs"] = {"image_embeds": [embeds]}
+    with apply_agentsd(unet, recipe=RECIPES["all"]):
+        check(run(unet, given, latents))
