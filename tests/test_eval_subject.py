@@ -113,9 +113,9 @@ def test_agents_generate_as_they_were_trained() -> None:
     ]  # fmt: skip
     applied = [v.method.recipe for v in variants if v.method.parts]
     trained = subject_plan.training_config(variants[4].training, settings)
-    agents = Agents(0.3, 0.05, at_most=None, agent_ratio=0.95, ranking="layer", cells="random")
+    agents = Agents(0.3, 0.05, at_most=None, agent_ratio=0.95, ranking="layer", destinations="random")
     assert trained.recipe == Recipe(agents, levels=1)
-    early = Recipe(Phases(agents, Merge(0.3, ranking="layer", cells="random")), levels=1)
+    early = Recipe(Phases(agents, Merge(0.3, ranking="layer", destinations="random")), levels=1)
     assert applied == [early, trained.recipe, trained.recipe] * 2
     assert [subject_plan.training_config(t, settings).apply for t in subject_plan.TRAININGS[:2]] == [
         "none",
@@ -275,7 +275,7 @@ def test_images_are_judged_by_views_and_references(make_pipeline: Any, tmp_path:
         (("--learning-rate", "0"), "learning_rate = 0.0: Input should be greater than 0"),
         (("--agent", "early_frac=0.5"), "['early_frac'] can't be trained with; known: k, scale"),
         (("--agent", "scale=0.5"), "scale=0.5: it is the exponent"),
-        (("--model", "EMPTY"), "subject: the embedded subject is for the toy model; give --subject"),
+        (("--model", "EMPTY"), "subject: the bundled subject is for the toy model; give --subject"),
         (("--out", "/proc/no/such"), "choose another place with --out"),
     ],
 )
