@@ -12,7 +12,6 @@ import yaml
 
 from .attention import Agents, Downsample, Merge, Operator, ResidualSharing
 from .cache import GuidanceCache, StepCache
-from .cache.guidance import check_renewed
 from .checks import check, check_types
 from .schedule import ByDistance, Phases, Schedule, stages_of, timing_of, with_setting
 from .serialization import (
@@ -45,7 +44,7 @@ class Recipe:
         guidance: which calls compute the conditional pass alone; None computes both in each.
         residual: in which steps attention is full, and leaves to the others what the operators miss of it;
             None runs the operators as they are.
-        seed: of the cells drawn at random, 0 or more: the same pipeline seed gives the same picture.
+        seed: of the destinations sampled at random, 0 or more: the same pipeline seed gives the same image.
         measured: what was measured when it was found; for the reader.
 
     Raises:
@@ -74,7 +73,6 @@ class Recipe:
                 raise TypeError(
                     f"{name}={value!r} is a {type(value).__name__}: pass {kind.__name__}() or None"
                 )
-        check_renewed(self.steps, self.guidance)
         if self.residual is not None:
             self._check_residual()
         for schedule in [self.attention, *(self.layers or {}).values()]:

@@ -132,13 +132,15 @@ def test_noise_levels_are_those_of_karras_sigmas():
 def test_order_1_is_exact_on_states_linear_in_the_noise_level():
     states, slope, base = CachedFeatures(1, 2), torch.randn(2, 3), torch.randn(2, 3)
     for timestep in (981.0, 901.0, 701.0):
-        states.keep(sigma(timestep), base + noise_level(timestep) * slope)
+        states.keep(sigma(timestep), [base + noise_level(timestep) * slope])
         expected = base + noise_level(661) * slope
         if timestep < 981.0:
-            torch.testing.assert_close(states.at(sigma(661.0)), expected, rtol=1e-4, atol=1e-4)
-    states.keep(sigma(701.0), base)  # a repeated timestep takes the place of the call before
-    torch.testing.assert_close(states.at(sigma(701.0)), base)
-    torch.testing.assert_close(states.at(sigma(901.0)), base + noise_level(901) * slope, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(states.extrapolate(sigma(661.0)), [expected], rtol=1e-4, atol=1e-4)
+    states.keep(sigma(701.0), [base])  # a repeated timestep takes the place of the call before
+    torch.testing.assert_close(states.extrapolate(sigma(701.0)), [base])
+    torch.testing.assert_close(
+        states.extrapolate(sigma(901.0)), [base + noise_level(901) * slope], rtol=1e-4, atol=1e-4
+    )
 
 
 def test_order_1_in_a_run():

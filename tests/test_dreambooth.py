@@ -19,7 +19,7 @@ from agentsd import Agents, Recipe, apply_agentsd
 from agentsd.dreambooth.checkpoints import find_checkpoint, list_checkpoints, step_of
 from agentsd.dreambooth.cli import dreambooth
 from agentsd.dreambooth.config import DreamBoothConfig
-from agentsd.dreambooth.data import Batch, Pictures, find_pictures, load_picture
+from agentsd.dreambooth.data import Batch, SubjectImages, find_images, load_image
 from agentsd.dreambooth.step import diffusion_loss
 from agentsd.dreambooth.training import Run
 from agentsd.modules import AgentModule, FocusedLinear
@@ -276,7 +276,7 @@ def test_prior_loss_is_the_class_pictures_share():
 
 def test_pictures_are_drawn_by_step(subject):
     ids = torch.zeros(1, 4, dtype=torch.int64)
-    pictures = Pictures(find_pictures(subject), find_pictures(subject), ids, ids + 1, 16)
+    pictures = SubjectImages(find_images(subject), find_images(subject), ids, ids + 1, 16)
     a, b, other = (pictures.draw(2, seed=0, step=step) for step in (5, 5, 6))
     assert torch.equal(a.pixels, b.pixels)
     assert a.pixels.shape == (4, 3, 16, 16)
@@ -286,7 +286,7 @@ def test_pictures_are_drawn_by_step(subject):
 
 def test_a_transparent_picture_stands_on_white(tmp_path):
     Image.new("RGBA", (20, 30), (255, 0, 0, 0)).save(tmp_path / "a.png")
-    assert load_picture(tmp_path / "a.png", 8).eq(1).all()
+    assert load_image(tmp_path / "a.png", 8).eq(1).all()
 
 
 BAD = [

@@ -81,8 +81,8 @@ def test_animatediff_in_stages_of_each_sample(make_pipeline):
     thresholds = [0.9 - i / 100 for i in range(20)]
     handle = apply_agentsd(pipe, recipe=Recipe(ByDistance(stages, thresholds, "sample")))
     masked = []
-    handle._sites[0].attn.register_forward_pre_hook(
-        lambda m, args: masked.append(handle._layers[0].work.plan.pool.mask is not None)
+    handle._layers.attention_layers[0].attn.register_forward_pre_hook(
+        lambda m, args: masked.append(handle._layers.states[0].work.plan.pool.mask is not None)
     )
     settings = {"num_frames": 2, "height": 32, "width": 32, "num_inference_steps": 10}
     rng = torch.Generator().manual_seed(0)

@@ -311,7 +311,7 @@ def test_no_tensor_is_kept_and_the_model_is_let_go():
     unet = make_unet()
     handle = apply_agentsd(unet, recipe=AGENTS_THEN_KEYS)
     call(unet)
-    for site, layer in zip(handle._sites, handle._layers, strict=True):
+    for site, layer in zip(handle._layers.attention_layers, handle._layers.states, strict=True):
         assert layer.block_input is None
         assert layer.work.plan is None
         assert site.attn._agentsd is layer
@@ -338,7 +338,7 @@ def test_an_exception_in_the_middle_leaves_the_next_run_clean(pipe, sample):
     with pytest.raises(ZeroDivisionError):
         sample(pipe)
     hook.remove()
-    assert all(layer.block_input is None for layer in pipe.unet._agentsd._layers)
+    assert all(layer.block_input is None for layer in pipe.unet._agentsd._layers.states)
     assert torch.equal(sample(pipe), picture)
 
 

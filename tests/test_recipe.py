@@ -133,7 +133,11 @@ def test_bad_value_names_itself_and_the_way_out(kind, name, value, error, way_ou
             ValueError,
             "per='sample' needs PooledAgents",
         ),
-        (lambda: PooledAgents(destinations="first"), ValueError, "ranking and destinations are of merged tokens"),
+        (
+            lambda: PooledAgents(destinations="first"),
+            ValueError,
+            "ranking and destinations are of merged tokens",
+        ),
         (lambda: Recipe("paper"), TypeError, "'paper' is a str: pass Phases"),
         (lambda: Recipe(layers={MID: "agents"}), TypeError, "'agents' is a str: pass Phases"),
         (lambda: Recipe(), ValueError, "the recipe would do nothing"),
@@ -387,10 +391,10 @@ def test_layers_of_other_settings_share_no_ranking_in_fast_mode():
     unet = make_unet()
     other = replace(MERGE_ALL, early=Merge(0.2, destinations="first"))
     handle = apply_agentsd(unet, recipe=Recipe(layers={DOWN: MERGE_ALL, UP: other}))
-    assert len({id(layer.work) for layer in handle._layers}) == len(handle._groups) == 2
+    assert len({id(layer.work) for layer in handle._layers.states}) == len(handle._layers.groups) == 2
     call(unet)
     same = apply_agentsd(unet, recipe=Recipe(layers={DOWN: MERGE_ALL, UP: replace(MERGE_ALL)}))
-    assert len({id(layer.work) for layer in same._layers}) == len(same._groups) == 1
+    assert len({id(layer.work) for layer in same._layers.states}) == len(same._layers.groups) == 1
 
 
 def test_an_unknown_layer_is_refused_and_the_patch_in_force_stays(pipe, sample):

@@ -220,9 +220,9 @@ def test_tokens_are_matched_once_a_run(operator, monkeypatch):
     caller = Caller(steps=12)
     for _ in range(2):
         outputs(unet, caller)
-    groups = len(handle._groups)
+    groups = len(handle._layers.groups)
     assert len(ranked) == 2 * groups
-    assert not any(group.work.plan for group in handle._groups)
+    assert not any(group.work.plan for group in handle._layers.groups)
 
 
 @pytest.mark.parametrize("images", [1, 2, 3])

@@ -50,7 +50,7 @@ def plan_run(
     """The kind of each step by its noise level; the levels come in the run's order and may repeat."""
     levels = list(dict.fromkeys(levels))
     computed = [True] * len(levels) if steps is None else steps.computed(levels)
-    guided = [True] * len(levels) if guidance is None else guidance.guided(levels, computed)
+    guided = [True] * len(levels) if guidance is None else guidance.guided(computed)
     attention = [PLAIN] * len(levels) if residual is None else residual.plan(computed, guided)
     kinds = map(StepKind, computed, guided, attention)
     return dict(zip(levels, kinds, strict=True))

@@ -15,7 +15,7 @@ class StepCache:
     A cached step computes `conv_in`, the last layers of the last up block and what follows it. The hidden
     state that enters those layers comes from the computed steps before ("DeepCache: Accelerating Diffusion
     Models for Free", CVPR 2024, keeps it as it was, as order 0 does). That costs `extrapolation_order + 1`
-    states of the finest level for each picture and pass: 320 x 64 x 64 numbers each in SD 1.5 at 512 px.
+    states of the finest level for each image and pass: 320 x 64 x 64 numbers each in SD 1.5 at 512 px.
 
     A computed step shows what the cached steps just before it should have had: the state between two computed
     steps. Where they are corrected, each is computed once more on that, and the computed step's prediction

@@ -132,11 +132,11 @@ class Sampler:
                     return False  # a scheduler that asks for more: there is no word on its noise
         return not torch.equal(*made)
 
-    def coordinate(self, place: int) -> float | None:
+    def coordinate(self, step_index: int) -> float | None:
         """The noise level over which hidden states are extrapolated to a step; None where it isn't known."""
         if self.on_training_timesteps:
-            return training_sigma(self.timesteps[place])
-        return None if self._own is None or self.scheduler is None else self._own[place]
+            return training_sigma(self.timesteps[step_index])
+        return None if self._own is None or self.scheduler is None else self._own[step_index]
 
     def steps(self) -> list[SigmaStep | None]:
         """Each step's noise levels; None where its error can't be made up for.
