@@ -40,6 +40,8 @@ COMMANDS = ("compare", "table", "ablate", "check", "calibrate", "latency", "subj
 
 def _options(command: Any) -> list[str]:
     """A command's section: what it does, and its options with their help."""
+    from agentsd_eval.options import help_of, written
+
     rows = []
     for option in command.params:
         if option.name == "help":
@@ -47,7 +49,10 @@ def _options(command: Any) -> list[str]:
         names = [*option.opts, *option.secondary_opts]
         if option.param_type_name == "argument":
             names = [str(option.metavar or option.name)]
-        text = " ".join((getattr(option, "help", None) or "").split()).replace("|", "\\|")
+        text = help_of(command.kind, option.name) if option.name != "config" else option.help
+        text = text.replace("|", "\\|")
+        if shown := option.name != "config" and written(command.kind.model_fields[option.name].default):
+            text += f" [{shown}]"
         rows.append(f"| {', '.join(f'`{name}`' for name in names)} | {text} |")
     about = " ".join((command.help or "").split())
     return [f"## agentsd-eval {command.name}", about, "\n".join(["| option | |", "|---|---|", *rows])]
@@ -55,11 +60,9 @@ def _options(command: Any) -> list[str]:
 
 def _command_line() -> str:
     """Every command's section, from the settings that the command line itself is made from."""
-    import typer
-    from agentsd_eval.cli import app
+    from agentsd_eval.cli import main
 
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    return "\n\n".join(part for name in COMMANDS for part in _options(commands[name]))
+    return "\n\n".join(part for name in COMMANDS for part in _options(main.commands[name]))
 
 
 def _first_screen() -> str:

@@ -107,7 +107,7 @@ KINDS: dict[str, Callable[[Row, Rows], str]] = {
     "shown-kid": _images("kid"),
     **{
         name: lambda row, rows, name=name: f"{row[f'right_{name}']:.0%}"
-        for name in ("seen", "heldout_triple", "heldout_pair", "style", "colour")
+        for name in ("seen", "heldout_triple", "heldout_pair", "colour")
     },
 }
 

@@ -2,99 +2,99 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
-import typer
+import click
 
 from . import settings as s
 from .errors import EvalError
-from .options import options_of, settings_of
+from .options import SettingsCommand, settings_of
 from .presets import load_settings, presets
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,  # its tables cut long names off
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 COMMANDS: dict[str, tuple[type[s.CommandSettings], str]] = {
     "compare": (s.CompareSettings, "studies.compare"),
     "table": (s.RunSettings, "studies.table"),
     "ablate": (s.AblateSettings, "studies.ablate"),
-    "proof": (s.ProofSettings, "studies.proof"),
     "check": (s.CheckSettings, "studies.check"),
-    "mediators": (s.MediatorSettings, "studies.mediators"),
-    "redundancy": (s.RedundancySettings, "studies.redundancy"),
     "calibrate": (s.CalibrateSettings, "studies.calibration"),
     "subject": (s.SubjectSettings, "studies.subject"),
-    "latency": (s.LatencySettings, "cost.latency"),
-    "profile": (s.ProfileSettings, "cost.breakdown"),
-    "fid": (s.FidSettings, "quality.fid"),
-    "frontier": (s.FrontierSettings, "studies.frontier"),
+    "latency": (s.LatencySettings, "studies.latency"),
     "report": (s.ReportSettings, "pages.report"),
     "app": (s.AppSettings, "studies.app"),
 }
 """Each one's settings, and the module whose `command(settings, console)` does its work."""
-_NO_CONFIG = ("fid", "report")
-_RESUMED = ("table", "ablate", "proof", "check", "mediators", "calibrate", "subject")
 
 
-def _make(name: str) -> Callable[..., None]:
-    kind, module = COMMANDS[name]
+class Program(click.Group):
+    """The commands in their own order; an error ends one with a message and an exit code."""
 
-    @_clear_errors(name)
-    def run(config: str | None = None, **options: Any) -> None:
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the commands as they were given."""
+        return list(self.commands)
+
+
+def make_program(
+    name: str, commands: Mapping[str, tuple[type[s.CommandSettings], str]], about: str
+) -> Program:
+    """Return a program of these commands."""
+    program = Program(
+        name,
+        help=about,
+        no_args_is_help=True,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+        params=[
+            click.Option(["--version"], is_flag=True, is_eager=True, callback=_version, help="Print it."),
+            click.Option(
+                ["--list-configs"],
+                is_flag=True,
+                is_eager=True,
+                callback=_list_configs,
+                help="List the presets for --config.",
+            ),
+        ],
+        callback=lambda **options: None,
+    )
+    for command, (kind, module) in commands.items():
+        program.add_command(SettingsCommand(command, kind, callback=partial(_run, kind, module)))
+    return program
+
+
+def _run(kind: type[s.CommandSettings], module: str, config: str | None = None, **options: Any) -> None:
+    """Do a command's work; an EvalError, a full GPU or Ctrl-C end it with a message and an exit code."""
+    try:
         settings = load_settings(kind, config, settings_of(options, kind))
         # The libraries' remarks and bars would stand between a user and the table.
         for library in ("DIFFUSERS", "TRANSFORMERS"):
             os.environ.setdefault(f"{library}_VERBOSITY", "error")
         job = importlib.import_module(f".{module}", __package__)
-        _hide_bars()
+        for library in ("diffusers", "transformers"):
+            if library in sys.modules:
+                importlib.import_module(f"{library}.utils.logging").disable_progress_bar()
         from rich.console import Console
 
         job.command(settings, Console())
-
-    run.__signature__ = options_of(kind, name not in _NO_CONFIG)  # type: ignore[attr-defined]
-    run.__doc__ = kind.__doc__
-    return run
-
-
-def _clear_errors(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make an EvalError, a full GPU or Ctrl-C end a command with a message and an exit code."""
-
-    def wrap(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def wrapped(*args: Any, **kwargs: Any) -> None:
-            code = 2
-            try:
-                command(*args, **kwargs)
-                return
-            except EvalError as error:
-                message = f"error: {error}"
-            except ModuleNotFoundError as error:
-                message = f"error: {explain_missing(error)}"
-            except KeyboardInterrupt:
-                way = "goes on from here" if name in _RESUMED else "begins anew"
-                message, code = f"stopped; the same command {way}", 130
-            except Exception as error:
-                if type(error).__name__ != "OutOfMemoryError":
-                    raise
-                message = "error: the GPU's memory doesn't do; "
-                if name in _RESUMED:
-                    message += "the same command goes on from here with a smaller --batch-size; else "
-                message += "choose a smaller batch or size, or --dtype float16"
-            typer.echo(message, err=True)
-            raise typer.Exit(code)
-
-        return wrapped
-
-    return wrap
+        return
+    except EvalError as error:
+        message, code = f"error: {error}", 2
+    except ModuleNotFoundError as error:
+        message, code = f"error: {explain_missing(error)}", 2
+    except KeyboardInterrupt:
+        resumed = "goes on from here" if kind.resumes else "begins anew"
+        message, code = f"stopped; the same command {resumed}", 130
+    except Exception as error:
+        if type(error).__name__ != "OutOfMemoryError":
+            raise
+        message, code = "error: the GPU has too little memory; ", 2
+        if kind.resumes:
+            message += "the same command goes on from here with a smaller --batch-size; else "
+        message += "choose a smaller batch or size, or --dtype float16"
+    click.echo(message, err=True)
+    raise SystemExit(code)
 
 
 def explain_missing(error: ModuleNotFoundError) -> str:
@@ -109,55 +109,28 @@ def explain_missing(error: ModuleNotFoundError) -> str:
     return "gradio is not installed: pip install 'agentsd[app]'"
 
 
-def _hide_bars() -> None:
-    for library in ("diffusers", "transformers"):
-        if library in sys.modules:
-            logging = importlib.import_module(f"{library}.utils.logging")
-            logging.disable_progress_bar()
-
-
-def _version(asked: bool) -> None:
+def _version(ctx: click.Context, option: click.Parameter, asked: bool) -> None:
     if asked:
         from importlib.metadata import version
 
-        typer.echo(f"agentsd-eval {version('agentsd-eval')}")
-        raise typer.Exit
+        click.echo(f"agentsd-eval {version('agentsd-eval')}")
+        ctx.exit()
 
 
-def _list_configs(asked: bool) -> None:
+def _list_configs(ctx: click.Context, option: click.Parameter, asked: bool) -> None:
     if asked:
-        for name, (about, commands) in presets().items():
-            typer.echo(f"{name}: {about}")
-            for command in commands:
-                typer.echo(f"    agentsd-eval {command} --config {name}")
-        raise typer.Exit
+        for name, preset in presets().items():
+            click.echo(f"{name}: {preset.about}")
+            for command in preset.commands:
+                click.echo(f"    agentsd-eval {command} --config {name}")
+        ctx.exit()
 
 
-@app.callback()
-def start(
-    version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_version, help="Print it.")
-    ] = False,
-    list_configs: Annotated[
-        bool,
-        typer.Option(
-            "--list-configs", is_eager=True, callback=_list_configs, help="List the presets for --config."
-        ),
-    ] = False,
-) -> None:
-    """Quality and cost of agent attention (AgentSD) beside baseline Stable Diffusion, ToMeSD and
-    DeepCache."""
-
-
-for _name in COMMANDS:
-    _run = _make(_name)
-    app.command(_name, short_help=" ".join(str(_run.__doc__).partition("\n\n")[0].split()))(_run)
-
-
-def main() -> None:
-    """Run the program (the script `agentsd-eval`)."""
-    app()
-
+main = make_program(
+    "agentsd-eval",
+    COMMANDS,
+    "Quality and cost of agent attention (AgentSD) beside the baseline, ToMeSD and DeepCache.",
+)
 
 if __name__ == "__main__":
     main()

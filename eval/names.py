@@ -1,23 +1,29 @@
-"""What methods are called: a recipe's own name, or that of a rival."""
+"""What methods are called: a recipe's own name, or that of another package's method."""
 
 from __future__ import annotations
 
 import re
 
-NUMBERED = {"deepcache": 3, "tgate": 10, "forecast": 2}
-"""Rivals that take a number, as in "deepcache-5", and the one that is meant where none is named."""
-OTHERS = ("baseline", "tomesd", "todo", *NUMBERED, "limit", "limit-all")
-"""Methods that are no recipe of this package."""
+METHODS: dict[str, int | None] = {
+    "baseline": None,
+    "tomesd": None,
+    "todo": None,
+    "deepcache": 3,
+    "no-attention": None,
+    "no-attention-all": None,
+}
+"""Methods that are no recipe of this package; for those that take a number ("deepcache-5"), the default."""
 
 
 def is_method(name: str) -> bool:
     """Whether a method is called that, alone or joined with others."""
     from agentsd.recipe import MODES
 
-    return name in OTHERS or name in MODES or numbered(name) is not None
+    return name in METHODS or name in MODES or numbered(name) is not None
 
 
 def numbered(name: str) -> tuple[str, int] | None:
     """Return ("deepcache", 5) for "deepcache-5", ("deepcache", 3) for "deepcache", None for another name."""
-    found = re.fullmatch(rf"({'|'.join(NUMBERED)})(?:-([1-9]\d{{0,2}}))?", name)
-    return (found[1], int(found[2] or NUMBERED[found[1]])) if found else None
+    found = re.fullmatch(r"([a-z]+)(?:-([1-9]\d{0,2}))?", name)
+    default = found and METHODS.get(found[1])
+    return (found[1], int(found[2] or default)) if found and default else None

@@ -1,122 +1,149 @@
-"""An option of the command line for each setting, and back: what the options say as settings."""
+"""The command line of a command, made of its settings: an option for each, in groups, with its default."""
 
 from __future__ import annotations
 
-import inspect
 import types
 import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
-from pydantic.fields import FieldInfo
+import click
+import yaml
 
 from .errors import EvalError
-from .presets import parse_scalar
-from .settings import CommandSettings, Option
+from .settings import CommandSettings
 
-_Config = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME|PATH",
-        help="A preset's name (agentsd-eval --list-configs) or a YAML file; options override it.",
-    ),
-]
+GROUPS = {
+    "Model": "model dtype device arch backend backends compile gradient_checkpointing",
+    "Sampling": "prompt prompts classes template per_class scheduler steps guidance_scale height width sizes "
+    "seed images batch_size batches",
+    "Methods": "methods ratio ratios fewer_steps agent calibrated ablate_ratio ablate_values recipe",
+    "References": "reference references reference_steps other_seeds features inception_weights clip dino",
+    "Output and measurement": "",
+}
+"""Settings under each head of a command's help; the last one has the others."""
 
 
-def options_of(kind: type[CommandSettings], with_config: bool) -> inspect.Signature:
-    """Return an option or argument for each setting that has one, with its help and default."""
-    parameters = []
-    if with_config:
-        parameters.append(_keyword("config", _Config, None))
+class SettingsCommand(click.Command):
+    """A command whose options are the fields of its settings."""
+
+    def __init__(self, name: str, kind: type[CommandSettings], **attributes: Any) -> None:
+        about = str(kind.__doc__)
+        short = " ".join(about.partition("\n\n")[0].split())
+        super().__init__(name, params=parameters_of(kind), help=about, short_help=short, **attributes)
+        self.kind = kind
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options in their groups, then the names of those that are rare."""
+        groups: dict[str, list[tuple[str, str]]] = {name: [] for name in GROUPS}
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                group = next(
+                    (g for g, keys in GROUPS.items() if parameter.name in keys.split()), [*GROUPS][-1]
+                )
+                groups[group].append(record)
+        for name, records in groups.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records, col_max=24)
+        if self.kind.rare:
+            names = ", ".join(f"--{key.replace('_', '-')}" for key in self.kind.rare)
+            formatter.write_paragraph()
+            formatter.write_text(f"Rarely needed: {names}.")
+
+
+def parameters_of(kind: type[CommandSettings]) -> list[click.Parameter]:
+    """Return an argument or option for each setting; its value stays text, which the settings check."""
+    parameters: list[click.Parameter] = []
+    if kind.has_config:
+        about = "A preset's name (agentsd-eval --list-configs) or a YAML file."
+        parameters.append(click.Option(["--config"], metavar="NAME|FILE", help=about))
     for key, field in kind.model_fields.items():
-        option = next((mark for mark in field.metadata if isinstance(mark, Option)), None)
-        value, many = value_kind(field)
-        if key in kind.hidden or value is None:
+        value = plain(field.annotation)
+        many = typing.get_origin(value) in (tuple, dict)
+        if key in kind.hidden or (typing.get_args(value)[1:] and key == "named"):
             continue
-        text = _help(kind, key)
-        if option and option.positional:
-            place = typer.Argument(help=text, metavar=option.name)
-            parameters.append(_keyword(key, Annotated[value, place], inspect.Parameter.empty))
+        if key in kind.positional:
+            parameters.append(click.Argument([key], metavar=key.upper()))
             continue
-        name = f"--{option.name if option else key.replace('_', '-')}"
+        name = f"--{key.replace('_', '-')}"
+        text = help_of(kind, key).partition(". ")[0].rstrip(".")
+        if shown := written(field.default):
+            text += f" [{shown}]"
         flags = f"{name}/--no-{name[2:]}" if value is bool else name
-        text = f"{text} [default: {_written(field.default)}]" if _written(field.default) else text
-        asked = typer.Option(flags, help=text, metavar=_metavar(field))
-        several: Any = list[value] if many else value  # type: ignore[valid-type]
-        parameters.append(_keyword(key, Annotated[several | None, asked], None))
-    return inspect.Signature(parameters)
+        parameters.append(
+            click.Option(
+                [flags, key],
+                help=text,
+                metavar=None if value is bool else metavar_of(value),
+                multiple=many,
+                default=None,
+                is_flag=value is bool,
+                hidden=key in kind.rare,
+            )
+        )
+    return parameters
 
 
-def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def value_kind(field: FieldInfo) -> tuple[Any, bool]:
-    """Return the type of an option's value, None where a setting has no option, and whether it repeats."""
-    kind = _plain(field.annotation)
-    if typing.get_origin(kind) is tuple:
-        return str, True  # so that "none" can be said, and numbers are read as in YAML
-    if typing.get_origin(kind) is dict:
-        return (str, True) if typing.get_args(kind)[1] is Any else (None, False)
-    return (str if typing.get_origin(kind) is Literal else kind), False
-
-
-def _plain(kind: Any) -> Any:
-    """A type without None and annotations."""
+def plain(kind: Any) -> Any:
+    """Return a type without None and annotations."""
     if typing.get_origin(kind) is Annotated:
-        return _plain(typing.get_args(kind)[0])
+        return plain(typing.get_args(kind)[0])
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
-        return _plain(next(part for part in typing.get_args(kind) if part is not type(None)))
+        return plain(next(part for part in typing.get_args(kind) if part is not type(None)))
     return kind
 
 
-def _metavar(field: FieldInfo) -> str | None:
-    kind = _plain(field.annotation)
+def metavar_of(kind: Any) -> str:
+    """Return what stands for an option's value: its kind, or the choices."""
     if typing.get_origin(kind) is dict:
         return "KEY=VALUE"
     if typing.get_origin(kind) is tuple:
-        kind = _plain(typing.get_args(kind)[0])
+        inner = metavar_of(plain(typing.get_args(kind)[0]))
+        return inner if "|" in inner else f"{inner},..."
     if typing.get_origin(kind) is Literal:
-        return "|".join(typing.get_args(kind))
-    return {int: "INTEGER", float: "FLOAT", str: "TEXT", Path: "PATH"}.get(kind)
+        choices = "|".join(typing.get_args(kind))
+        return choices if len(choices) < 20 else "NAME"
+    return {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")
 
 
-def _help(kind: type[CommandSettings], key: str) -> str:
-    """A setting's docstring, its class's own or that of a class above."""
+def help_of(kind: type[CommandSettings], key: str) -> str:
+    """Return a setting's docstring, its class's own or that of a class above."""
     fields = (getattr(above, "model_fields", {}).get(key) for above in kind.__mro__)
-    found = next((field.description for field in fields if field and field.description), "")
-    return " ".join(found.split())
+    return " ".join(next((f.description for f in fields if f and f.description), "").split())
 
 
-def _written(value: Any) -> str:
-    """A default as it is shown."""
+def written(value: Any) -> str:
+    """Return a default as it is shown."""
     if isinstance(value, tuple):
-        return ", ".join(map(str, value))
+        return ",".join(map(str, value))
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return "" if value is None or not isinstance(value, str | int | float | Path) else str(value)
+    return str(value) if isinstance(value, str | int | float | Path) else ""
 
 
 def settings_of(options: dict[str, Any], kind: type[CommandSettings]) -> dict[str, Any]:
-    """Return the settings that options give: lists of texts as numbers where they are, pairs as a mapping."""
-    given = {key: value for key, value in options.items() if value is not None and value != []}
+    """Return the settings that options give.
+
+    Lists stand in one option, with commas, or in several; "none" is empty. A `--prompt` is taken whole.
+    """
+    given = {key: value for key, value in options.items() if value is not None and value != ()}
     for key, value in given.items():
-        if key == "agent":
-            given[key] = parse_agent(value)
-        elif isinstance(value, list):
-            inner = _plain(typing.get_args(_plain(kind.model_fields[key].annotation))[0])
-            if inner in (int, float):
-                given[key] = () if value == ["none"] else [parse_scalar(number) for number in value]
+        origin = typing.get_origin(plain(kind.model_fields[key].annotation))
+        if origin is dict:
+            given[key] = dict(map(parse_pair, value))
+        elif origin is tuple and key != "prompt":
+            parts = [part for text in value for part in text.split(",")]
+            given[key] = [] if parts == ["none"] else parts
     return given
 
 
-def parse_agent(pairs: list[str]) -> dict[str, Any]:
-    """Return {"k": 0.05} for ["k=0.05"]; values are read as YAML. Raises EvalError on a pair without "="."""
-    values = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or not value:
-            raise EvalError(f"--agent {pair!r} must be KEY=VALUE, such as k=0.05")
-        values[key] = parse_scalar(value)
-    return values
+def parse_pair(pair: str) -> tuple[str, Any]:
+    """Return ("k", 0.05) for "k=0.05"; the value is read as YAML. Raises EvalError on a pair without "="."""
+    key, equals, value = pair.partition("=")
+    if not equals or not value:
+        raise EvalError(f"--agent {pair!r} must be KEY=VALUE, such as k=0.05")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError:
+        return key, value

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +12,6 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from .errors import EvalError
-from .settings import Option
 
 _INSTALLED, _CHECKOUT = Path(__file__).parent / "configs", Path(__file__).parent.parent / "configs"
 PRESETS = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
@@ -20,6 +19,14 @@ PRESETS = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
 _INPUT_FILES = {"prompts", "classes", "reference", "inception_weights", "subject"}
 _SHOWN = 120  # characters of a wrong value
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What a preset is about, and its commands without --config; its keys `about` and `commands` say so."""
+
+    about: str
+    commands: list[str]
 
 
 def load_settings(
@@ -31,16 +38,17 @@ def load_settings(
     Raises EvalError naming each wrong key or value.
     """
     path = find_config(config) if config is not None else None
-    values = _by_field(kind, _read_config(path)) if path else {}
+    values = _read_config(path) if path else {}
     if unused := [key for key in getattr(kind, "unused", ()) if key in values]:
         raise EvalError(f"{path}: {unused[0]}: this command has rows of its own; leave it out")
     given = {key: value for key, value in overrides.items() if value is not None}
+    typed = set(given)
     if "agent" in given and isinstance(values.get("agent"), dict):
         given["agent"] = {**values["agent"], **given["agent"]}
     try:
         return kind.model_validate({**values, **given})
     except ValidationError as error:
-        raise EvalError(_explain(kind, path, error)) from None
+        raise EvalError(_explain(kind, path, typed, error)) from None
 
 
 def find_config(config: str | Path) -> Path:
@@ -57,39 +65,26 @@ def find_config(config: str | Path) -> Path:
     )
 
 
-def presets() -> dict[str, tuple[str, list[str]]]:
-    """Return for each preset of this program what it is, and its commands without --config."""
+def presets() -> dict[str, Preset]:
+    """Return the presets of this program."""
     found = {}
     for path in sorted(PRESETS.glob("*.yaml")):
-        comments = re.findall(r"^#[ ]*(.*)", path.read_text(encoding="utf-8"), re.M)
-        commands = re.findall(rf"agentsd-eval (.+?) --config {path.stem}\b", "\n".join(comments))
-        if commands:
-            about = " ".join(
-                re.split(r"; |(?<!Fig)\. |[:.]\n|\n *agentsd-eval", "\n".join(comments))[0].split()
-            )
-            found[path.stem] = about, list(dict.fromkeys(commands))
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if "about" in values:
+            found[path.stem] = Preset(values["about"], values["commands"])
     return found
 
 
-def parse_scalar(text: str) -> Any:
-    """Return `text` as YAML reads it: a number, true, null or a string."""
-    from agentsd.yaml_file import parse  # agentsd loads torch, which --help has no use for
-
-    try:
-        return parse(text)
-    except yaml.YAMLError:
-        return text
-
-
 def _read(path: Path) -> dict[str, Any]:
-    from agentsd.yaml_file import read_mapping
+    from agentsd.yaml_file import read_mapping  # agentsd loads torch, which --help has no use for
 
     try:
-        return read_mapping(path)
+        values = read_mapping(path)
     except OSError as error:
         raise EvalError(f"can't read the configuration {path}: {error.strerror}") from None
     except ValueError as error:
         raise EvalError(str(error)) from None
+    return {key: value for key, value in values.items() if key not in ("about", "commands")}
 
 
 def _read_config(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -120,31 +115,17 @@ def _shorten(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def names_of(kind: type[BaseModel]) -> dict[str, str]:
-    """Return what each setting is called on the command line, by its field; YAML has either name."""
-    named = {}
-    for field, info in kind.model_fields.items():
-        option = next((mark for mark in info.metadata if isinstance(mark, Option)), None)
-        named[field] = option.name.replace("-", "_") if option and not option.positional else field
-    return named
-
-
-def _by_field(kind: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
-    """Return settings by their fields; where a command has a name for two, its option's stands for it."""
-    hidden = getattr(kind, "hidden", ())
-    fields = {name: field for field, name in names_of(kind).items() if field not in hidden}
-    return {key if key in kind.model_fields else fields.get(key, key): value for key, value in values.items()}
-
-
-def _explain(kind: type[BaseModel], path: Path | None, error: ValidationError) -> str:
-    lines, problems, names = [], error.errors(), names_of(kind)
+def _explain(kind: type[BaseModel], path: Path | None, typed: set[str], error: ValidationError) -> str:
+    """Return a line for each wrong setting, by the name that it was given under: an option or a key."""
+    lines, problems = [], error.errors()
     wrong_within = {problem["loc"][:1] for problem in problems if len(problem["loc"]) > 1}
     for problem in problems:
         if problem["type"] == "too_short" and problem["loc"] in wrong_within:
             continue  # of its parts that were wrong
-        first, *rest = problem["loc"] or ("",)
-        within = [str(part) for part in rest if "[key]" in rest or not isinstance(part, int)]
-        key = ".".join([names.get(str(first), str(first)), *within])
+        first, *rest = map(str, problem["loc"] or ("",))
+        within = [part for part in rest if "[key]" in rest or not part.isdigit()]
+        option = first in typed and first not in getattr(kind, "positional", ())
+        key = ".".join([f"--{first.replace('_', '-')}" if option else first, *within])
         if problem["type"] == "extra_forbidden":
             near = difflib.get_close_matches(key, kind.model_fields, 1)
             way = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(kind.model_fields)}"
@@ -153,7 +134,7 @@ def _explain(kind: type[BaseModel], path: Path | None, error: ValidationError) -
             # Of a mapping the message names the part that is wrong.
             inside = isinstance(problem["input"], dict) and problem["type"] == "value_error"
             value = "" if inside or not key else f" = {_shorten(problem['input'])}"
-            place = f"{key}{value}: " if key else ""
-            lines.append(place + problem["msg"].removeprefix("Value error, "))
+            lead = f"{key}{value}: " if key else ""
+            lines.append(lead + problem["msg"].removeprefix("Value error, "))
     where = f" in {path} and the command line" if path else ""
     return f"wrong settings{where}:\n  " + "\n  ".join(lines)

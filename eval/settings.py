@@ -1,13 +1,13 @@
-"""The settings of every command: each field's default, help, option and YAML key stand here, once.
+"""The settings of every command: each field is an option, a YAML key and a name in errors and run.json.
 
-The command line is made of them (`cli.py`). Nothing heavy is imported before a setting is checked.
+The command line is made of them (`options.py`): the first sentence of a docstring is an option's help.
+Nothing heavy is imported before a setting is checked.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -21,75 +21,70 @@ if TYPE_CHECKING:
 Backend = Literal["sdpa", "unfused"]
 Scheduler = Literal["model", "plms", "ddim", "ddpm", "euler", "dpm++", "dpm++karras"]
 FeatureName = Literal["efficientnet-lite0", "inception"]
+Scope = Literal["forward", "pipeline", "priced", "training"]
 Ratio = Annotated[float, Field(ge=0, le=0.75)]
 DType = Literal["float32", "float16", "bfloat16"]
-
-
-@dataclass(frozen=True)
-class Option:
-    """How a field is called on the command line where its own name doesn't do; positional: an argument."""
-
-    name: str
-    positional: bool = False
-
-
 OneRatio = Annotated[Ratio, Field(description="Share of the tokens that is merged.")]
 Methods = Annotated[
     tuple[str, ...],
-    Option("method"),
     Field(
-        description="baseline, a mode (agentsd, downsample, step-caching, paper), tomesd, todo, deepcache "
-        "(deepcache-5: interval 5), or two joined: paper+deepcache; METHOD@STEPS runs so many steps; limit "
-        "(limit-all): without the finest level's (every) self-attention core, for its cost alone; repeat."
+        description="Rows: a mode, tomesd, todo, deepcache-N, METHOD@STEPS, two joined by +. The modes are "
+        "agentsd, downsample, step-caching and paper; no-attention and no-attention-all leave out "
+        "self-attention's core at the finest and at every level, an upper bound on speed."
     ),
 ]
 FewerSteps = Annotated[
     tuple[Annotated[float, Field(gt=0, lt=1)], ...],
-    Field(
-        description="Rows of the baseline in so large a share of the steps: what a method must beat; repeat, "
-        "or none."
-    ),
+    Field(description="Rows of the baseline in this share of the steps, or none."),
 ]
-Prompts = Annotated[
-    tuple[str, ...],
-    Option("prompt"),
+Steps = Annotated[int, Field(ge=1, le=1000, description="Denoising steps.")]
+Guidance = Annotated[float, Field(ge=0, description="Guidance scale; 1 or less turns it off.")]
+SchedulerName = Annotated[Scheduler, Field(description=f"Sampler: {', '.join(Scheduler.__args__)}.")]
+ReferenceSteps = Annotated[
+    int | None,
     Field(
-        description="A prompt; repeat. Without one, `images` captions of the embedded model, or prompts that "
-        "ship with the program."
+        ge=2,
+        description="Steps of the baseline's reference images, such as 100. Every row is compared with them; "
+        "without them rows are compared with the baseline's images alone.",
     ),
 ]
 
 
 class CommandSettings(BaseModel):
-    """The settings of a command; those that are `hidden` have no option, but may stand in its YAML."""
+    """The settings of a command."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-    hidden: ClassVar[tuple[str, ...]] = ()
+    positional: ClassVar[tuple[str, ...]] = ()
+    """Settings that are arguments."""
+    rare: ClassVar[tuple[str, ...]] = ()
+    """Options that `--help` only names."""
+    hidden: ClassVar[tuple[str, ...]] = ("named",)
+    """Settings without an option; they may stand in YAML."""
     unused: ClassVar[tuple[str, ...]] = ()
-    """Settings of the class above that the command has no use for, and refuses in a YAML file."""
+    """Settings of the class above that the command refuses in YAML."""
+    has_config: ClassVar[bool] = True
+    resumes: ClassVar[bool] = False
+    """Whether the command goes on where it was stopped."""
 
 
 class Settings(CommandSettings):
     """What every command shares: a model and how it samples (Appendix B.2 of the paper where it speaks)."""
 
     model: str = "demo"
-    """demo (embedded), a folder, or a hub id of a Stable Diffusion pipeline."""
+    """demo (the toy model), a folder, or a hub id."""
     dtype: DType = "float32"
-    """The model's numbers."""
+    """The model's numbers: float32, float16, bfloat16."""
     device: str | None = None
-    """cpu, cuda, cuda:1 ...; without it the first CUDA device, else the CPU."""
+    """cpu, cuda, cuda:1; else the first GPU, or the CPU."""
     backend: Backend = "sdpa"
     """Attention of the baseline, and of every layer that a method leaves alone."""
-    scheduler: Scheduler = "plms"
-    """The sampler; model is the model's own."""
-    steps: int = Field(50, ge=1, le=1000)
-    """Denoising steps."""
-    guidance_scale: Annotated[float, Option("guidance")] = Field(7.5, ge=0)
-    """Guidance scale; 1 or less turns it off."""
+    scheduler: SchedulerName = "plms"
+    steps: Steps = 50
+    guidance_scale: Guidance = 7.5
     agent: dict[str, Any] = Field(default_factory=dict)
-    """k, scale, early_frac or seed of the methods that have it, such as k=0.05; repeat."""
+    """k, scale, early_frac or seed of the methods that have it."""
     named: dict[str, dict[str, Any] | Path] = Field(default_factory=dict)
-    """More methods by a name of one's own: keywords of `agentsd.apply_agentsd`, with `recipe` as it stands in
+    """More methods by a name of your own: keywords of `agentsd.apply_agentsd`, with `recipe` as it stands in
     a recipe's file; or such a file, or a folder with trained attention. They have no ratio but their own."""
 
     @field_validator("agent")
@@ -106,8 +101,8 @@ class Settings(CommandSettings):
     @classmethod
     def _known_named_settings(cls, named: dict[str, dict[str, Any] | Path]) -> dict[str, Any]:
         for name, settings in named.items():
-            if set("+/@") & set(name) or not name.isprintable() or not name:
-                raise ValueError(f"the name {name!r} is empty or holds a '+', a '/', an '@' or a line break")
+            if set("+/@,") & set(name) or not name.isprintable() or not name:
+                raise ValueError(f"the name {name!r} is empty or holds a line break or one of + / @ ,")
             if is_method(name):
                 raise ValueError(f"{name!r} is a method already: choose another name")
             if isinstance(settings, dict):
@@ -117,12 +112,13 @@ class Settings(CommandSettings):
         return named
 
 
-_DOOR = ("ratio", "k", "scale", "early_frac", "seed")
+_KEYWORDS = ("ratio", "k", "scale", "early_frac", "seed")
 _LARGEST = 3.4e38  # of the 32-bit floats that tensors hold
 
 
 def recipe_of(settings: Mapping[str, Any]) -> Recipe:
-    """The recipe that keywords of `agentsd.apply_agentsd` make; `recipe` is what a recipe's file holds.
+    """Return the recipe that keywords of `agentsd.apply_agentsd` make; `recipe` is what a recipe's file
+    holds.
 
     Raises ValueError for an unknown keyword or a bad value.
     """
@@ -131,15 +127,11 @@ def recipe_of(settings: Mapping[str, Any]) -> Recipe:
 
     given = dict(settings)
     content, mode = given.pop("recipe", None), given.pop("mode", None)
-    if unknown := sorted(map(str, set(given) - set(_DOOR))):
-        raise ValueError(f"unknown {unknown}; known: {', '.join(sorted((*_DOOR, 'mode', 'recipe')))}")
+    if unknown := sorted(map(str, set(given) - set(_KEYWORDS))):
+        raise ValueError(f"unknown {unknown}; known: {', '.join(sorted((*_KEYWORDS, 'mode', 'recipe')))}")
     for name, value in given.items():
-        if (
-            isinstance(value, int | float)
-            and math.isfinite(value)
-            and abs(value) > _LARGEST
-            and name != "seed"
-        ):
+        number = isinstance(value, int | float) and math.isfinite(value) and name != "seed"
+        if number and abs(value) > _LARGEST:
             raise ValueError(f"{name}={value!r} is beyond a 32-bit float: pass a smaller number")
     try:
         if content is not None:
@@ -156,29 +148,36 @@ def recipe_of(settings: Mapping[str, Any]) -> Recipe:
 
 
 class SamplingSettings(Settings):
-    """What the commands share that make pictures."""
+    """What the commands share that make images."""
 
     height: int | None = Field(None, ge=8, multiple_of=8)
-    """Pixels, a multiple of 8; without it the model's own."""
+    """Pixels, a multiple of 8; else the model's own."""
     width: int | None = Field(None, ge=8, multiple_of=8)
-    """Pixels, a multiple of 8; without it the model's own."""
+    """Pixels, a multiple of 8; else the model's own."""
     seed: int = Field(0, ge=0, lt=2**62)
-    """Picture i starts from the noise of seed + i, whatever the method, batch size or process."""
+    """Image i starts from the noise of seed + i. So it is whatever the method, batch size or process."""
 
 
-class CompareSettings(SamplingSettings):
-    """Make the same pictures with each method, side by side in one PNG, and print times and differences."""
+class ShowSettings(SamplingSettings):
+    """What the commands share that take single prompts."""
 
-    scheduler: Scheduler = "dpm++karras"
-    """The sampler; model is the model's own."""
-    steps: int = Field(25, ge=1, le=1000)
-    """Denoising steps."""
-    guidance_scale: Annotated[float, Option("guidance")] = Field(4.0, ge=0)
-    """Guidance scale; 1 or less turns it off."""
+    prompt: tuple[str, ...] = ()
+    """A prompt; repeat. Without one, `images` captions of the toy model, or prompts that ship for other
+    models."""
+    images: int = Field(4, ge=1)
+    """How many prompts, where none is given."""
+
+
+class CompareSettings(ShowSettings):
+    """Make the same images with each method, side by side in one PNG, and print times and differences."""
+
+    rare: ClassVar[tuple[str, ...]] = ("backend", "agent")
+    scheduler: SchedulerName = "dpm++karras"
+    steps: Steps = 25
+    guidance_scale: Guidance = 4.0
     methods: Methods = ("baseline", "tomesd", "paper", "agentsd")
     fewer_steps: FewerSteps = (0.6,)
     ratio: OneRatio = 0.4
-    prompts: Prompts = ()
     images: int = Field(6, ge=1)
     """How many prompts, where none is given."""
     out: Path = Path("outputs/compare.png")
@@ -188,21 +187,18 @@ class CompareSettings(SamplingSettings):
 class AppSettings(SamplingSettings):
     """Serve a page in the browser: baseline and a recipe side by side, from one seed."""
 
-    hidden: ClassVar[tuple[str, ...]] = ("backend", "agent")
-    scheduler: Scheduler = "dpm++karras"
-    """The sampler that the page begins with; model is the model's own."""
-    steps: int = Field(25, ge=1, le=1000)
-    """Denoising steps that it begins with."""
-    guidance_scale: Annotated[float, Option("guidance")] = Field(4.0, ge=0)
-    """Guidance scale that it begins with; 1 or less turns it off."""
+    hidden: ClassVar[tuple[str, ...]] = ("named", "backend", "agent")
+    scheduler: SchedulerName = "dpm++karras"
+    steps: Steps = 25
+    guidance_scale: Guidance = 4.0
     prompt: str | None = None
-    """The prompt that it begins with; without it a caption of the embedded model."""
+    """The prompt that the page begins with."""
     recipe: str = "agentsd"
-    """The recipe that it begins with: agentsd, downsample, step-caching or paper."""
+    """The recipe that the page begins with: a mode."""
     host: str = "127.0.0.1"
-    """The address that it listens on: this machine alone; 0.0.0.0 is every network that it is in."""
+    """The address that it listens on. 127.0.0.1 is this machine alone; 0.0.0.0 is every network it is in."""
     port: int | None = Field(None, ge=1, le=65535)
-    """The port; without it the first free one from 7860 on."""
+    """The port; else the first free one from 7860 on."""
 
     @field_validator("recipe")
     @classmethod
@@ -212,52 +208,60 @@ class AppSettings(SamplingSettings):
 
 
 class RunSettings(SamplingSettings):
-    """Make pictures with each method and ratio, and a row of quality and cost for each (Table 10)."""
+    """Make images with each method and ratio, and a row of quality and cost for each (Table 10)."""
 
-    hidden: ClassVar[tuple[str, ...]] = ("ablate_ratio", "ablate_values")
+    hidden: ClassVar[tuple[str, ...]] = ("named", "ablate_ratio", "ablate_values")
+    rare: ClassVar[tuple[str, ...]] = (
+        "backend",
+        "agent",
+        "template",
+        "per_class",
+        "references",
+        "other_seeds",
+        "inception_weights",
+        "clip",
+        "count_on",
+        "bootstrap",
+    )
+    resumes: ClassVar[bool] = True
     methods: Methods = ("baseline", "tomesd", "paper", "agentsd")
     fewer_steps: FewerSteps = (0.8, 0.6, 0.4)
-    ratios: Annotated[tuple[Ratio, ...], Option("ratio")] = (0.1, 0.2, 0.3, 0.4, 0.5)
-    """Share of the tokens that is merged: every method at every ratio; repeat."""
-    ablate_ratio: Annotated[Ratio, Option("ratio")] = 0.5
-    """Share of the tokens that is merged."""
-    ablate_values: Annotated[tuple[float, ...], Option("value")] = ()
-    """A value to try; repeat. Without one, the paper's."""
+    ratios: tuple[Ratio, ...] = (0.1, 0.2, 0.3, 0.4, 0.5)
+    """Shares of the tokens that are merged, for every method."""
+    ablate_ratio: OneRatio = 0.5
+    ablate_values: tuple[float, ...] = ()
+    """Values to try; without them, the paper's."""
     images: int = Field(64, ge=2)
-    """Pictures for each row."""
+    """Images for each row."""
     limit: int | None = Field(None, ge=2)
-    """A trial of the whole run on so many images a row, and as many real ones, in a folder of its own
-    (OUT-limit-N)."""
+    """A trial on so many images a row, in OUT-limit-N. It takes as many real images."""
     batch_size: int = Field(8, ge=1)
-    """Pictures made at once; a run may go on with another number."""
+    """Images made at once. A run may go on with another number."""
     prompts: Path | None = None
-    """A text file, one prompt a line; without it, and for the embedded model, its captions."""
+    """A text file, a prompt a line; else the toy model's captions."""
     classes: Path | None = None
-    """A text file, one class name a line, each asked for by `template` for `per_class` pictures."""
+    """A text file, a class name a line. Each is asked for by `template` for `per_class` images."""
     template: str = "A high quality photograph of a {cls}."
     """The prompt for a class."""
     per_class: int = Field(2, ge=1)
-    """Pictures for each class."""
+    """Images for each class."""
     reference: Path | None = None
-    """A folder of real pictures; without it the embedded model's own, and for other models none."""
+    """A folder of real images; else the toy model's own."""
     references: int = Field(4096, ge=8)
-    """Fresh scenes that the embedded model's pictures are compared with."""
-    reference_steps: int | None = Field(None, ge=2)
-    """Steps of the baseline's reference images, such as 100, that every row is compared with; without it,
-    rows are
-    compared with the baseline's pictures alone."""
+    """Fresh scenes that the toy model's images are compared with."""
+    reference_steps: ReferenceSteps = None
     other_seeds: bool = False
-    """Compare rows with the baseline's own pictures of the same prompts under other seeds, too."""
+    """Compare rows with the baseline's images of other seeds, too."""
     features: FeatureName = "efficientnet-lite0"
-    """The network that distances are measured by; inception is that of real FID."""
+    """Network of FD and KID; inception is that of real FID."""
     inception_weights: Path | None = None
     """pytorch-fid's weights file; without it, pytorch-fid downloads it."""
     clip: str | None = None
     """A CLIP model (folder or hub id) for the CLIP score."""
     count_on: int = Field(1, ge=1)
-    """MACs are counted on so many pictures; they differ where the latent's distance decides."""
+    """MACs are counted on so many images; they differ where the latent's distance decides."""
     bootstrap: int = Field(200, ge=2)
-    """Resamples for the error of a distance."""
+    """Resamples for the error of a FD."""
     out: Path = Path("runs/default")
     """The run's folder; the same folder resumes it."""
 
@@ -283,51 +287,34 @@ class RunSettings(SamplingSettings):
 
 
 class AblateSettings(RunSettings):
-    """Vary one setting of mode paper at one ratio, beside baseline (Tables 11, 12 and 13)."""
+    """Vary one setting of mode paper at one ratio, beside the baseline (Tables 11, 12 and 13)."""
 
-    hidden: ClassVar[tuple[str, ...]] = ("methods", "ratios")
-    what: Annotated[Literal["k", "scale", "early"], Option("WHAT", positional=True)]
+    positional: ClassVar[tuple[str, ...]] = ("what",)
+    hidden: ClassVar[tuple[str, ...]] = ("named", "methods", "ratios")
+    what: Literal["k", "scale", "early"]
     """k (Table 11), scale (Table 12) or early (Table 13)."""
-
-
-class ProofSettings(RunSettings):
-    """Show that the judge sees known losses: fewer steps, more merging, longer caches, blur and noise."""
-
-    hidden: ClassVar[tuple[str, ...]] = ("methods", "ratios", "ablate_ratio", "ablate_values", "fewer_steps")
-    unused: ClassVar[tuple[str, ...]] = hidden
-    scheduler: Scheduler = "dpm++karras"
-    """A deterministic sampler, so that many steps converge."""
-    steps: int = Field(25, ge=1, le=1000)
-    """Denoising steps of the rows that lose by something else."""
-    reference_steps: int | None = Field(100, ge=2)
-    """Steps of the baseline's reference images."""
-    chain_steps: tuple[Annotated[int, Field(ge=1)], ...] = (50, 25, 12, 8, 6)
-    """Numbers of steps, falling; repeat."""
 
 
 class CheckSettings(RunSettings):
     """Check the recipes on your own model: baseline, fewer steps and each recipe; a page, and results to
     send.
 
-    Without --prompts, other models than the embedded one get prompts that ship with the program.
+    Without --prompts, other models than the toy model get prompts that ship with the program.
     """
 
-    hidden: ClassVar[tuple[str, ...]] = ("ratios", "ablate_ratio", "ablate_values", "fewer_steps")
-    scheduler: Scheduler = "dpm++karras"
-    """A deterministic sampler, so that many steps converge; model is the model's own."""
-    steps: int = Field(25, ge=1, le=1000)
-    """Denoising steps."""
+    hidden: ClassVar[tuple[str, ...]] = ("named", "ratios", "ablate_ratio", "ablate_values", "fewer_steps")
+    scheduler: SchedulerName = "dpm++karras"
+    steps: Steps = 25
     methods: Methods = ("agentsd", "downsample", "step-caching")
-    ratios: Annotated[tuple[Ratio, ...], Option("ratio")] = (0.4,)
-    fewer_steps: FewerSteps = (0.8, 0.6, 0.4)
+    ratios: tuple[Ratio, ...] = (0.4,)
+    """Shares of the tokens that are merged, for every method."""
     calibrated: tuple[Path, ...] = ()
-    """A recipe's file that `calibrate` wrote; repeat."""
+    """Recipes' files that `calibrate` wrote."""
     images: int = Field(32, ge=2)
-    """Pictures for each row."""
+    """Images for each row."""
     batch_size: int = Field(4, ge=1)
-    """Pictures made at once."""
-    reference_steps: int | None = Field(100, ge=2)
-    """Steps of the baseline's reference images, that every row is compared with."""
+    """Images made at once."""
+    reference_steps: ReferenceSteps = 100
     out: Path = Path("runs/check")
     """The run's folder; the same folder resumes it."""
 
@@ -342,125 +329,64 @@ class CheckSettings(RunSettings):
         return calibrated
 
 
-class MediatorSettings(RunSettings):
-    """Search when the number of pooled agents should grow: distance against MACs, drawn."""
-
-    hidden: ClassVar[tuple[str, ...]] = ("methods", "ratios", "ablate_ratio", "ablate_values")
-    unused: ClassVar[tuple[str, ...]] = hidden
-    scheduler: Scheduler = "ddpm"
-    """As the paper's, it adds noise; under a deterministic one latents don't move less and less."""
-    mediator_counts: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Option("count")] = Field(
-        (16, 64, 256), min_length=1
-    )
-    """Agents in a stage, few first; repeat."""
-    mediator_step: Annotated[float, Option("threshold-step")] = Field(0.25, gt=0, le=1)
-    """Thresholds are tried at 1, 1 - step, ... 0 of the first distance; the paper's step is 0.1."""
-
-
 class CostSettings(Settings):
-    """What the commands share that measure cost without looking at pictures."""
+    """What the commands share that measure cost without looking at images."""
 
     arch: Literal["sd15", "sdxl"] | None = None
     """A bare architecture with random weights in place of a model."""
     methods: Methods = ("baseline", "tomesd", "paper", "agentsd", "downsample", "step-caching")
     ratio: OneRatio = 0.4
-    sizes: Annotated[tuple[int, ...], Option("size")] = ()
-    """Pixels on a side, multiples of 8; repeat. Without one, the model's own."""
+    sizes: tuple[Annotated[int, Field(ge=64, multiple_of=8)], ...] = ()
+    """Pixels on a side, multiples of 8; else the model's own."""
     repeats: int = Field(5, ge=1)
     """Timed rounds; the median counts."""
-
-    @field_validator("sizes")
-    @classmethod
-    def _whole_latents(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        if wrong := [size for size in sizes if size < 64 or size % 8]:
-            raise ValueError(f"{wrong}: sizes are pixels, 64 or more and multiples of 8")
-        return sizes
 
 
 class LatencySettings(CostSettings):
     """Measure cost alone: seconds, MACs and, on a GPU, memory; the methods take turns."""
 
-    hidden: ClassVar[tuple[str, ...]] = ("backend",)
+    hidden: ClassVar[tuple[str, ...]] = ("named", "backend")
+    rare: ClassVar[tuple[str, ...]] = ("agent",)
     fewer_steps: FewerSteps = (0.8, 0.6, 0.4)
-    backends: Annotated[tuple[Backend, ...], Option("backend")] = ("sdpa",)
-    """Attention of the baseline and of layers left alone: each method is measured under each; repeat."""
-    batches: Annotated[tuple[int, ...], Option("batch")] = (1,)
-    """Pictures at once; repeat."""
-    scopes: Annotated[tuple[Literal["forward", "pipeline", "priced", "training"], ...], Option("scope")] = (
-        "forward",
-        "pipeline",
-    )
-    """One guided U-Net call in the early and in the later phase (forward), a whole run (pipeline), a whole
-    run from one call of each kind (priced), or a training step (training): forward and backward at an early
-    timestep, without guidance and optimizer; repeat."""
+    backends: tuple[Backend, ...] = ("sdpa",)
+    """Attention of the baseline and of layers left alone. Each method is measured under each."""
+    batches: tuple[Annotated[int, Field(ge=1)], ...] = (1,)
+    """Images at once."""
+    scopes: tuple[Scope, ...] = ("forward", "pipeline")
+    """What is timed: forward, pipeline, priced, training. forward is one guided U-Net call in the early and
+    in the later phase, pipeline a whole run, priced a whole run from one call of each kind, training a
+    forward and backward pass at an early timestep, without guidance and optimizer."""
     gradient_checkpointing: bool = False
     """In training steps."""
     compile: bool = False
     """Compile the U-Net under every method, baseline too."""
     count: bool = True
-    """Count MACs, in a warm-up round before the timed ones; runs of minutes can do without."""
+    """Count MACs, in a warm-up round. Runs of minutes can do without."""
     out: Path = Path("outputs/latency")
     """Folder for latency.jsonl, .csv and .md."""
 
-    @field_validator("batches")
-    @classmethod
-    def _whole_batches(cls, batches: tuple[int, ...]) -> tuple[int, ...]:
-        if wrong := [batch for batch in batches if batch < 1]:
-            raise ValueError(f"{wrong}: a batch has 1 picture or more")
-        return batches
 
-
-class ProfileSettings(CostSettings):
-    """Print where the time of one U-Net call goes, part by part, under each method."""
-
-    hidden: ClassVar[tuple[str, ...]] = ("scheduler", "steps")
-    phases: Annotated[tuple[Literal["early", "late"], ...], Option("phase")] = ("early", "late")
-    """early or late steps; repeat."""
-    baseline: bool = True
-    """Measure baseline too; at 2048 px that takes minutes a call."""
-    out: Path = Path("outputs/profile")
-    """Folder for profile.jsonl, .csv and .md."""
-
-
-class RedundancySettings(SamplingSettings):
-    """Measure how alike the queries of each self-attention layer are at each step, and draw the map."""
-
-    hidden: ClassVar[tuple[str, ...]] = ("backend", "agent")
-    prompts: Prompts = ()
-    images: int = Field(4, ge=1)
-    """How many prompts, where none is given."""
-    measured_steps: int = Field(10, ge=1)
-    """Steps that are measured, spread evenly from the first to the last; `steps` or more measures all."""
-    exact_tokens: int = Field(1024, ge=0)
-    """Layers of so many tokens at most are measured on all pairs of queries, the others on a sample."""
-    pairs: int = Field(4096, ge=2)
-    """Size of the sample for each layer, step and picture, spread over the heads."""
-    out: Path = Path("outputs/redundancy")
-    """Folder for redundancy.png, .jsonl, .csv and .md."""
-
-
-class CalibrateSettings(SamplingSettings):
+class CalibrateSettings(ShowSettings):
     """Find the recipe that meets a goal, among the named ones and variations, on your model and prompts."""
 
-    hidden: ClassVar[tuple[str, ...]] = ("agent",)
-    steps: int = Field(25, ge=1, le=1000)
-    """Denoising steps."""
-    prompts: Prompts = ()
+    hidden: ClassVar[tuple[str, ...]] = ("named", "agent")
+    rare: ClassVar[tuple[str, ...]] = ("backend",)
+    resumes: ClassVar[bool] = True
+    steps: Steps = 25
     images: int = Field(3, ge=1)
     """How many prompts, where none is given."""
     held_out: int = Field(0, ge=0)
-    """How many of the prompts, the last ones, are kept for measuring what the recipe promises."""
-    reference_steps: int | None = Field(None, ge=2)
-    """Steps of reference runs, such as 100, by which the recipe is compared with fewer steps; without it they
-    are compared by the baseline's own latents."""
+    """How many prompts, the last ones, are kept for validation."""
+    reference_steps: ReferenceSteps = None
     speedup: float | None = Field(None, gt=1)
     """The goal: how much cheaper the U-Net's calls of a run."""
     max_distance: float | None = Field(None, gt=0)
-    """Or the goal: the largest distance of a run's final latents to the baseline's, such as 0.05."""
+    """Or the goal: the largest distance of final latents. It is the latent relative RMSE to the baseline's,
+    such as 0.05."""
     cost: Literal["macs", "seconds"] = "macs"
-    """What is to become cheaper; seconds need a machine that does nothing else."""
+    """What is to become cheaper. Seconds need a machine that does nothing else."""
     out: Path = Path("outputs/calibrated.yaml")
-    """The YAML file to write; what was measured is kept beside it (.jsonl), and the same command goes on."""
+    """The YAML file to write. What was measured is kept beside it (.jsonl), and the same command goes on."""
 
     @model_validator(mode="after")
     def _one_goal(self) -> CalibrateSettings:
@@ -468,7 +394,7 @@ class CalibrateSettings(SamplingSettings):
             raise ValueError(
                 "give one goal: --speedup, for instance 1.8, or --max-distance, for instance 0.05"
             )
-        if self.held_out >= (count := len(self.prompts) or self.images):
+        if self.held_out >= (count := len(self.prompt) or self.images):
             raise ValueError(f"held_out={self.held_out} of {count} prompts: leave one to calibrate on")
         return self
 
@@ -476,41 +402,49 @@ class CalibrateSettings(SamplingSettings):
 class SubjectSettings(SamplingSettings):
     """Teach the model a subject with and without agent attention, and compare how it draws it (Fig. 8).
 
-    Sized for the embedded model; the paper (appendix B.4) trains SD 1.5 at a constant 1e-6, and takes 100
-    DDIM steps.
+    Sized for the toy model; the paper (appendix B.4) trains SD 1.5 at a constant 1e-6, and takes 100 DDIM
+    steps.
     """
 
-    scheduler: Scheduler = "ddim"
-    """The sampler; model is the model's own."""
-    steps: int = Field(20, ge=1, le=1000)
-    """Denoising steps."""
+    rare: ClassVar[tuple[str, ...]] = (
+        "backend",
+        "agent",
+        "lr_scheduler",
+        "class_images",
+        "other_prompts",
+        "subject_guidance_scale",
+    )
+    resumes: ClassVar[bool] = True
+    scheduler: SchedulerName = "ddim"
+    steps: Steps = 20
     ratio: OneRatio = 0.4
     subject: Path | None = None
-    """Folder of the subject's pictures, 2 or more; without it the embedded one."""
+    """Folder of the subject's images, 2 or more; else the toy one."""
     instance_prompt: str = "an emoji of a sks face"
     """The prompt that the subject is taught under."""
     class_prompt: str = "an emoji of a face"
-    """The prompt whose pictures preserve the prior."""
+    """The prompt whose images preserve the prior."""
     train_steps: int = Field(800, ge=1)
     """Training steps of each finetuning, at batch 1."""
     learning_rate: float = Field(2e-4, gt=0)
     """Learning rate of each finetuning."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
-    """The paper's is constant; a small model at batch 1 ends better where the last steps are small."""
-    subject_guidance_scale: Annotated[float, Option("subject-guidance")] = Field(2.5, ge=0)
-    """Guidance of the subject's pictures; `guidance_scale` is that of the other prompts. The embedded model's
+    """Schedule of the learning rate. The paper's is constant; a small model at batch 1 ends better where the
+    last steps are small."""
+    subject_guidance_scale: float = Field(2.5, ge=0)
+    """Guidance of the subject's images. `guidance_scale` is that of the other prompts: the toy model's
     captions are distilled so that 7.5 does what 2.5 did, but not what is taught to it afterwards."""
     class_images: int = Field(16, ge=1)
-    """Pictures of the class that prior preservation trains on, made by the model before its training."""
+    """Images of the class that prior preservation trains on. The model makes them before its training."""
     images: int = Field(8, ge=2)
-    """Pictures of the subject for each row."""
+    """Images of the subject for each row."""
     other_prompts: int = Field(16, ge=2)
-    """Other prompts, one picture each for each row: captions that the embedded model was trained on; for
+    """Other prompts, one image each for each row. They are captions that the toy model was trained on, for
     other models prompts that ship with the program."""
     clip: str | None = None
     """A CLIP model (folder or hub id) for CLIP-I and CLIP-T."""
     dino: str | None = None
-    """A DINO model (folder or hub id, such as facebook/dino-vits16) for the DINO score."""
+    """A DINO model (folder or hub id) for the DINO score."""
     out: Path = Path("runs/subject")
     """The run's folder; the same folder resumes it."""
 
@@ -520,7 +454,7 @@ class SubjectSettings(SamplingSettings):
         if self.model != "demo" and (missing := [key for key in asked if key not in self.model_fields_set]):
             option = missing[0].replace("_", "-")
             raise ValueError(
-                f"{missing[0]}: the embedded subject is for the embedded model; give --{option}, as in "
+                f"{missing[0]}: the bundled subject is for the toy model; give --{option}, as in "
                 "--subject FOLDER --instance-prompt 'a photo of a sks dog' --class-prompt 'a photo of a dog'"
             )
         return self
@@ -533,40 +467,12 @@ class SubjectSettings(SamplingSettings):
         return agent
 
 
-class FidSettings(CommandSettings):
-    """Measure the Fréchet and KID between two folders of pictures, or a table's features."""
-
-    first: Annotated[Path, Option("DIR_A", positional=True)]
-    """A folder of pictures, or a .npz in a run's features/."""
-    second: Annotated[Path, Option("DIR_B", positional=True)]
-    """Another."""
-    features: FeatureName = "inception"
-    """The network; inception is that of real FID."""
-    inception_weights: Path | None = None
-    """pytorch-fid's weights file; without it, pytorch-fid downloads it."""
-    cache: Path = Path("outputs/features")
-    """Folder for features, computed once."""
-    device: str | None = None
-    """cpu, cuda, cuda:1 ...; without it the first CUDA device, else the CPU."""
-
-
 class ReportSettings(CommandSettings):
-    """Write one self-contained HTML page: gain and loss, pictures under a slider, plots, tables."""
+    """Write one self-contained HTML page: gain and loss, images under a slider, plots, tables."""
 
-    folder: Annotated[Path, Option("RUN_DIR", positional=True)]
+    positional: ClassVar[tuple[str, ...]] = ("folder",)
+    has_config: ClassVar[bool] = False
+    folder: Path
     """A run's folder."""
-    pictures: int = Field(12, ge=1)
-    """How many seeds' pictures are shown."""
-
-
-class FrontierSettings(CommandSettings):
-    """Draw several tables' methods in one picture: distance against cost, beside fewer steps."""
-
-    runs: Annotated[tuple[Path, ...], Option("run")] = Field((), min_length=1, validate_default=True)
-    """A folder with a table; repeat. Of rows of one method and sampler the first folder's stands."""
-    methods: Annotated[tuple[str, ...], Option("method")] = ()
-    """A row's label; repeat. Without one, all of them."""
-    title: str = ""
-    """What stands above the picture."""
-    out: Path = Path("runs/frontier")
-    """Folder for the picture and its table."""
+    images: int = Field(12, ge=1)
+    """How many seeds' images are shown."""

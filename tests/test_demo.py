@@ -11,9 +11,11 @@ import pytest
 import torch
 import yaml
 from agentsd_demo import load_pipeline, load_references
-from agentsd_demo import train as recipe
-from agentsd_demo.accuracy import accuracy, autoencoded, contact_sheet, generate, nearest
-from agentsd_demo.autoencoder import (
+from agentsd_demo.data import PIPELINE, STYLES, caption_of, split_of, trained_concepts
+from agentsd_demo.scenes import random_scene, triples
+from agentsd_demo.training import train as recipe
+from agentsd_demo.training.accuracy import accuracy, autoencoded, contact_sheet, generate, nearest
+from agentsd_demo.training.autoencoder import (
     AutoencoderLoss,
     build_autoencoder,
     decode,
@@ -21,9 +23,14 @@ from agentsd_demo.autoencoder import (
     normalise_latents,
     to_pixels,
 )
-from agentsd_demo.config import AutoencoderConfig, DemoConfig, DiffusionConfig, LoopConfig, load_config
-from agentsd_demo.data import PIPELINE, STYLES, caption_of, split_of, trained_concepts
-from agentsd_demo.diffusion import (
+from agentsd_demo.training.config import (
+    AutoencoderConfig,
+    DemoConfig,
+    DiffusionConfig,
+    LoopConfig,
+    load_config,
+)
+from agentsd_demo.training.diffusion import (
     DiffusionLoss,
     SceneBatches,
     build_scheduler,
@@ -34,9 +41,8 @@ from agentsd_demo.diffusion import (
     style_leak,
     tokenize,
 )
-from agentsd_demo.loop import CHECKPOINT, compile_loss, lr_factor, train_loop
-from agentsd_demo.memorised import nearest_similarities, training_scenes
-from agentsd_demo.scenes import random_scene, triples
+from agentsd_demo.training.loop import CHECKPOINT, compile_loss, lr_factor, train_loop
+from agentsd_demo.training.memorised import nearest_similarities, training_scenes
 from pydantic import ValidationError
 from torch import nn
 

@@ -18,7 +18,7 @@ pytestmark = [
 
 @pytest.fixture
 def subject(tmp_path):
-    """A picture of a subject."""
+    """An image of a subject."""
     Image.new("RGB", (512, 512), "teal").save(tmp_path / "view.png")
     return tmp_path
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from agentsd_eval.images.choice import ATTENTION, LABELS, defaults_of, python_of, recipe_from
 from agentsd_eval.pages.strip import strip_of
-from agentsd_eval.pictures.choice import ATTENTION, LABELS, defaults_of, python_of, recipe_from
 
 from agentsd.cache.plan import describe
 from agentsd.patch import handle_of

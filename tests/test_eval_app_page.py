@@ -35,7 +35,7 @@ def page(browser: Any, screen: dict[str, int], address: str) -> Iterator[Any]:
     page.on("request", lambda request: asked.append(request.url))
     page.on("pageerror", lambda error: broken.append(str(error)))
     page.goto(address)
-    page.get_by_role("button", name="Make both pictures").wait_for()
+    page.get_by_role("button", name="Make both images").wait_for()
     yield page
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert not [url for url in asked if not url.startswith((address, "data:", "blob:"))]
@@ -46,13 +46,13 @@ def page(browser: Any, screen: dict[str, int], address: str) -> Iterator[Any]:
 def make(page: Any) -> Any:
     """Press the button; returns the strip of calls, which is another than one that was there."""
     page.evaluate("document.querySelectorAll('[role=img]').forEach(old => old.ariaLabel = 'old')")
-    page.get_by_role("button", name="Make both pictures").click()
+    page.get_by_role("button", name="Make both images").click()
     strip = page.locator("[role=img][aria-label*=calls]")
     strip.wait_for(timeout=60_000)
     return strip
 
 
-def test_both_pictures_are_made_and_compared_under_a_slider(page: Any) -> None:
+def test_both_images_are_made_and_compared_under_a_slider(page: Any) -> None:
     strip = make(page)
     assert strip.get_attribute("aria-label") == "FFFFfFffFf  (10 calls: 6 computed; 4 cached; 3 corrected)"
     assert strip.locator("i").count() == 10
@@ -73,7 +73,7 @@ def test_both_pictures_are_made_and_compared_under_a_slider(page: Any) -> None:
 
 
 def settings_that_run(page: Any, label: str, value: str) -> tuple[str, bytes]:
-    """What each call was, and the recipe's picture, with a setting of one's own."""
+    """What each call was, and the recipe's image, with a setting of one's own."""
     page.get_by_label(label).fill(value)
     calls = make(page).get_attribute("aria-label")
     own = page.locator("img[src*='/file=']").nth(1)
@@ -111,7 +111,7 @@ def test_the_line_of_python_follows_the_recipe_and_is_copied(page: Any) -> None:
 
 
 def test_what_is_wrong_is_said_in_the_page_with_the_way_out(page: Any) -> None:
-    button, alert = page.get_by_role("button", name="Make both pictures"), page.locator(".note")
+    button, alert = page.get_by_role("button", name="Make both images"), page.locator(".note")
     page.get_by_label("steps", exact=True).fill("0")
     button.click()
     alert.get_by_text("steps = 0: Input should be greater than or equal to 1").wait_for()
@@ -125,7 +125,7 @@ def test_what_is_wrong_is_said_in_the_page_with_the_way_out(page: Any) -> None:
     page.get_by_label("prompt").fill(" ")
     page.get_by_label("ratio (").fill("0.5")
     button.click()
-    alert.get_by_text("write what the picture is to show").wait_for()
+    alert.get_by_text("write what the image is to show").wait_for()
     page.get_by_label("prompt").fill("a cat")
     make(page)
     assert alert.count() == 0

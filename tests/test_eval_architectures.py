@@ -6,7 +6,7 @@ import pytest
 import torch
 from agentsd_eval.cost.architectures import build, random_embeds
 from agentsd_eval.cost.workload import Case, workload
-from agentsd_eval.pictures.rivals import finest_attention_downsample
+from agentsd_eval.images.other_packages import finest_attention_downsample
 from agentsd_eval.settings import LatencySettings
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from agentsd_eval.cli import app
-from agentsd_eval.pictures import models
+from agentsd_eval.cli import main
+from agentsd_eval.images import models
 from agentsd_eval.studies import calibration
 from agentsd_eval.studies.calibration import note
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from agentsd import Recipe, calibrate
 
@@ -17,7 +17,7 @@ RUN = ("--steps", 8, "--scheduler", "ddim", "--cost", "seconds")
 
 
 def invoke(*arguments: object, code: int = 0) -> str:
-    result = CliRunner().invoke(app, ["calibrate", *map(str, arguments)])
+    result = CliRunner().invoke(main, ["calibrate", *map(str, arguments)])
     assert result.exit_code == code, result.output
     return " ".join(result.output.split())
 

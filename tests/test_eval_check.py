@@ -6,18 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
-from agentsd_eval.cli import app
+from agentsd_eval.cli import main
 from agentsd_eval.settings import CheckSettings
 from agentsd_eval.studies.check import completed, verdict
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from agentsd import Recipe, StepCache
 
-RUN = ("--images", 2, "--steps", 8, "--reference-steps", 10, "--method", "step-caching", "--bootstrap", 2)
+RUN = ("--images", 2, "--steps", 8, "--reference-steps", 10, "--methods", "step-caching", "--bootstrap", 2)
 
 
 def invoke(*arguments: object, code: int = 0) -> str:
-    result = CliRunner().invoke(app, ["check", *map(str, arguments)])
+    result = CliRunner().invoke(main, ["check", *map(str, arguments)])
     assert result.exit_code == code, result.output
     return " ".join(result.output.split())
 
@@ -31,7 +31,7 @@ def test_one_command_leaves_a_page_and_results_to_send(
     out = tmp_path / "private" / "run"
     arguments = ("--model", model_folder, "--calibrated", mine, *RUN, "--out", out)
     printed = invoke(*arguments)
-    assert "2 pictures a row are too few to say what gains" in printed
+    assert "2 images a row are too few to say what gains" in printed
     page = (out / "report.html").read_text()
     assert "The recipes on this model" in page
     assert "a photograph of a fox in the snow" in page
@@ -48,7 +48,7 @@ def test_one_command_leaves_a_page_and_results_to_send(
     for private in (str(tmp_path), str(Path(model_folder).parent), "fox"):
         assert private not in text
     monkeypatch.setattr(
-        "agentsd_eval.pictures.generate.sample", lambda *args, **kwargs: pytest.fail("made again")
+        "agentsd_eval.images.generate.sample", lambda *args, **kwargs: pytest.fail("made again")
     )
     invoke(*arguments)
     assert [row["key"] for row in json.loads((out / "check.json").read_text())["rows"]] == [
@@ -79,7 +79,7 @@ def test_what_gains_over_fewer_steps_is_said() -> None:
     ("content", "message"),
     [(None, "mine.yaml isn't there; agentsd-eval calibrate makes one"), ("[", "mine.yaml is not valid YAML")],
 )
-def test_a_wrong_file_is_one_message_before_any_picture(
+def test_a_wrong_file_is_one_message_before_any_image(
     content: str | None, message: str, model_folder: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "mine.yaml"

@@ -5,29 +5,28 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from agentsd_eval.cli import app
+from agentsd_eval.cli import main
 from agentsd_eval.quality.clip import ClipScore
 from agentsd_eval.quality.features import features_of, load_network
+from click.testing import CliRunner
 from diffusers import StableDiffusionPipeline
 from diffusers.models.attention_processor import AttnProcessor
 from PIL import Image
-from sd_folder import save_clip, stand_in_for_inception
+from sd_folder import save_clip
 from transformers import CLIPModel, CLIPProcessor
-from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[1]
 
 
 def invoke(*arguments: Any, code: int = 0) -> str:
     """Run a command; return what it printed, blanks made one."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == code, result.output
@@ -55,7 +54,7 @@ def run(model_folder: str, photographs: Path, tmp_path_factory: pytest.TempPathF
     (folder / "prompts.txt").write_text("a cat\na dog\n")
     printed = invoke(
         "table", "--model", model_folder, "--prompts", folder / "prompts.txt", "--reference", photographs,
-        "--method", "paper", "--method", "tomesd+deepcache", "--ratio", 0.5, "--steps", 3, "--images", 5,
+        "--methods", "paper", "--methods", "tomesd+deepcache", "--ratios", 0.5, "--steps", 3, "--images", 5,
         "--batch-size", 2, "--fewer-steps", 0.4, "--out", folder,
     )  # fmt: skip
     assert "distance of distributions" in printed
@@ -88,7 +87,7 @@ def test_table_has_a_row_for_each_method_and_a_floor(run: Path) -> None:
     facts = run_file["results"]["table"]
     assert facts["settings"]["steps"] == 3
     assert {"torch", "diffusers", "tomesd", "DeepCache"} <= set(facts["versions"])
-    (maker,) = run_file["makers"].values()
+    (maker,) = run_file["environments"].values()
     assert maker.items() <= facts.items()
     assert (
         maker["commit"] == subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
@@ -106,7 +105,7 @@ def test_a_second_run_goes_on_with_another_ratio(run: Path, model_folder: str, p
     before = (run / "table.jsonl").read_text().splitlines()
     invoke(
         "table", "--model", model_folder, "--prompts", run / "prompts.txt", "--reference", photographs,
-        "--method", "paper", "--ratio", 0.5, "--ratio", 0.25, "--steps", 3, "--images", 5,
+        "--methods", "paper", "--ratios", 0.5, "--ratios", 0.25, "--steps", 3, "--images", 5,
         "--batch-size", 2, "--out", run,
     )  # fmt: skip
     after = {r["key"]: r for r in map(json.loads, (run / "table.jsonl").read_text().splitlines()[:-1])}
@@ -143,15 +142,15 @@ def test_clip_score_is_the_cosine_of_the_embeddings(clip_folder: Path, photograp
 def test_clip_score_in_the_table(model_folder: str, clip_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("a cat\n")
     printed = invoke(
-        "table", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--method", "paper",
-        "--ratio", 0.5, "--clip", clip_folder, "--steps", 2, "--images", 2, "--out", tmp_path / "run",
+        "table", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--methods", "paper",
+        "--ratios", 0.5, "--clip", clip_folder, "--steps", 2, "--images", 2, "--out", tmp_path / "run",
     )  # fmt: skip
     assert "CLIP score" in (tmp_path / "run" / "table.md").read_text()
     assert "real/real" not in printed
 
 
 def test_report_is_one_page_without_links(run: Path) -> None:
-    invoke("report", run, "--pictures", 2)
+    invoke("report", run, "--images", 2)
     page = (run / "report.html").read_text()
     assert page.count("data:image/webp;base64,") == 2 * 4
     assert page.count("<svg") == 1
@@ -162,17 +161,17 @@ def test_report_is_one_page_without_links(run: Path) -> None:
 def test_ablate(model_folder: str, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("a cat\n")
     printed = invoke(
-        "ablate", "k", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--value", 0,
-        "--value", 0.1, "--steps", 2, "--images", 2, "--batch-size", 2, "--out", tmp_path / "run",
+        "ablate", "k", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--ablate-values", 0,
+        "--ablate-values", 0.1, "--steps", 2, "--images", 2, "--batch-size", 2, "--out", tmp_path / "run",
     )  # fmt: skip
     assert "paper r=0.5, k=0.1" in printed
-    assert "Fréchet" not in printed  # no real pictures, no distance
+    assert "Fréchet" not in printed  # no real images, no distance
 
 
 def test_latency(model_folder: str, tmp_path: Path) -> None:
     printed = invoke(
-        "latency", "--model", model_folder, "--method", "paper", "--method", "deepcache", "--ratio", 0.5,
-        "--backend", "sdpa", "--backend", "unfused", "--steps", 3, "--size", 64, "--repeats", 2,
+        "latency", "--model", model_folder, "--methods", "paper", "--methods", "deepcache", "--ratio", 0.5,
+        "--backends", "sdpa", "--backends", "unfused", "--steps", 3, "--sizes", 64, "--repeats", 2,
         "--out", tmp_path,
     )  # fmt: skip
     assert "forward early, 64 px, batch 1" in printed
@@ -196,8 +195,8 @@ def test_latency_without_a_count_runs_each_method_once(
     runs, call = [], StableDiffusionPipeline.__call__
     monkeypatch.setattr(StableDiffusionPipeline, "__call__", lambda *a, **k: runs.append(1) or call(*a, **k))
     printed = invoke(
-        "latency", "--config", tmp_path / "once.yaml", "--model", model_folder, "--method", "step-caching",
-        "--scope", "pipeline", "--steps", 8, "--size", 64, "--repeats", 1, "--out", tmp_path,
+        "latency", "--config", tmp_path / "once.yaml", "--model", model_folder, "--methods", "step-caching",
+        "--scopes", "pipeline", "--steps", 8, "--sizes", 64, "--repeats", 1, "--out", tmp_path,
     )  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "latency.jsonl").read_text().splitlines()]
     assert [(row["method"], row["macs"]) for row in rows] == [("baseline", None), ("step-caching", None)]
@@ -213,8 +212,8 @@ def test_a_method_that_memory_does_not_do_for_costs_no_others_figures(
 
     monkeypatch.setattr(AttnProcessor, "__call__", too_much)
     invoke(
-        "latency", "--model", model_folder, "--method", "paper", "--backend", "sdpa", "--backend",
-        "unfused", "--scope", "forward", "--size", 64, "--repeats", 1, "--out", tmp_path,
+        "latency", "--model", model_folder, "--methods", "paper", "--backends", "sdpa", "--backends",
+        "unfused", "--scopes", "forward", "--sizes", 64, "--repeats", 1, "--out", tmp_path,
     )  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "latency.jsonl").read_text().splitlines()]
     assert [row["seconds"] is None for row in rows] == [False, False, True, True] * 2
@@ -226,8 +225,8 @@ def test_latency_of_training(model_folder: str, tmp_path: Path) -> None:
     rows = {}
     for name, checkpointing in (("plain", ()), ("checkpointing", ("--gradient-checkpointing",))):
         invoke(
-            "latency", "--model", model_folder, "--method", "paper", "--agent", "early_frac=1", "--ratio",
-            0.5, "--scope", "training", "--size", 128, "--repeats", 1, "--out", tmp_path / name,
+            "latency", "--model", model_folder, "--methods", "paper", "--agent", "early_frac=1", "--ratio",
+            0.5, "--scopes", "training", "--sizes", 128, "--repeats", 1, "--out", tmp_path / name,
             *checkpointing,
         )  # fmt: skip
         lines = (tmp_path / name / "latency.jsonl").read_text().splitlines()
@@ -240,43 +239,15 @@ def test_latency_of_training(model_folder: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_latency_compiled(model_folder: str, tmp_path: Path) -> None:
     printed = invoke(
-        "latency", "--compile", "--model", model_folder, "--method", "paper", "--ratio", 0.5, "--scope",
-        "forward", "--size", 64, "--repeats", 2, "--out", tmp_path,
+        "latency", "--compile", "--model", model_folder, "--methods", "paper", "--ratio", 0.5, "--scopes",
+        "forward", "--sizes", 64, "--repeats", 2, "--out", tmp_path,
     )  # fmt: skip
     assert "forward early, 64 px, batch 1, compiled" in printed
     rows = [json.loads(line) for line in (tmp_path / "latency.jsonl").read_text().splitlines()]
     assert [row["method"] for row in rows] == ["baseline", "paper"] * 2
 
 
-def test_fid_of_two_folders(photographs: Path, run: Path, tmp_path: Path) -> None:
-    command = ("fid", photographs, run / "pictures" / "baseline-sdpa", "--features", "efficientnet-lite0")
-    first, again = (invoke(*command, "--cache", tmp_path).split("9 / 5")[1] for _ in range(2))
-    assert len(list(tmp_path.glob("*.npy"))) == 2
-    assert again == first
-    same = invoke("fid", photographs, photographs, "--features", "efficientnet-lite0", "--cache", tmp_path)
-    assert re.search(r"\b0\.00", same)
-
-
-def test_a_tables_features_stand_for_its_pictures(photographs: Path, run: Path, tmp_path: Path) -> None:
-    kept, real = run / "features" / "baseline-sdpa.npz", run / "features" / "real.npz"
-    with np.load(kept) as file:
-        assert (file["features"].shape, file["features"].dtype) == ((5, 1280), np.float16)
-    of = ("--features", "efficientnet-lite0", "--cache", tmp_path)
-    row = json.loads((run / "table.jsonl").read_text().splitlines()[0])
-    assert row["method"] == "baseline"
-    printed = re.search(r"9 / 5 \D*([\d.]+)", invoke("fid", real, kept, *of))
-    assert printed
-    assert float(printed[1]) == pytest.approx(row["fd"], rel=1e-3)
-    mixed = re.search(r"9 / 5 \D*([\d.]+)", invoke("fid", real, run / "pictures" / "baseline-sdpa", *of))
-    assert mixed
-    assert float(mixed[1]) == pytest.approx(row["fd"], rel=1e-3)
-    assert "features of efficientnet-lite0, not of inception" in invoke("fid", kept, kept, code=2)
-    (tmp_path / "other.npz").write_bytes(b"nothing")
-    assert "other.npz holds no features" in invoke("fid", tmp_path / "other.npz", kept, *of, code=2)
-    assert "can't read" in invoke("fid", tmp_path / "none.npz", kept, *of, code=2)
-
-
-def test_features_are_kept_under_the_pictures_content(photographs: Path, tmp_path: Path) -> None:
+def test_features_are_kept_under_the_images_content(photographs: Path, tmp_path: Path) -> None:
     calls = 0
     network = load_network("efficientnet-lite0", torch.device("cpu"))
     forward = network._forward
@@ -307,7 +278,7 @@ def test_features_are_kept_under_the_pictures_content(photographs: Path, tmp_pat
     ("arguments", "message"),
     [
         (
-            ("compare", "--method", "tome"),
+            ("compare", "--methods", "tome"),
             "unknown method 'tome' in 'tome'; did you mean tomesd? use baseline",
         ),
         (("compare", "--agent", "k"), "--agent 'k' must be KEY=VALUE"),
@@ -315,15 +286,14 @@ def test_features_are_kept_under_the_pictures_content(photographs: Path, tmp_pat
             ("compare", "--agent", "kk=1"),
             "unknown ['kk']; known: early_frac",
         ),
-        (("compare", "--ratio", "0.9"), "ratio = 0.9: Input should be less than or equal to 0.75"),
+        (("compare", "--ratio", "0.9"), "--ratio = '0.9': Input should be less than or equal to 0.75"),
         (("compare", "--model", "/no/such/model"), "can't load the model '/no/such/model': there is no such"),
         (("compare", "--model", "./nofolder"), "can't load the model './nofolder': there is no such folder"),
         (("compare", "--device", "cuda:77"), "device 'cuda:77'"),
         (("compare", "--device", "toaster"), "device 'toaster'"),
         (("ablate", "ratio"), "what = 'ratio': Input should be 'k', 'scale' or 'early'"),
-        (("latency", "--arch", "sd3"), "arch = 'sd3': Input should be 'sd15' or 'sdxl'"),
+        (("latency", "--arch", "sd3"), "--arch = 'sd3': Input should be 'sd15' or 'sdxl'"),
         (("table", "--config", "/no/such.yaml"), "can't read the configuration /no/such.yaml"),
-        (("fid", "/no/such", "/no/such"), "/no/such holds 0 pictures"),
         (("report", "/no/such"), "/no/such holds no results"),
     ],
 )
@@ -335,7 +305,7 @@ def test_errors_are_one_message_and_exit_code_2(arguments: tuple[str, ...], mess
     assert "Traceback" not in printed
 
 
-def test_a_broken_picture_is_named_before_anything_is_made(
+def test_a_broken_image_is_named_before_anything_is_made(
     model_folder: str, photographs: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "prompts.txt").write_text("a cat\n")
@@ -348,9 +318,9 @@ def test_a_broken_picture_is_named_before_anything_is_made(
         "table", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--reference", real,
         "--out", tmp_path / "run", code=2,
     )  # fmt: skip
-    assert "can't read the picture" in printed
+    assert "can't read the image" in printed
     assert "3.png" in printed
-    assert not (tmp_path / "run" / "pictures").exists()
+    assert not (tmp_path / "run" / "images").exists()
 
 
 def test_wrong_inception_weights_are_refused(tmp_path: Path) -> None:
@@ -360,16 +330,3 @@ def test_wrong_inception_weights_are_refused(tmp_path: Path) -> None:
     (tmp_path / "weights.pth").write_bytes(b"not these")
     with pytest.raises(EvalError, match=r"has SHA-256 \w{8}\.\.\., but pytorch-fid's .* has 6726825d"):
         check_inception_weights(tmp_path / "weights.pth")
-
-
-def test_real_fid_takes_its_network_from_a_file(
-    photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a stand-in for pytorch-fid, whose way of loading is its own again afterwards."""
-    weights = stand_in_for_inception(monkeypatch, tmp_path)
-    inception = sys.modules["pytorch_fid"].inception
-    before = inception.load_state_dict_from_url
-    printed = invoke("fid", photographs, photographs, "--inception-weights", weights, "--cache", tmp_path)
-    assert "FID" in printed
-    assert np.load(next(tmp_path.glob("inception-*.npy"))).shape == (9, 2048)
-    assert inception.load_state_dict_from_url is before

@@ -48,6 +48,6 @@ def test_unlike_seeds_widen_the_interval(plain):
     assert ours.low < 0.9 < 1.1 < ours.high
 
 
-def test_one_far_picture_in_ten_does_not_make_the_mean():
+def test_one_far_image_in_ten_does_not_make_the_mean():
     values = np.array([0.1] * 9 + [10.0])
     assert geometric_mean(values) == pytest.approx(0.1 * 100**0.1)

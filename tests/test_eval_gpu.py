@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from agentsd_eval.cli import app
+from agentsd_eval.cli import main
 from agentsd_eval.cost.memory import memory_per_image
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 pytestmark = pytest.mark.gpu
 
 
 def invoke(*arguments: object) -> None:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
 
 
-def test_memory_per_image_is_what_a_picture_takes() -> None:
+def test_memory_per_image_is_what_a_image_takes() -> None:
     device = torch.device("cuda")
     size = 64 << 20  # bytes; a multiple of the allocator's blocks
 
@@ -33,8 +33,8 @@ def test_memory_per_image_is_what_a_picture_takes() -> None:
 @pytest.mark.parametrize("batch", [1, 4])
 def test_latency_of_sd15_saves_time_and_memory_over_unfused_attention(tmp_path: Path, batch: int) -> None:
     invoke(
-        "latency", "--arch", "sd15", "--dtype", "float16", "--size", 512, "--batch", batch, "--method",
-        "paper", "--backend", "unfused", "--steps", 10, "--repeats", 3, "--out", tmp_path,
+        "latency", "--arch", "sd15", "--dtype", "float16", "--sizes", 512, "--batches", batch, "--methods",
+        "paper", "--backends", "unfused", "--steps", 10, "--repeats", 3, "--out", tmp_path,
     )  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "latency.jsonl").read_text().splitlines()]
     assert json.loads((tmp_path / "run.json").read_text())["results"]["latency"]["clock"] == "wall"
@@ -48,7 +48,7 @@ def test_a_table_in_half_precision(model_folder: str, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("a cat\na dog\n")
     invoke(
         "table", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--dtype", "float16",
-        "--method", "tomesd", "--method", "paper", "--ratio", 0.5, "--steps", 3, "--images", 4,
+        "--methods", "tomesd", "--methods", "paper", "--ratios", 0.5, "--steps", 3, "--images", 4,
         "--batch-size", 2, "--out", tmp_path / "run",
     )  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "run" / "table.jsonl").read_text().splitlines()]

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 from agentsd_eval.errors import EvalError
-from agentsd_eval.pictures.methods import (
+from agentsd_eval.images.methods import (
     Method,
     check_scheduler,
     expand,
     fewer,
     parse_method,
 )
-from agentsd_eval.pictures.prompts import from_prompts
-from agentsd_eval.pictures.rivals import finest_attention_downsample
-from agentsd_eval.pictures.sampling import sample as pictures_of_method
+from agentsd_eval.images.other_packages import finest_attention_downsample
+from agentsd_eval.images.prompts import from_prompts
+from agentsd_eval.images.sampling import sample as images_of_method
 from agentsd_eval.settings import CompareSettings, RunSettings
 from diffusers import DDIMScheduler, HeunDiscreteScheduler, PNDMScheduler
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
@@ -34,12 +34,10 @@ EVERY = (
     "paper",
     "todo",
     "deepcache",
-    "tgate-2",
-    "forecast",
     "paper+deepcache",
     "tomesd+deepcache",
-    "limit",
-    "limit-all",
+    "no-attention",
+    "no-attention-all",
 )
 
 
@@ -49,8 +47,8 @@ def test_methods_act_and_leave_no_trace(pipe: Any, sample: Any, name: str, backe
     baseline = sample(pipe)
     before = fingerprint(pipe.unet)
     processors = pipe.unet.attn_processors
-    with parse_method(name, 0.5, SETTINGS, backend).applied(pipe) as reseed:
-        reseed(0)
+    with parse_method(name, 0.5, SETTINGS, backend).applied(pipe) as applied:
+        applied.reseed(0)
         inside = sample(pipe)
     assert torch.equal(inside, baseline) == (name == "baseline" and backend == "sdpa")
     assert fingerprint(pipe.unet) == before
@@ -81,13 +79,13 @@ def test_backend_sets_every_standard_layer(backend: Any, kind: type) -> None:
         assert {type(processor) for processor in unet.attn_processors.values()} == {kind}
 
 
-def test_reseeded_tomesd_repeats_its_pictures(pipe: Any, sample: Any) -> None:
+def test_reseeded_tomesd_repeats_its_images(pipe: Any, sample: Any) -> None:
     method = parse_method("tomesd", 0.5, SETTINGS)
 
     def run(seed: int) -> torch.Tensor:
         torch.rand(3)  # whatever else draws from the global generator
-        with method.applied(pipe) as reseed:
-            reseed(seed)
+        with method.applied(pipe) as applied:
+            applied.reseed(seed)
             return sample(pipe)
 
     assert torch.equal(run(0), run(0))
@@ -167,7 +165,7 @@ def test_methods_by_a_name_of_ones_own(pipe: Any, sample: Any, tmp_path: Any) ->
         assert torch.equal(sample(pipe), expected)
     before = mine.key
     Recipe(AgentModule()).save(tmp_path / "focused")
-    assert mine.key != before  # other settings, other pictures
+    assert mine.key != before  # other settings, other images
     with pytest.raises(EvalError, match=r"mine\+deepcache: .* does not fit"), mine.applied(pipe):
         pass
     with pytest.raises(EvalError, match=r"did you mean mine\? use baseline, tomesd, .*, few, mine, a comp"):
@@ -175,11 +173,11 @@ def test_methods_by_a_name_of_ones_own(pipe: Any, sample: Any, tmp_path: Any) ->
 
 
 def test_fewer_steps_are_the_same_sampler_with_so_many(pipe: Any) -> None:
-    pictures = from_prompts(["a cat"], 1, 3)
+    specs = from_prompts(["a cat"], 1, 3)
     of_five, of_two = (RunSettings(steps=steps, scheduler="ddim") for steps in (5, 2))
-    (few,), _ = pictures_of_method(pipe, parse_method("paper@2", 0.5, of_five), pictures, of_five)
-    (two,), _ = pictures_of_method(pipe, parse_method("paper", 0.5, of_two), pictures, of_two)
-    (five,), _ = pictures_of_method(pipe, parse_method("paper", 0.5, of_five), pictures, of_five)
+    (few,), _ = images_of_method(pipe, parse_method("paper@2", 0.5, of_five), specs, of_five)
+    (two,), _ = images_of_method(pipe, parse_method("paper", 0.5, of_two), specs, of_two)
+    (five,), _ = images_of_method(pipe, parse_method("paper", 0.5, of_five), specs, of_five)
     assert few.tobytes() == two.tobytes() != five.tobytes()
 
 
@@ -204,7 +202,16 @@ def test_rows_of_fewer_steps() -> None:
 
 def test_what_saves_whole_calls_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODES, "calls", Recipe(steps=StepCache()))
-    names = ("baseline", "paper", "tomesd", "limit", "calls", "deepcache-5", "paper+deepcache", "paper@20")
+    names = (
+        "baseline",
+        "paper",
+        "tomesd",
+        "no-attention",
+        "calls",
+        "deepcache-5",
+        "paper+deepcache",
+        "paper@20",
+    )
     within = [parse_method(name, 0.4, SETTINGS).within_a_call for name in names]
     assert within == [True] * 4 + [False] * 4
 

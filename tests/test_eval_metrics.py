@@ -39,8 +39,8 @@ def test_frechet_distance_equals_pytorch_fids() -> None:
     assert distance == pytest.approx(3.207428378983746, rel=1e-9)
 
 
-@pytest.mark.parametrize("count", [4, 40])  # fewer pictures than features, and more
-def test_a_resample_has_the_distance_of_its_pictures(count: int) -> None:
+@pytest.mark.parametrize("count", [4, 40])  # fewer images than features, and more
+def test_a_resample_has_the_distance_of_its_images(count: int) -> None:
     first, second = two_sets()
     reference = metrics.fit(second)
     picked = np.random.default_rng(1).integers(40, size=count)
@@ -148,7 +148,7 @@ def test_kernel_distance_is_unbiased_and_its_error_is_its_spread() -> None:
     assert np.mean([distance.error for distance in distances]) == pytest.approx(values.std(), rel=0.35)
 
 
-def test_paired_errors_vanish_for_equal_pictures_and_only_then() -> None:
+def test_paired_errors_vanish_for_equal_images_and_only_then() -> None:
     first, second = two_sets()
     moved = first + np.random.default_rng(0).normal(scale=0.1, size=first.shape)
     reference = metrics.fit(second)
@@ -176,9 +176,9 @@ def test_paired_bootstrap_error_matches_the_spread_over_fresh_seeds() -> None:
     assert np.mean(errors) == pytest.approx(spread, rel=0.25)
 
 
-def test_pictures_needed_is_where_the_interval_is_as_wide_as_the_difference() -> None:
-    # at 100 pictures the half-width is 1.96 * 0.5; 2% of 20 is 0.4, so (0.98 / 0.4)^2 = 6.0 times as many
-    assert metrics.pictures_needed(20.0, 0.5, 100) == pytest.approx(600, abs=1)
+def test_images_needed_is_where_the_interval_is_as_wide_as_the_difference() -> None:
+    # at 100 images the half-width is 1.96 * 0.5; 2% of 20 is 0.4, so (0.98 / 0.4)^2 = 6.0 times as many
+    assert metrics.images_needed(20.0, 0.5, 100) == pytest.approx(600, abs=1)
 
 
 def test_nearest_reference_by_direction() -> None:

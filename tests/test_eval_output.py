@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from agentsd_eval.pages.output import check_writable, make_table
+from agentsd_eval.files import check_writable
+from agentsd_eval.pages.output import make_table
 from rich.console import Console
 
 

@@ -5,10 +5,9 @@ import pytest
 import torch
 from agentsd_demo import accuracy
 from agentsd_demo.scenes import compose, triples
-from agentsd_eval.pictures.prompts import Picture
 from agentsd_eval.quality.features import efficientnet_lite0, load_network
-from agentsd_eval.quality.judge import scene_reader
 from agentsd_eval.quality.perceptual import Looks, StageFeatures, stage_distance
+from agentsd_eval.quality.scenes import scene_reader
 from efficientnet_lite_pytorch import EfficientNet
 from PIL import Image, ImageChops, ImageFilter
 
@@ -24,11 +23,10 @@ def test_what_the_judge_has_of_the_network_is_loaded_once(monkeypatch):
     monkeypatch.setattr(EfficientNet, "from_name", lambda name: loads.append(load(name)) or loads[-1])
     cpu = torch.device("cpu")
     efficientnet_lite0.cache_clear()
-    picture = Picture(0, "a panda face", 0, triple=next(iter(triples())))
     network, stages, reader = (
         load_network("efficientnet-lite0", cpu),
         StageFeatures(cpu),
-        scene_reader([picture], cpu),
+        scene_reader(cpu),
     )
     assert reader is not None
     assert len(loads) == 1
@@ -77,7 +75,7 @@ def test_it_rises_with_every_harm(features, scenes, harm, strengths):
         assert (less < more).all()
 
 
-def test_equal_pictures_have_none_and_opposite_features_four(features, scenes):
+def test_equal_images_have_none_and_opposite_features_four(features, scenes):
     stages = features(scenes[:2])
     assert stage_distance(stages, stages).tolist() == [0, 0]
     torch.testing.assert_close(stage_distance(stages, [-s for s in stages]), torch.full((2,), 4.0))

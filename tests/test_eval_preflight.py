@@ -15,9 +15,9 @@ import torch
 from agentsd_eval.cost import memory
 from agentsd_eval.cost.memory import PipelineMemory, growth, pipeline_memory
 from agentsd_eval.errors import EvalError
-from agentsd_eval.pictures.methods import Method
-from agentsd_eval.pictures.prompts import from_prompts, pictures_of
-from agentsd_eval.pictures.store import Store
+from agentsd_eval.images.methods import Method
+from agentsd_eval.images.prompts import from_prompts, specs_of
+from agentsd_eval.images.store import Store
 from agentsd_eval.settings import RunSettings
 from agentsd_eval.studies import preflight, table
 from rich.console import Console
@@ -52,21 +52,21 @@ def test_inception_without_real_images_is_refused_before_the_model_is_loaded(
 def test_a_trial_takes_the_first_images_and_a_folder_of_its_own(classes: Path, tmp_path: Path) -> None:
     whole = RunSettings(classes=classes, out=tmp_path / "run")
     trial = RunSettings.model_validate({"classes": classes, "out": tmp_path / "run", "limit": 3})
-    assert [p.prompt for p in pictures_of(trial)] == [p.prompt for p in pictures_of(whole)[:3]]
+    assert [p.prompt for p in specs_of(trial)] == [p.prompt for p in specs_of(whole)[:3]]
     assert trial.out == tmp_path / "run-limit-3"
     assert RunSettings.model_validate(trial.model_dump()).out == trial.out
     assert RunSettings.model_validate({"limit": 4}).out == Path("runs/default-limit-4")
-    assert len(pictures_of(RunSettings.model_validate({"images": 9, "limit": 5}))) == 5
+    assert len(specs_of(RunSettings.model_validate({"images": 9, "limit": 5}))) == 5
 
 
 def test_images_that_classes_decide_are_refused(classes: Path, tmp_path: Path, prompts: Path) -> None:
     with pytest.raises(EvalError, match=r"images = 16: the classes ask for 6 .* try fewer with --limit 16"):
-        pictures_of(RunSettings(classes=classes, images=16))
+        specs_of(RunSettings(classes=classes, images=16))
     with pytest.raises(EvalError, match="per_class is of classes"):
-        pictures_of(RunSettings(prompts=prompts, per_class=3))
+        specs_of(RunSettings(prompts=prompts, per_class=3))
     (tmp_path / "one.txt").write_text("tench\n")
     with pytest.raises(EvalError, match=r"1 image a row; distances need 2 \(--per-class 2\)"):
-        pictures_of(RunSettings(classes=tmp_path / "one.txt", per_class=1))
+        specs_of(RunSettings(classes=tmp_path / "one.txt", per_class=1))
 
 
 def test_a_plot_says_how_many_images_there_are(classes: Path) -> None:

@@ -8,8 +8,8 @@ from agentsd_eval.cost import architectures, latency, priced
 from agentsd_eval.cost.priced import Kind, calls_of, on_grid, recipe_of
 from agentsd_eval.cost.workload import Case
 from agentsd_eval.errors import EvalError
-from agentsd_eval.pictures.methods import parse_method
-from agentsd_eval.pictures.sampling import Seconds
+from agentsd_eval.images.methods import parse_method
+from agentsd_eval.images.sampling import Seconds
 from agentsd_eval.settings import LatencySettings
 from diffusers import DPMSolverMultistepScheduler
 from tiny import make_scheduler, make_unet

@@ -14,20 +14,20 @@ from agentsd_eval.pages.report import write_report
 from PIL import Image
 
 pytestmark = pytest.mark.slow
-RESULTS = Path(__file__).parents[1] / "eval/results/gate-demo"
+RESULTS = Path(__file__).parents[1] / "eval/results/techniques-demo"
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """That of the committed results, with pictures of one colour for each method and seed."""
-    folder = tmp_path_factory.mktemp("report") / "gate-demo"
+    """That of the committed results, with images of one colour for each method and seed."""
+    folder = tmp_path_factory.mktemp("report") / "techniques-demo"
     shutil.copytree(RESULTS, folder, ignore=shutil.ignore_patterns("features"))
     rows = map(json.loads, (folder / "table.jsonl").read_text(encoding="utf-8").splitlines())
     for method, key in enumerate(row["key"] for row in rows if "key" in row):
-        (folder / "pictures" / key).mkdir(parents=True)
+        (folder / "images" / key).mkdir(parents=True)
         for index in range(64):
             image = Image.new("RGB", (64, 64), (8 * method, 4 * index, 128))
-            image.save(folder / "pictures" / key / f"{index:05d}.png")
+            image.save(folder / "images" / key / f"{index:05d}.png")
     return write_report(folder, 4)
 
 
@@ -80,7 +80,7 @@ def test_the_slider_goes_by_mouse_touch_and_keyboard(page: Any) -> None:
     assert cut(page) == before + 1
 
 
-def test_a_picture_that_is_chosen_is_seen_larger(page: Any) -> None:
+def test_a_image_that_is_chosen_is_seen_larger(page: Any) -> None:
     image = page.locator(".grid tbody tr").nth(2).locator("img").nth(3)
     image.click()
     assert page.locator(".pair .right").get_attribute("src") == image.get_attribute("src")

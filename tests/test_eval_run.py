@@ -20,19 +20,19 @@ import pytest
 import torch
 from agentsd_demo.scenes import Triple
 from agentsd_eval.errors import EvalError
-from agentsd_eval.pages import output, quality_table
-from agentsd_eval.pages import rows as results
-from agentsd_eval.pictures.generate import Share, fingerprint, generate
-from agentsd_eval.pictures.prompts import (
+from agentsd_eval.images.generate import Share, fingerprint, generate
+from agentsd_eval.images.prompts import (
     SHIPPED,
     from_classes,
     from_prompts,
     from_triples,
-    pictures_of,
-    pictures_to_show,
+    specs_of,
+    specs_to_show,
 )
-from agentsd_eval.pictures.sampling import initial_latents, sample, warm_up
-from agentsd_eval.pictures.store import Store
+from agentsd_eval.images.sampling import initial_latents, sample, warm_up
+from agentsd_eval.images.store import Store
+from agentsd_eval.pages import output, quality_table
+from agentsd_eval.pages import rows as results
 from agentsd_eval.settings import AblateSettings, CompareSettings, RedundancySettings, RunSettings
 from agentsd_eval.studies import ablate, table
 
@@ -75,19 +75,19 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def whole(make_pipeline: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The pictures of a run that was never stopped."""
+    """The images of a run that was never stopped."""
     folder = tmp_path_factory.mktemp("whole")
     fill(make_pipeline(), folder)
     return contents(folder)
 
 
-def test_a_run_has_every_picture_of_every_method(whole: dict[str, bytes]) -> None:
+def test_a_run_has_every_image_of_every_method(whole: dict[str, bytes]) -> None:
     assert len(whole) == 3 * 7
     assert len(set(whole.values())) == 3 * 7
 
 
 @pytest.mark.parametrize("stop_after", [0, 1, 4, 6])
-def test_a_killed_run_resumes_to_the_same_pictures(
+def test_a_killed_run_resumes_to_the_same_images(
     pipe: Any, tmp_path: Path, whole: dict[str, bytes], stop_after: int
 ) -> None:
     with pytest.raises(Killed):
@@ -99,13 +99,13 @@ def test_a_killed_run_resumes_to_the_same_pictures(
 def test_a_finished_run_makes_nothing_again(pipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
     fill(pipe, tmp_path)
     monkeypatch.setattr(
-        "agentsd_eval.pictures.generate.sample", lambda *args, **kwargs: pytest.fail("made again")
+        "agentsd_eval.images.generate.sample", lambda *args, **kwargs: pytest.fail("made again")
     )
     fill(pipe, tmp_path)
 
 
 def test_a_row_that_joins_later_has_baseline_timed_again(pipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("agentsd_eval.pictures.generate.RETIMED", 2)
+    monkeypatch.setattr("agentsd_eval.images.generate.RETIMED", 2)
     whole = contents(fill(pipe, tmp_path).folder)
     path = Store(tmp_path).path(METHODS[1], 0).parent
     shutil.rmtree(path)
@@ -199,7 +199,7 @@ def test_a_full_disk_loses_nothing(
     assert contents(tmp_path) == whole
 
 
-def test_a_pictures_noise_is_its_own(pipe: Any) -> None:
+def test_a_images_noise_is_its_own(pipe: Any) -> None:
     together = initial_latents(pipe, [5, 6, 7], 32, 32)
     alone = initial_latents(pipe, [6], 32, 32)
     assert together.shape == (3, 4, 16, 16)
@@ -208,8 +208,8 @@ def test_a_pictures_noise_is_its_own(pipe: Any) -> None:
 
 
 @pytest.mark.parametrize("scheduler", ["model", "ddim", "ddpm", "euler", "dpm++", "dpm++karras"])
-def test_a_picture_hardly_depends_on_its_batch(pipe: Any, scheduler: str) -> None:
-    from agentsd_eval.pictures.models import set_scheduler
+def test_a_image_hardly_depends_on_its_batch(pipe: Any, scheduler: str) -> None:
+    from agentsd_eval.images.models import set_scheduler
 
     set_scheduler(pipe, scheduler)
     for method in METHODS[0], METHODS[2]:  # tomesd's random cells belong to the batch
@@ -244,14 +244,14 @@ def test_prompts(tmp_path: Path) -> None:
     assert [(p.prompt, p.seed) for p in twice] == [("see a.", 5), ("see a.", 6), ("see b.", 7), ("see b.", 8)]
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(EvalError, match=r"empty.txt is empty"):
-        pictures_of(RunSettings(prompts=tmp_path / "empty.txt"))
+        specs_of(RunSettings(prompts=tmp_path / "empty.txt"))
     with pytest.raises(EvalError, match="'some/model' has no prompts of its own"):
-        pictures_of(RunSettings(model="some/model"))
+        specs_of(RunSettings(model="some/model"))
     for asked in (CompareSettings(model="some/model"), RedundancySettings(model="some/model")):
-        shown = [picture.prompt for picture in pictures_to_show(asked)]
+        shown = [spec.prompt for spec in specs_to_show(asked)]
         assert shown == SHIPPED.read_text().splitlines()[: asked.images]  # no emoji
     with pytest.raises(EvalError, match="not both"):
-        pictures_of(RunSettings(prompts=tmp_path / "a", classes=tmp_path / "b"))
+        specs_of(RunSettings(prompts=tmp_path / "a", classes=tmp_path / "b"))
 
 
 def test_captions_are_spread_evenly_over_what_scenes_can_show() -> None:
@@ -269,7 +269,7 @@ def test_an_unwritable_place_is_said_at_once(tmp_path: Path) -> None:
         output.check_writable(tmp_path / "file" / "run" / "table.jsonl")
 
 
-def test_equal_pictures_have_an_infinite_psnr_that_json_can_hold(tmp_path: Path) -> None:
+def test_equal_images_have_an_infinite_psnr_that_json_can_hold(tmp_path: Path) -> None:
     rows = [{"method": "a", "psnr": math.inf}]
     columns = [results.Column("method", results.figure("method", "")), results.Column("PSNR", PSNR)]
     results.write_rows(tmp_path, "table", rows, [columns], {"command": "x"})
@@ -289,10 +289,10 @@ def quality(folder: Path) -> list[list[str]]:
 
 @pytest.fixture
 def run_options(model_folder: str, photographs: Path, tmp_path: Path) -> list[str]:
-    """Arguments of a small table with real pictures, without --out."""
+    """Arguments of a small table with real images, without --out."""
     (tmp_path / "prompts.txt").write_text("a cat\na dog\n")
     options = ["table", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--reference"]
-    options += [photographs, "--steps", "2", "--images", "6", "--batch-size", "2", "--ratio", "0.5"]
+    options += [photographs, "--steps", "2", "--images", "6", "--batch-size", "2", "--ratios", "0.5"]
     return list(map(str, options))
 
 
@@ -302,7 +302,7 @@ def test_a_run_killed_with_minus_9_ends_with_the_same_table(run_options: list[st
     program = [sys.executable, "-m", "agentsd_eval.cli", *run_options, "--out"]
     subprocess.run([*program, str(tmp_path / "whole")], env=env, check=True, capture_output=True, timeout=300)
     kills = 0
-    for wanted in (1, 7, 12, None):  # pictures on disk when it is killed
+    for wanted in (1, 7, 12, None):  # images on disk when it is killed
         process = subprocess.Popen([*program, str(tmp_path / "killed")], env=env, stdout=subprocess.DEVNULL)
         while process.poll() is None:
             if wanted and len(list((tmp_path / "killed").rglob("*.png"))) >= wanted:

@@ -16,20 +16,20 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from agentsd_demo import SUBJECT, load_references
-from agentsd_demo.accuracy import efficientnet_lite0
 from agentsd_demo.reading import ConceptReader, read_scene
 from agentsd_demo.scenes import compose, triples
-from agentsd_demo.subject import View
-from agentsd_eval.cli import app
+from agentsd_demo.training.accuracy import efficientnet_lite0
+from agentsd_demo.training.subject import View
+from agentsd_eval.cli import main
+from agentsd_eval.images.sampling import Seconds
+from agentsd_eval.images.store import Store
 from agentsd_eval.pages.output import progress
-from agentsd_eval.pictures.sampling import Seconds
-from agentsd_eval.pictures.store import Store
 from agentsd_eval.presets import load_settings
 from agentsd_eval.settings import SubjectSettings
 from agentsd_eval.studies import subject, subject_plan, subject_report, subject_scores
+from click.testing import CliRunner
 from PIL import Image
 from rich.console import Console
-from typer.testing import CliRunner
 
 from agentsd import Agents, Merge, Phases, Recipe
 from agentsd.dreambooth import training
@@ -127,7 +127,7 @@ def test_agents_generate_as_they_were_trained() -> None:
 
 def invoke(*arguments: Any, code: int = 0) -> str:
     """Run the command; return what it printed, blanks made one."""
-    result = CliRunner().invoke(app, ["subject", *(str(argument) for argument in arguments)])
+    result = CliRunner().invoke(main, ["subject", *(str(argument) for argument in arguments)])
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == code, result.output
@@ -138,12 +138,12 @@ def read(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "subject.jsonl").read_text().splitlines()]
 
 
-def assert_figures_are_those_of_the_pictures(rows: list[dict[str, Any]], settings: SubjectSettings) -> None:
-    """Similarity, accuracy, seconds and speed-up of each row, from its pictures and its manifest."""
+def assert_figures_are_those_of_the_images(rows: list[dict[str, Any]], settings: SubjectSettings) -> None:
+    """Similarity, accuracy, seconds and speed-up of each row, from its images and its manifest."""
     network = efficientnet_lite0()
     views = network([subject_plan.as_trained(path, 32) for path in subject_plan.views_of(settings)])
     variants = subject_plan.variants_of(settings)
-    _, others = subject_plan.pictures_of(settings)
+    _, others = subject_plan.specs_of(settings)
 
     def made(variant: subject_plan.Variant) -> tuple[list[Image.Image], dict[int, dict[str, Any]]]:
         store = subject_plan.store_of(variant, settings)
@@ -159,7 +159,7 @@ def assert_figures_are_those_of_the_pictures(rows: list[dict[str, Any]], setting
         assert row["similarity"] == pytest.approx((network(images[:2]) @ views.T).mean().item(), abs=1e-5)
         reader = ConceptReader(CONCEPTS, efficientnet_lite0())
         named = [reader.read(image, read_scene(image))[0] for image in images[2:]]
-        right = [name == picture.triple.concept for name, picture in zip(named, others, strict=True)]
+        right = [name == spec.triple.concept for name, spec in zip(named, others, strict=True)]
         assert row["right"] == np.mean(right)
         assert row["seconds"] == statistics.median(line["seconds"] for line in lines.values())
         ratios = [baseline[i]["cpu_seconds"] / lines[i]["cpu_seconds"] for i in range(4)]
@@ -179,7 +179,7 @@ def test_the_command_trains_once_and_goes_on(
     rows = read(out)
     assert [row.get("prior") for row in rows] == [False] * 5 + [True] * 4 + [None]
     given = SubjectSettings(train_steps=1, images=2, other_prompts=2, steps=2, out=out)
-    assert_figures_are_those_of_the_pictures(rows[:-1], given)
+    assert_figures_are_those_of_the_images(rows[:-1], given)
     assert [row.get("similarity_change") is None for row in rows] == [
         False, True, False, False, False, True, False, False, False, True,
     ]  # fmt: skip
@@ -235,13 +235,13 @@ def test_a_killed_training_goes_on(tiny_demo: None, tmp_path: Path, monkeypatch:
     assert (tmp_path / "agents" / "trained.json").exists()
 
 
-def test_pictures_are_judged_by_views_and_references(make_pipeline: Any, tmp_path: Path) -> None:
+def test_images_are_judged_by_views_and_references(make_pipeline: Any, tmp_path: Path) -> None:
     settings = SubjectSettings(images=2, other_prompts=4, out=tmp_path)
-    own, others = subject_plan.pictures_of(settings)
-    assert [picture.index for picture in (*own, *others)] == list(range(6))
-    assert len({picture.seed for picture in (*own, *others)}) == 6
+    own, others = subject_plan.specs_of(settings)
+    assert [spec.index for spec in (*own, *others)] == list(range(6))
+    assert len({spec.seed for spec in (*own, *others)}) == 6
     views = subject_plan.views_of(settings)
-    asked = [picture.triple for picture in others]
+    asked = [spec.triple for spec in others]
     wrong = next(
         t for t in triples(concepts=CONCEPTS) if t.concept not in {asked[0].concept, asked[2].concept}
     )
@@ -249,9 +249,9 @@ def test_pictures_are_judged_by_views_and_references(make_pipeline: Any, tmp_pat
     images = [subject_plan.as_trained(path, 32) for path in views[:2]]
     images += [compose(triple, 5, 64).image for triple in (asked[0], wrong, asked[2], wrong)]
     variant = subject_plan.variants_of(settings)[0]
-    for picture, image in zip([*own, *others], images, strict=True):
+    for spec, image in zip([*own, *others], images, strict=True):
         store = Store(tmp_path / "before")
-        store.save(variant.method, 0, [picture], [image], Seconds(1.0, 1.0), "session")
+        store.save(variant.method, 0, [spec], [image], Seconds(1.0, 1.0), "session")
     scores = subject_scores.load_scores(settings, others, pipe.unet.device)
     figures, ceiling = subject.judge(pipe, [variant], views, settings, scores)
     found = figures[variant]
@@ -263,19 +263,19 @@ def test_pictures_are_judged_by_views_and_references(make_pipeline: Any, tmp_pat
     count = len(views)
     among = ((of_views @ of_views.T).sum() - count) / (count * (count - 1))
     assert ceiling["similarity"] == pytest.approx(among.item(), abs=1e-5)
-    assert found["similarity"].mean() > ceiling["similarity"]  # one of the views each is the picture itself
+    assert found["similarity"].mean() > ceiling["similarity"]  # one of the views each is the image itself
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--subject", "no/such"), "subject: no/such is not a folder"),
-        (("--subject", "ONE"), "holds 1 picture; 2 views or more can be compared"),
+        (("--subject", "ONE"), "holds 1 image; 2 views or more can be compared"),
         (("--images", "1"), "images = 1: Input should be greater than or equal to 2"),
         (("--learning-rate", "0"), "learning_rate = 0.0: Input should be greater than 0"),
         (("--agent", "early_frac=0.5"), "['early_frac'] can't be trained with; known: k, scale"),
         (("--agent", "scale=0.5"), "scale=0.5: it is the exponent"),
-        (("--model", "EMPTY"), "subject: the embedded subject is for the bundled toy model; give --subject"),
+        (("--model", "EMPTY"), "subject: the embedded subject is for the toy model; give --subject"),
         (("--out", "/proc/no/such"), "choose another place with --out"),
     ],
 )
@@ -310,11 +310,11 @@ def test_the_views_that_ship() -> None:
 
 
 def test_a_view_scales_turns_mirrors_and_shifts() -> None:
-    picture = Image.new("RGBA", (64, 64), "red")
-    picture.paste("blue", (32, 0, 64, 64))  # red to the left
+    spec = Image.new("RGBA", (64, 64), "red")
+    spec.paste("blue", (32, 0, 64, 64))  # red to the left
 
     def pixels(scale: float, degrees: float, mirrored: bool, shift: tuple[float, float]) -> Any:
-        view = View(scale, degrees, mirrored, shift, "#00ff00").draw(picture)
+        view = View(scale, degrees, mirrored, shift, "#00ff00").draw(spec)
         assert (view.size, view.mode) == ((64, 64), "RGB")
         return lambda x, y: "RGB"[int(torch.tensor(view.getpixel((x, y))).argmax())].replace("G", "-")
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from agentsd_eval.cli import app
+from agentsd_eval.cli import main
 from agentsd_eval.errors import EvalError
-from agentsd_eval.pictures.prompts import from_prompts
+from agentsd_eval.images.prompts import from_prompts
 from agentsd_eval.settings import SubjectSettings
 from agentsd_eval.studies import subject_scores
+from click.testing import CliRunner
 from PIL import Image
 from sd_folder import save_clip, save_dino
 from transformers import AutoImageProcessor, CLIPModel, CLIPProcessor, ViTModel
-from typer.testing import CliRunner
 
 CPU = torch.device("cpu")
 
@@ -61,7 +61,7 @@ def test_scores_are_the_mean_cosines_of_the_models_own_outputs(
     with torch.no_grad():
         output = model(
             **processor(
-                text=[picture.prompt for picture in others],
+                text=[spec.prompt for spec in others],
                 images=images[:5],
                 return_tensors="pt",
                 padding=True,
@@ -81,7 +81,7 @@ def test_scores_are_the_mean_cosines_of_the_models_own_outputs(
 
 def run(*arguments: Any, code: int = 0) -> str:
     AcceleratorState._reset_state(reset_partial_state=True)
-    done = CliRunner().invoke(app, ["subject", *map(str, arguments)], catch_exceptions=False)
+    done = CliRunner().invoke(main, ["subject", *map(str, arguments)], catch_exceptions=False)
     assert done.exit_code == code, done.output
     return re.sub(r"\s+", " ", done.output)
 
@@ -107,7 +107,7 @@ def test_a_real_model_is_scored_where_weights_are_given_and_else_says_so(
 def test_what_is_missing_is_told_before_any_training(
     model_folder: str, photographs: Path, tmp_path: Path
 ) -> None:
-    assert "subject: the embedded subject is for the bundled toy model; give --subject" in run(
+    assert "subject: the embedded subject is for the toy model; give --subject" in run(
         "--model", model_folder, code=2
     )
     printed = run("--model", model_folder, "--subject", photographs, "--class-prompt", "a", code=2)

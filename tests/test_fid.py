@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from agentsd_eval.cli import app
 from agentsd_eval.quality import features, metrics
+from agentsd_eval.research.__main__ import main
+from click.testing import CliRunner
 from PIL import Image
-from typer.testing import CliRunner
 
 pytestmark = pytest.mark.fid
 
@@ -47,7 +47,7 @@ def test_features_are_those_of_pytorch_fid(
     fid_score: Any, network: Any, photographs: Path, tmp_path: Path
 ) -> None:
     ours, theirs, _ = network
-    for size in ((50, 40), (51, 40)):  # pytorch-fid takes pictures of one size at a time
+    for size in ((50, 40), (51, 40)):  # pytorch-fid takes images of one size at a time
         paths = [path for path in sorted(photographs.glob("*.png")) if Image.open(path).size == size]
         assert len(paths) > 2
         expected = fid_score.get_activations(
@@ -74,7 +74,7 @@ def test_the_command_prints_fid(
     ours, _, weights = network
     monkeypatch.setattr(features, "check_inception_weights", lambda path: None)
     command = ["fid", photographs, photographs, "--inception-weights", weights, "--cache", tmp_path]
-    done = CliRunner().invoke(app, list(map(str, command)), catch_exceptions=False)
+    done = CliRunner().invoke(main, list(map(str, command)), catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert "FID" in done.output
     kept = np.load(next(tmp_path.glob("inception-*.npy")))

@@ -100,7 +100,7 @@ def test_early_steps_with_agents_are_counted_op_by_op(unet):
 
 @pytest.mark.parametrize(("operator", "each_layer"), [(Downsample(4), 2), (Agents(), 4)])
 def test_between_two_residuals_nothing_is_ranked(unet, operator, each_layer):
-    """To baseline's 726 launches ten layers add 20 or 40: keys or agents, and the sum; all residuals one line."""
+    """To 726 launches ten layers add 20 or 40, for keys or agents and the sum; all residuals' line is one more."""
     latent, text = torch.randn(2, 4, 64, 64), torch.randn(2, 77, 32)
     baseline, scheduler = launches(unet, EARLY), DDIMScheduler()
     scheduler.set_timesteps(20)

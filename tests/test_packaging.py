@@ -24,12 +24,12 @@ PLUGIN, EVAL, DEMO = (tomllib.loads((ROOT / f / "pyproject.toml").read_text()) f
 def test_every_package_is_in_the_wheel(project: Any, name: str, folder: str, beside: list[str]) -> None:
     """An editable install would hide one that is not."""
     inside = (path.parent.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("__init__.py"))
-    found = [".".join((name, *path.parts)) for path in inside]
+    found = [".".join((name, *path.parts)) for path in inside if path.parts[:1] != ("research",)]
     assert sorted(project["tool"]["setuptools"]["packages"]) == sorted([*found, *beside])
 
 
 def test_every_file_of_the_evaluation_is_in_its_wheel() -> None:
-    """All that git has of `eval/` and `configs/`, but for the results."""
+    """All that git has of `eval/` and `configs/`, but for the results and research."""
     setup = EVAL["tool"]["setuptools"]
     held = {ROOT / "eval/pyproject.toml", ROOT / "eval/LICENSE"}
     for package in setup["packages"]:
@@ -37,7 +37,7 @@ def test_every_file_of_the_evaluation_is_in_its_wheel() -> None:
         folder = ROOT / "eval" / setup["package-dir"].get(package, inside)
         for pattern in ("*.py", *setup["package-data"].get(package, [])):
             held |= {path.resolve() for path in folder.glob(pattern)}
-    listed = ["git", "ls-files", "eval", "configs", ":!eval/results"]
+    listed = ["git", "ls-files", "eval", "configs", ":!eval/results", ":!eval/research"]
     files = subprocess.check_output(listed, cwd=ROOT, text=True).splitlines()
     assert held == {ROOT / file for file in files}
 

@@ -5,10 +5,11 @@ import colorsys
 import numpy as np
 import pytest
 from agentsd_demo import load_pipeline
-from agentsd_demo.accuracy import efficientnet_lite0
 from agentsd_demo.data import load_references
-from agentsd_demo.reading import ConceptReader, fit_background, read_scene, shares, spread
+from agentsd_demo.reading import ConceptReader, fit_background, read_scene
 from agentsd_demo.scenes import COLOURS, SIDES, Triple, compose, random_scene, scene_caption, triples
+from agentsd_demo.training.accuracy import efficientnet_lite0
+from agentsd_demo.training.reading import shares, spread
 
 FOX = Triple("fox face", "3d", "blue")
 

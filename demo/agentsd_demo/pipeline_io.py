@@ -52,7 +52,7 @@ def load_pipeline(
     """
     if not (folder / "model_index.json").exists():
         raise FileNotFoundError(
-            f"no exported pipeline in {folder}; make one with `python -m agentsd_demo.train`"
+            f"no exported pipeline in {folder}; make one with `python -m agentsd_demo.training.train`"
         )
     with _quiet():
         # Imported here, as its import alone gives advice about torchvision.

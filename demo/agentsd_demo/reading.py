@@ -1,26 +1,16 @@
-"""Read a picture of a scene: where its sprite is, what colour it stands on, and what concept it is.
-
-`python -m agentsd_demo.reading` prints how well the bundled toy model does what its captions say.
-"""
+"""Read an image of a scene: where its sprite is, what colour it stands on, and what concept it is."""
 
 import colorsys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from typing import Annotated, Any
 
 import numpy as np
-import typer
 from PIL import Image
-from rich import print
 from torch import Tensor
 
-from .accuracy import contact_sheet, efficientnet_lite0, generate
-from .data import PIPELINE, Style, trained_concepts
-from .memorised import nearest_similarities, training_scenes
-from .pipeline_io import load_pipeline
-from .scenes import COLOURS, SceneSplit, Triple, compose, triples
+from .data import Style
+from .scenes import COLOURS, Triple, compose, triples
 
 Features = Callable[[Sequence[Image.Image]], Tensor]
 Box = tuple[int, int, int, int]
@@ -29,8 +19,6 @@ Box = tuple[int, int, int, int]
 FAR = 28.0
 """What a pixel's furthest channel differs from the background by, of 255, to be the sprite's."""
 _MARGIN = 2
-_TRAINING = 2000
-_SPLITS: tuple[SceneSplit, ...] = ("seen", "heldout triple", "heldout pair")
 
 
 @dataclass(frozen=True)
@@ -132,71 +120,3 @@ class ConceptReader:
             crops = [crop_sprite(image, read_scene(image).box) for image in scenes]
             self._known[colour] = self._features_of_known(crops)
         return self._known[colour]
-
-
-def shares(asked: Sequence[Triple], images: Sequence[Image.Image], reader: ConceptReader) -> dict[str, Any]:
-    """By split: how many pictures, and the shares with the right concept, style and colour."""
-    hits: dict[str, list[tuple[bool, bool, bool]]] = {}
-    for triple, image in zip(asked, images, strict=True):
-        reading = read_scene(image)
-        concept, style = reader.read(image, reading)
-        right = concept == triple.concept, style == triple.style, reading.colour == triple.colour
-        hits.setdefault(triple.split, []).append(right)
-    table = {}
-    for split, rows in hits.items():
-        means = np.mean(rows, 0)
-        table[split] = {"pictures": len(rows), "concept": means[0], "style": means[1], "colour": means[2]}
-    return table
-
-
-def spread(images: Sequence[Image.Image]) -> float:
-    """Standard deviation in pixels of the sprite's centre, the mean of both axes."""
-    boxes = [box for image in images if (box := read_scene(image).box) is not None]
-    centres = np.asarray([((left + right) / 2, (top + bottom) / 2) for left, top, right, bottom in boxes])
-    return float(centres.std(0).mean()) if len(boxes) > 1 else 0.0
-
-
-def main(
-    folder: Annotated[Path, typer.Option(help="an exported pipeline")] = PIPELINE,
-    size: Annotated[int, typer.Option(help="canvas, pixels")] = 96,
-    steps: Annotated[int, typer.Option(help="DPM++ 2M (Karras) steps")] = 25,
-    guidance: Annotated[float, typer.Option(help="guidance scale")] = 4.0,
-    most: Annotated[int, typer.Option(help="triples of a split at most")] = 72,
-    sheet: Annotated[Path | None, typer.Option(help="where a contact sheet goes")] = None,
-) -> None:
-    """Print the shares of right concepts, styles and colours, and how far one caption's sprites spread."""
-    from diffusers import DPMSolverMultistepScheduler
-
-    pipe: Any = load_pipeline(folder=folder)
-    config = pipe.scheduler.config
-    pipe.scheduler = DPMSolverMultistepScheduler.from_config(config, use_karras_sigmas=True)
-    concepts = trained_concepts(folder)
-    features = efficientnet_lite0()
-    reader = ConceptReader(concepts, features)
-    asked = []
-    for split in _SPLITS:
-        every = triples(split, concepts)
-        asked += every[:: max(1, len(every) // most)][:most]
-    options = {"steps": steps, "guidance": guidance, "size": size}
-    images = generate(pipe, [triple.caption for triple in asked], **options)  # type: ignore[arg-type]
-    composed = [compose(triple, f"fresh/{i}", size).image for i, triple in enumerate(asked)]
-    for name, pictures in (("composed", composed), ("generated", images)):
-        for kind, row in shares(asked, pictures, reader).items():
-            rights = ", ".join(f"{part} {row[part]:.0%}" for part in ("concept", "style", "colour"))
-            print(f"{name}, {kind}, {row['pictures']} pictures: {rights}")
-    if scenes := training_scenes(folder, size, _TRAINING):
-        known = features(scenes)
-        for name, pictures in (("composed", composed), ("generated", images)):
-            near = np.quantile(nearest_similarities(features(pictures), known), (0.5, 0.95))
-            text = f"median {near[0]:.3f}, 95% below {near[1]:.3f}"
-            print(f"{name}, cosine to the nearest of {len(scenes)} training scenes: {text}")
-    first = asked[0]
-    same = generate(pipe, [first.caption] * 16, seed=10_000, **options)  # type: ignore[arg-type]
-    truth = [compose(first, f"spread/{i}", size).image for i in range(200)]
-    print(f"spread of {first.caption!r}: {spread(same):.1f} px, composed {spread(truth):.1f} px")
-    if sheet is not None:
-        contact_sheet(images[:48] + same).save(sheet)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -30,7 +30,7 @@ SDXL: dict[str, Any] = {
 def build(arch: str, device: torch.device, dtype: torch.dtype) -> Any:
     """Return a pipeline of the U-Net and VAE of "sd15" or "sdxl", random, without text encoders.
 
-    It is called with `prompt_embeds`. The text encoders are left out: they run once a picture and no
+    It is called with `prompt_embeds`. The text encoders are left out: they run once an image and no
     method touches them.
     """
     torch.manual_seed(0)

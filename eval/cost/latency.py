@@ -6,45 +6,21 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from agentsd.calibration.cost import macs
 
-from ..pages.cost_table import columns_of
-from ..pages.maker import describe_run
-from ..pages.output import check_writable, progress
-from ..pages.rows import Row, to_terminal, write_rows
-from ..pictures.methods import Method, Reseed, check_schedulers, fewer, parse_method
-from ..pictures.models import find_device, load_pipeline, set_scheduler
-from ..pictures.sampling import Seconds, Stopwatch
+from ..images.methods import Method, check_schedulers, fewer, parse_method
+from ..images.models import find_device, load_pipeline, set_scheduler
+from ..images.other_packages import Applied
+from ..images.sampling import Seconds, Stopwatch
 from ..settings import Backend, CostSettings, LatencySettings
 from .architectures import build
 from .memory import memory_per_image
 from .priced import priced
 from .workload import PHASES, Case, Run, forward_call, workload
-
-
-def command(settings: LatencySettings, console: Console) -> None:
-    """Measure, and after each case write what is known; print the tables at the end."""
-    rivals = methods_of(settings)
-    check_writable(settings.out / "latency.jsonl")
-    pipe = load(settings)
-    cases = cases_of(settings, pipe)
-    run = describe_run(settings, pipe.unet.device)
-    rows = []
-    with progress(console) as bars:
-        task = bars.add_task("rounds", total=len(cases) * (settings.repeats + 1))
-        for row in measure(pipe, cases, rivals, settings, lambda: bars.advance(task)):
-            rows.append(row)
-            write_rows(settings.out, "latency", rows, [columns_of(rows, run["clock"])], run)
-    for table in summary(rows, settings, run["clock"]):
-        console.print(table)
-    console.print(f"figures: {settings.out}", soft_wrap=True)
 
 
 def cases_of(settings: LatencySettings, pipe: Any) -> list[Case]:
@@ -156,25 +132,25 @@ def _turns(pipe: Any, methods: list[Method], case: Case, settings: LatencySettin
     Compiled, each method keeps a U-Net of its own for the whole case, which shares the weights.
     """
     with ExitStack() as stack:
-        kept: dict[Method, tuple[Reseed, Run]] = {}
+        kept: dict[Method, tuple[Applied, Run]] = {}
         if settings.compile:
             # All these U-Nets run the same code, and each is a recompilation of it.
             stack.enter_context(torch._dynamo.config.patch(recompile_limit=8 * len(methods)))
             for method in methods:
                 own = _with_unet_of_its_own(pipe)
-                reseed = stack.enter_context(method.applied(_target(own, case)))
+                applied = stack.enter_context(method.applied(_target(own, case)))
                 own.unet.compile()
-                kept[method] = reseed, workload(own, case, settings, method.steps)
+                kept[method] = applied, workload(own, case, settings, method.steps)
 
         @contextmanager
         def turn(method: Method) -> Iterator[Run]:
             if method in kept:
-                reseed, run = kept[method]
-                reseed(0)
+                applied, run = kept[method]
+                applied.reseed(0)
                 yield run
                 return
-            with method.applied(_target(pipe, case)) as reseed:
-                reseed(0)
+            with method.applied(_target(pipe, case)) as applied:
+                applied.reseed(0)
                 yield workload(pipe, case, settings, method.steps)
 
         yield turn
@@ -208,8 +184,8 @@ def _untimed(method: Method, pipe: Any, case: Case, settings: LatencySettings) -
 def _operations(method: Method, pipe: Any, case: Case, settings: LatencySettings) -> int:
     """Return the MACs of one call."""
     run = workload(pipe, case, settings, method.steps)
-    with method.applied(_target(pipe, case)) as reseed:
-        reseed(0)
+    with method.applied(_target(pipe, case)) as applied:
+        applied.reseed(0)
         return macs(run)
 
 
@@ -218,8 +194,8 @@ def _memory(method: Method, pipe: Any, case: Case, settings: LatencySettings) ->
 
     def call(batch: int) -> None:
         run = workload(pipe, replace(case, batch=batch), settings, method.steps)
-        with method.applied(_target(pipe, case)) as reseed:
-            reseed(0)
+        with method.applied(_target(pipe, case)) as applied:
+            applied.reseed(0)
             run()
 
     return memory_per_image(call, case.batch, pipe.unet.device)
@@ -276,13 +252,3 @@ def load(settings: CostSettings) -> Any:
     set_scheduler(pipe, settings.scheduler)
     pipe.set_progress_bar_config(disable=True)
     return pipe
-
-
-def summary(rows: list[Row], settings: LatencySettings, clock: str) -> Iterator[Table]:
-    """Yield a terminal table for each case."""
-    for (scope, size, batch), group in groupby(rows, lambda row: (row["scope"], row["size"], row["batch"])):
-        steps = f", {settings.steps} steps ({settings.scheduler})" if scope == "pipeline" else ""
-        compiled = ", compiled" if settings.compile else ""
-        title = f"{settings.arch or settings.model}, {scope}{steps}, {size} px, batch {batch}{compiled}"
-        shown = list(group)
-        yield to_terminal(title, shown, columns_of(shown, clock))

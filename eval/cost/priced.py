@@ -18,8 +18,8 @@ from agentsd.recipe import MODES
 from agentsd.schedule import Phases, stages_of
 
 from ..errors import EvalError
-from ..pictures.methods import Method
-from ..pictures.sampling import Seconds, Stopwatch
+from ..images.methods import Method
+from ..images.sampling import Seconds, Stopwatch
 from ..settings import LatencySettings
 from .workload import Case, forward_call
 

@@ -1,1 +1,1 @@
-"""Tables on screen and on disk, labelled pictures, and the report."""
+"""Tables on screen and on disk, labelled images, and the report."""

@@ -48,8 +48,8 @@ def frontier(rows: Sequence[Row], title: str = "", key: str = "reference_distanc
             artist.set_gid(f"{name_of(label)}-{number}")
     values = [1e3 * row[key] for row in drawn]
     axes.set(yscale="log", ylim=(0.7 * min(values), 1.4 * max(values)), title=title)
-    axes.set_xlabel("MACs of a picture, all steps of baseline = 1")
-    where = "the reference image" if key == "reference_distance" else "the baseline's picture"
+    axes.set_xlabel("MACs of an image, all steps of baseline = 1")
+    where = "the reference image" if key == "reference_distance" else "the baseline's image"
     axes.set_ylabel(f"perceptual distance x1000 to {where}")
     axes.grid(alpha=0.3, which="both", lw=0.5)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)

@@ -1,4 +1,4 @@
-"""Draw pictures of several methods and prompts into one labelled PNG."""
+"""Draw images of several methods and prompts into one labelled PNG."""
 
 import textwrap
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ def draw_grid(
 ) -> Image.Image:
     """Return an RGB image: one row for each method, one column for each prompt, labels outside.
 
-    Pictures are brought to `tile` pixels on the longer side; labels may hold line breaks.
+    Images are brought to `tile` pixels on the longer side; labels may hold line breaks.
     """
     font = ImageFont.load_default(_FONT_SIZE)
     columns = [_wrap(label, tile) for label in column_labels]
@@ -28,18 +28,18 @@ def draw_grid(
     top = _GAP + _LINE * max(len(lines) for lines in columns)
     left = _GAP * 2 + int(max(font.getlength(line) for lines in lefts for line in lines))
     height = top + len(rows) * (tile + _GAP)
-    sheet = Image.new("RGB", (left + len(column_labels) * (tile + _GAP), height), "white")
-    draw = ImageDraw.Draw(sheet)
+    grid = Image.new("RGB", (left + len(column_labels) * (tile + _GAP), height), "white")
+    draw = ImageDraw.Draw(grid)
     for j, lines in enumerate(columns):
         _write(draw, font, lines, left + j * (tile + _GAP), _GAP // 2)
-    for i, pictures in enumerate(rows):
+    for i, images in enumerate(rows):
         y = top + i * (tile + _GAP)
         _write(draw, font, lefts[i], _GAP, y + tile // 2 - _LINE * len(lefts[i]) // 2)
-        for j, picture in enumerate(pictures):
-            scale = tile / max(picture.size)
-            size = (round(picture.width * scale), round(picture.height * scale))
-            sheet.paste(picture.resize(size, Image.Resampling.BICUBIC), (left + j * (tile + _GAP), y))
-    return sheet
+        for j, image in enumerate(images):
+            scale = tile / max(image.size)
+            size = (round(image.width * scale), round(image.height * scale))
+            grid.paste(image.resize(size, Image.Resampling.BICUBIC), (left + j * (tile + _GAP), y))
+    return grid
 
 
 def _wrap(label: str, tile: int) -> list[str]:

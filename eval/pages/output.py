@@ -1,12 +1,7 @@
-"""What the commands share on their way out: progress, tables, files that are whole or not there."""
+"""What the commands show: progress, tables, plots."""
 
-import errno
 import io
-import os
-import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from PIL import Image
@@ -22,7 +17,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from ..errors import EvalError
+from ..files import png_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,68 +53,6 @@ def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
     return table
-
-
-def read_lines(path: Path) -> list[str]:
-    """Return the lines of a text file that aren't blank. Raises EvalError if there is none."""
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except OSError as error:
-        raise EvalError(f"can't read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise EvalError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
-    if not lines:
-        raise EvalError(f"{path} is empty; it needs one entry a line")
-    return lines
-
-
-def check_writable(path: Path) -> None:
-    """Make the folder of `path`; raise EvalError now if a file can't be written there."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # A name of its own, as several processes may look at once.
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise explain_os_error(error, path) from error
-
-
-def explain_os_error(error: OSError, path: Path) -> EvalError:
-    """Return the error to show when `path` can't be written; it says what a full disk costs: nothing."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return EvalError(
-            f"the disk is full: {path} was not written. Everything before it is safe; make room and run the "
-            "same command again, it goes on from there."
-        )
-    return EvalError(f"can't write {path}: {error.strerror or error}; choose another place with --out")
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file that is whole or not there: to a neighbour first, then renamed over `path`."""
-    neighbour = path.with_name(f".{path.name}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with neighbour.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        neighbour.replace(path)
-    except OSError as error:
-        with suppress(OSError):  # its folder may not be one
-            neighbour.unlink(missing_ok=True)
-        raise explain_os_error(error, path) from error
-
-
-def save_image(image: Image.Image, path: Path) -> None:
-    """Write a PNG that is whole or not there."""
-    write_bytes(path, png_bytes(image))
-
-
-def png_bytes(image: Image.Image) -> bytes:
-    """Return a picture as PNG."""
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return buffer.getvalue()
 
 
 def plot_bytes(figure: "Figure", dpi: int = 130) -> bytes:

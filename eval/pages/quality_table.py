@@ -6,10 +6,10 @@ from statistics import NormalDist
 from .rows import Column, Row, distance_name, figure, method_text
 
 FEWEST = 30
-"""Pictures of a row, below which a change and its noise are not told."""
+"""Images of a row, below which a change and its noise are not told."""
 TOO_FEW = "too few to judge"
 EQUAL = "equal"
-"""What stands where every picture is the one that it is compared with."""
+"""What stands where every image is the one that it is compared with."""
 Z95 = NormalDist().inv_cdf(0.975)
 """Half the width of a 95% interval, in standard errors."""
 
@@ -23,7 +23,7 @@ def change(key: str, form: str, factor: float = 1.0, count: str = "images") -> C
     """Return a column's text: the change against the baseline with its 95% half-width, "≈" if inside the
     noise.
 
-    It is told of no fewer than `FEWEST` pictures, by the row's `count` or one of the figure's own.
+    It is told of no fewer than `FEWEST` images, by the row's `count` or one of the figure's own.
     """
 
     def text(row: Row) -> str:
@@ -94,7 +94,7 @@ def tables_of(rows: Sequence[Row], features: str | None) -> dict[str, list[Colum
     """
     on_gpu = any(row.get("memory_per_image") is not None for row in rows)
     tables = {
-        "perceptual distance x1000 to the same seed's pictures (95%)": [
+        "perceptual distance x1000 to the same seed's images (95%)": [
             Column("images", figure("images", "d")),
             Column("to reference image", interval("reference_distance")),
             Column("to the baseline", interval("baseline_distance")),
@@ -102,7 +102,6 @@ def tables_of(rows: Sequence[Row], features: str | None) -> dict[str, list[Colum
             Column("gain, by MACs", gain("gain_macs")),
             Column("PSNR to the baseline, dB", _psnr),
             Column("equal to the baseline's", figure("equal_images", "d")),
-            Column("high-frequency energy / baseline's", figure("high_frequency", ".3f")),
         ],
         "distance of distributions": [
             Column("KID x1000 ± s.e.", _kernel),
@@ -117,15 +116,10 @@ def tables_of(rows: Sequence[Row], features: str | None) -> dict[str, list[Colum
             Column("change", change("right_seen", ".1%")),
             Column("held-out triples", figure("right_heldout_triple", ".1%")),
             Column("held-out pairs", figure("right_heldout_pair", ".1%")),
-            Column("CLIP score", figure("clip", ".2f")),
-            Column("CLIP change", change("clip", ".2f")),
-        ],
-        "right style, colour, place and size": [
-            Column("style", figure("right_style", ".1%")),
             Column("colour", figure("right_colour", ".1%")),
             Column("colour change", change("right_colour", ".1%")),
-            Column("place, px", figure("place", ".2f")),
-            Column("size, px", figure("size", ".2f")),
+            Column("CLIP score", figure("clip", ".2f")),
+            Column("CLIP change", change("clip", ".2f")),
         ],
         "cost": [
             Column("attention", figure("backend", "")),
@@ -182,13 +176,11 @@ def note(features: str | None) -> str:
 
 
 def plan(rows: Sequence[Row]) -> str | None:
-    """Return how many pictures a row needs to show a 2% difference in distance, judged by these rows."""
-    told = [row for row in rows if row.get("pictures_for_2_percent")]
+    """Return how many images a row needs to show a 2% difference in distance, judged by these rows."""
+    told = [row for row in rows if row.get("images_for_2_percent")]
     if not told:
         return None
     if few := [row["images"] for row in told if row.get("images", FEWEST) < FEWEST]:
-        return (
-            f"{min(few)} pictures a row are too few to judge by: take {FEWEST} at least, 256 for an answer."
-        )
-    needed = [row["pictures_for_2_percent"] for row in told]
-    return f"A 2% difference in FD shows at 95% from about {max(needed)} pictures a row on."
+        return f"{min(few)} images a row are too few to judge by: take {FEWEST} at least, 256 for an answer."
+    needed = [row["images_for_2_percent"] for row in told]
+    return f"A 2% difference in FD shows at 95% from about {max(needed)} images a row on."

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a run: what it gains and loses, tables, plots, pictures side by side."""
+"""One self-contained HTML page of a run: what it gains and loses, tables, plots, images side by side."""
 
 import base64
 import csv
@@ -17,45 +17,41 @@ from matplotlib.figure import Figure
 from PIL import Image
 from rich.console import Console
 
+from .. import run_file
 from ..errors import EvalError
+from ..files import write_bytes
 from ..settings import ReportSettings
-from . import cost_table, quality_table, run_file
+from . import cost_table, quality_table
 from .frontier import frontier, has_place, name_of
-from .output import write_bytes
 from .rows import Column, Row, method_text
 
-_SIDE = 512  # pixels on a side of a picture in the page, at most
+_SIDE = 512  # pixels on a side of an image in the page, at most
 _RESULTS = {
     "table": "Methods (Table 10)",
     "check": "The recipes on this model",
     "ablate-k": "Ablation of k (Table 11)",
     "ablate-scale": "Ablation of the scale (Table 12)",
     "ablate-early": "Ablation of the early steps (Table 13)",
-    "mediators": "When the number of agents grows",
     "latency": "Cost alone",
-    "profile": "Where the time goes",
-    "redundancy": "How alike the queries' attention is",
     "subject": "A subject taught with agent attention",
-    "proof": "What the judge sees of known losses",
-    "frontier": "Several tables' methods: distance against cost",
 }
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, OSError, StopIteration, TypeError, ValueError)
 """What files that were cut or edited make the reading of them raise."""
-_OF_QUALITY = ("table", "check", "ablate-k", "ablate-scale", "ablate-early", "mediators")
+_OF_QUALITY = ("table", "check", "ablate-k", "ablate-scale", "ablate-early")
 
 
 def command(settings: ReportSettings, console: Console) -> None:
     """Write the page and print where it is."""
-    console.print(f"page: {write_report(settings.folder, settings.pictures)}", soft_wrap=True)
+    console.print(f"page: {write_report(settings.folder, settings.images)}", soft_wrap=True)
 
 
-def write_report(folder: Path, pictures: int) -> Path:
+def write_report(folder: Path, images: int) -> Path:
     """Write `folder`/report.html from what the other commands left there; return its path.
 
-    `pictures` is the number of seeds shown. Raises EvalError if the folder holds no results.
+    `images` is the number of seeds shown. Raises EvalError if the folder holds no results.
     """
     runs = run_file.read(folder).get("results", {})
-    parts = [_whole_part(folder, name, pictures, runs[name]) for name in _RESULTS if name in runs]
+    parts = [_whole_part(folder, name, images, runs[name]) for name in _RESULTS if name in runs]
     if not parts:
         raise EvalError(f"{folder} holds no results; run agentsd-eval table --out {folder}")
     loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
@@ -67,10 +63,10 @@ def write_report(folder: Path, pictures: int) -> Path:
     return path
 
 
-def _whole_part(folder: Path, name: str, pictures: int, run: Row) -> dict[str, Any]:
+def _whole_part(folder: Path, name: str, images: int, run: Row) -> dict[str, Any]:
     """Return what `_part` does; raise EvalError where a file of the results is damaged or gone."""
     try:
-        return _part(folder, name, pictures, run)
+        return _part(folder, name, images, run)
     except (
         ArithmeticError,
         AttributeError,
@@ -86,7 +82,7 @@ def _whole_part(folder: Path, name: str, pictures: int, run: Row) -> dict[str, A
         ) from error
 
 
-def _part(folder: Path, name: str, pictures: int, run: Row) -> dict[str, Any]:
+def _part(folder: Path, name: str, images: int, run: Row) -> dict[str, Any]:
     """Return what the page says of one results file."""
     rows = _read_jsonl(folder / f"{name}.jsonl")
     part = {
@@ -115,7 +111,7 @@ def _part(folder: Path, name: str, pictures: int, run: Row) -> dict[str, Any]:
         "plots": [_svg(frontier(rows, key=key)) for key in keys[:1]],
         "labels": [quality_table.row_label(row) for row in rows],
         "best": quality_table.row_label(best) if (best := _best(rows)) else None,
-        "grid": _grid(folder, name, rows, pictures),
+        "grid": _grid(folder, name, rows, images),
     }
 
 
@@ -151,7 +147,7 @@ def _case(row: Row) -> str:
 
 
 def _written(folder: Path, name: str, command: str) -> dict[str, Any]:
-    """Return the tables, remarks and picture of a result whose columns its own command knows."""
+    """Return the tables, remarks and image of a result whose columns its own command knows."""
     tables, notes = [], []
     lines = (folder / f"{name}.md").read_text(encoding="utf-8").splitlines()
     for is_table, group in groupby(lines, lambda line: line.startswith("|")):
@@ -162,8 +158,8 @@ def _written(folder: Path, name: str, command: str) -> dict[str, Any]:
             tables.append({"title": "", "heads": head, "rows": lines_of})
         else:
             notes += [line for line in block if line and command not in line]
-    picture = _data_uri(folder / f"{name}.png", 1600)
-    return {"tables": tables, "notes": notes, "picture": picture}
+    image = _data_uri(folder / f"{name}.png", 1600)
+    return {"tables": tables, "notes": notes, "image": image}
 
 
 def _cells(line: str) -> list[str]:
@@ -243,32 +239,32 @@ def _svg(figure: Figure) -> Markup:
 def _facts(run: Row) -> dict[str, str]:
     settings = {key: value for key, value in run["settings"].items() if value not in (None, {}, [])}
     commit = run.get("commit")
-    maker = f"commit {commit[:12]}{'' if run['clean'] else ', changed since'}" if commit else "a package"
+    program = f"commit {commit[:12]}{'' if run['clean'] else ', changed since'}" if commit else "a package"
     return {
-        "program": maker,
+        "program": program,
         "device": f"{run['device']}, {run['threads']} threads, {run['processes']} processes",
         "versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items()),
         "settings": ", ".join(f"{key} {value}" for key, value in settings.items()),
     }
 
 
-def _grid(folder: Path, name: str, rows: Sequence[Row], pictures: int) -> dict[str, Any] | None:
-    """Return the methods and, for evenly spread seeds, the prompt and every method's picture."""
+def _grid(folder: Path, name: str, rows: Sequence[Row], images: int) -> dict[str, Any] | None:
+    """Return the methods and, for evenly spread seeds, the prompt and every method's image."""
     methods = [row for row in rows if row.get("key")]
     if outside := [row["key"] for row in methods if Path(row["key"]).name != row["key"]]:
-        raise ValueError(f"the key {outside[0]!r} is no folder of pictures")
-    listing = folder / f"{name}-pictures.csv"
+        raise ValueError(f"the key {outside[0]!r} is no folder of images")
+    listing = folder / f"{name}-images.csv"
     if not methods or not listing.exists():
         return None
     with listing.open(encoding="utf-8", newline="") as file:
         every = [row for row in csv.DictReader(file) if row["method"] == methods[0]["key"]]
-    chosen = every[:: max(1, len(every) // pictures)][:pictures]
+    chosen = every[:: max(1, len(every) // images)][:images]
     lines = []
-    for picture in chosen:
-        file_name = f"{int(picture['index']):05d}.png"
-        sources = [_data_uri(folder / "pictures" / method["key"] / file_name) for method in methods]
+    for image in chosen:
+        file_name = f"{int(image['index']):05d}.png"
+        sources = [_data_uri(folder / "images" / method["key"] / file_name) for method in methods]
         if all(sources):
-            lines.append({"prompt": picture["prompt"], "seed": picture["seed"], "sources": sources})
+            lines.append({"prompt": image["prompt"], "seed": image["seed"], "sources": sources})
     return (
         {"heads": [quality_table.row_label(method) for method in methods], "lines": lines} if lines else None
     )
@@ -276,7 +272,7 @@ def _grid(folder: Path, name: str, rows: Sequence[Row], pictures: int) -> dict[s
 
 def _data_uri(path: Path, side: int = _SIDE) -> str | None:
     if not path.exists():
-        return None  # results were kept without their pictures
+        return None  # results were kept without their images
     image = Image.open(path).convert("RGB")
     image.thumbnail((side, side), Image.Resampling.LANCZOS)
     content = io.BytesIO()

@@ -11,8 +11,9 @@ from typing import Any
 
 from rich.table import Table
 
-from . import run_file
-from .output import make_table, write_bytes
+from .. import run_file
+from ..files import write_bytes
+from .output import make_table
 
 Row = dict[str, Any]
 
@@ -65,7 +66,7 @@ def write_rows(
 
 
 def _json_values(row: Row) -> Row:
-    """Return the row with "inf" for infinity (the PSNR of equal pictures), which JSON doesn't have."""
+    """Return the row with "inf" for infinity (the PSNR of equal images), which JSON doesn't have."""
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
@@ -75,7 +76,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 
 def write_singles(path: Path, rows: Sequence[Row]) -> None:
-    """Write the figures of single pictures as CSV, to six digits: a long table's file is large."""
+    """Write the figures of single images as CSV, to six digits: a long table's file is large."""
     short = [{k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()} for row in rows]
     write_csv(path, short)
 

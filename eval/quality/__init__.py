@@ -1,1 +1,1 @@
-"""What pictures are judged by: features, distances, fidelity, prompts."""
+"""What images are measured by: features, distances, fidelity, prompts."""

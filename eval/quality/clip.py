@@ -1,4 +1,4 @@
-"""How well a picture fits its prompt, by a CLIP model."""
+"""How well an image fits its prompt, by a CLIP model."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ _BATCH = 16
 
 
 class ClipScore:
-    """100 times the cosine of a picture's and its prompt's embedding, at least 0 (Hessel et al. 2021).
+    """100 times the cosine of an image's and its prompt's embedding, at least 0 (Hessel et al. 2021).
 
     As torchmetrics has it; the model is a folder or a hub id, EvalError if it can't be loaded.
     """
@@ -30,7 +30,7 @@ class ClipScore:
 
     @torch.inference_mode()
     def embed(self, images: Sequence[Image.Image]) -> np.ndarray:
-        """Return the embedding of each picture, (N, D)."""
+        """Return the embedding of each image, (N, D)."""
         found = []
         for start in range(0, len(images), _BATCH):
             batch = [image.convert("RGB") for image in images[start : start + _BATCH]]
@@ -41,7 +41,7 @@ class ClipScore:
 
     @torch.inference_mode()
     def __call__(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> np.ndarray:
-        """Return the score of each picture, (N,)."""
+        """Return the score of each image, (N,)."""
         scores = []
         for start in range(0, len(images), _BATCH):
             part = slice(start, start + _BATCH)

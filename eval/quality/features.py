@@ -1,4 +1,4 @@
-"""Pictures to feature vectors, by a named network; computed once and kept under the pictures' content."""
+"""Images to feature vectors, by a named network; computed once and kept under the images' content."""
 
 import hashlib
 import os
@@ -16,13 +16,13 @@ import torch
 from PIL import Image, ImageOps
 
 from ..errors import EvalError
-from ..pages.output import explain_os_error
+from ..files import explain_os_error
 from .fidelity import to_tensor
 
 _BATCH = 16
 _INCEPTION_SHA256 = "6726825d"  # head of the hash, as in pytorch-fid's own file name
 _INCEPTION_FILE = "pt_inception-2015-12-05-6726825d.pth"
-Pictures = Sequence[Image.Image] | Sequence[Path]
+Sources = Sequence[Image.Image] | Sequence[Path]
 
 
 class Network:
@@ -35,7 +35,7 @@ class Network:
 
     @torch.inference_mode()
     def __call__(self, images: Sequence[Image.Image]) -> np.ndarray:
-        """Return features (B, D), float32, of pictures of one size."""
+        """Return features (B, D), float32, of images of one size."""
         if self.side:
             size = (self.side, self.side)
             images = [image.convert("RGB").resize(size, Image.Resampling.BICUBIC) for image in images]
@@ -132,48 +132,48 @@ def check_inception_weights(path: Path) -> None:
 
 def features_of(
     network: Network,
-    pictures: Pictures,
+    sources: Sources,
     cache: Path,
     crop: tuple[int, int] | None = None,
     tick: Callable[[int], Any] = lambda count: None,
 ) -> np.ndarray:
-    """Return features (N, D), float32, in the order of the pictures (loaded, or paths), mapped from a file.
+    """Return features (N, D), float32, in the order of the images (loaded, or paths), mapped from a file.
 
     `crop` (height, width) brings real photographs to the size of generated ones: scaled so that it is
     covered (Lanczos), then cut from the centre. The result is kept in the folder `cache` under a hash of
-    the pictures' content, the network and the crop; `tick` is called with the number of pictures done.
+    the images' content, the network and the crop; `tick` is called with the number of images done.
     """
-    key = _content_key(pictures, f"{network.name} {crop}")
+    key = _content_key(sources, f"{network.name} {crop}")
     path = cache / f"{network.name}-{key}.npy"
     if path.exists():
         try:
             kept = np.load(path, mmap_mode="r")
-            tick(len(pictures))
+            tick(len(sources))
             return kept
         except (ValueError, EOFError, OSError):
             path.unlink()  # cut off: made again
-    _compute(network, pictures, path, crop, tick)
+    _compute(network, sources, path, crop, tick)
     return np.load(path, mmap_mode="r")
 
 
 def _compute(
     network: Network,
-    pictures: Pictures,
+    sources: Sources,
     path: Path,
     crop: tuple[int, int] | None,
     tick: Callable[[int], Any],
 ) -> None:
-    """Write the features of pictures to a file that is whole or not there, batch by batch."""
+    """Write the features of images to a file that is whole or not there, batch by batch."""
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")  # runs may share the folder
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with part.open("wb") as file, ThreadPoolExecutor() as threads:
-            for start in range(0, len(pictures), _BATCH):
-                batch = pictures[start : start + _BATCH]
-                images = list(threads.map(lambda picture: _open(picture, crop), batch))
+            for start in range(0, len(sources), _BATCH):
+                batch = sources[start : start + _BATCH]
+                images = list(threads.map(lambda source: _open(source, crop), batch))
                 found = _by_size(network, images)
                 if start == 0:
-                    shape = len(pictures), found.shape[1]
+                    shape = len(sources), found.shape[1]
                     header = {"descr": "<f4", "fortran_order": False, "shape": shape}
                     np.lib.format.write_array_header_1_0(file, header)
                 file.write(found.astype("<f4").tobytes())
@@ -189,34 +189,34 @@ def _compute(
 
 
 def _by_size(network: Network, images: list[Image.Image]) -> np.ndarray:
-    """Return the features of each picture; pictures of one size go through the network together."""
+    """Return the features of each image; images of one size go through the network together."""
     if network.side or len({image.size for image in images}) == 1:
         return network(images)
     return np.concatenate([network([image]) for image in images])
 
 
-def _open(picture: Image.Image | Path, crop: tuple[int, int] | None) -> Image.Image:
+def _open(source: Image.Image | Path, crop: tuple[int, int] | None) -> Image.Image:
     try:
-        image = (picture if isinstance(picture, Image.Image) else Image.open(picture)).convert("RGB")
+        image = (source if isinstance(source, Image.Image) else Image.open(source)).convert("RGB")
     except OSError as error:
-        raise EvalError(f"can't read the picture {picture}: {error}; remove it or put it right") from error
+        raise EvalError(f"can't read the image {source}: {error}; remove it or put it right") from error
     return ImageOps.fit(image, (crop[1], crop[0]), Image.Resampling.LANCZOS) if crop else image
 
 
-def _content_key(pictures: Pictures, how: str) -> str:
+def _content_key(sources: Sources, how: str) -> str:
     digest = hashlib.sha256(how.encode())
-    for picture in pictures:
-        content = picture.tobytes() if isinstance(picture, Image.Image) else picture.read_bytes()
+    for source in sources:
+        content = source.tobytes() if isinstance(source, Image.Image) else source.read_bytes()
         digest.update(hashlib.sha256(content).digest())
     return digest.hexdigest()[:24]
 
 
-def picture_files(folder: Path) -> list[Path]:
-    """Return the pictures in a folder and below, sorted. Raises EvalError if there are fewer than 2."""
+def image_files(folder: Path) -> list[Path]:
+    """Return the images in a folder and below, sorted. Raises EvalError if there are fewer than 2."""
     suffixes = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
     if len(files) < 2:
         raise EvalError(
-            f"{folder} holds {len(files)} pictures (PNG, JPEG, WebP, BMP); a distance needs 2 or more"
+            f"{folder} holds {len(files)} images (PNG, JPEG, WebP, BMP); a distance needs 2 or more"
         )
     return files

@@ -43,9 +43,9 @@ def gain(ours: Array, cost: float, plain: Sequence[Array], costs: Sequence[float
 
     Args:
         ours: a method's distances (P,) to the reference images, one a seed.
-        cost: what a picture of the method costs.
+        cost: what an image of the method costs.
         plain: for each number of steps of the same sampler, its distances (P,) for the same seeds.
-        costs: what a picture of each costs.
+        costs: what an image of each costs.
         resamples: of the seeds, drawn with replacement for all alike (paired bootstrap).
     """
     order = np.argsort(costs)

@@ -85,7 +85,7 @@ def _root_sum(symmetric: Array) -> float:
 class FrechetSample:
     """Features (N, D) beside a reference, ready for distances of many resamples.
 
-    Resampling pictures only picks rows and columns of the N x N matrix X S_ref X^T, so that a resample
+    Resampling images only picks rows and columns of the N x N matrix X S_ref X^T, so that a resample
     costs the eigenvalues of an N x N matrix, whatever D is.
     """
 
@@ -96,7 +96,7 @@ class FrechetSample:
         self._gram = self._features @ reference.covariance @ self._features.T
 
     def distance(self, picked: Array) -> float:
-        """Return the FD of the pictures of indices `picked` (M,), repeats allowed."""
+        """Return the FD of the images of indices `picked` (M,), repeats allowed."""
         count = len(picked)
         sample = self._features[picked]
         mean = sample.mean(axis=0)
@@ -107,7 +107,7 @@ class FrechetSample:
         return float(shift + spread) - 2 * _root_sum(gram / (count - 1))
 
     def resampled(self, count: int, resamples: int) -> Array:
-        """Return the distances of `resamples` bootstrap draws of `count` pictures, computed once.
+        """Return the distances of `resamples` bootstrap draws of `count` images, computed once.
 
         The draws are the same for every sample, so that those of two samples are paired.
         """
@@ -120,7 +120,7 @@ class FrechetSample:
 
 
 def frechet_difference_error(a: FrechetSample, b: FrechetSample, count: int, resamples: int) -> float:
-    """Return the standard error of distance(a) - distance(b) for paired pictures.
+    """Return the standard error of distance(a) - distance(b) for paired images.
 
     Paired bootstrap: each resample draws the same `count` of `count` seeds for both; the reference is
     held fixed.
@@ -130,7 +130,7 @@ def frechet_difference_error(a: FrechetSample, b: FrechetSample, count: int, res
 
 @dataclass(frozen=True)
 class KernelDistance:
-    """An unbiased squared maximum mean discrepancy, and its value without each picture in turn."""
+    """An unbiased squared maximum mean discrepancy, and its value without each image in turn."""
 
     value: float
     without_generated: Array
@@ -138,11 +138,11 @@ class KernelDistance:
 
     @property
     def error(self) -> float:
-        """The jackknife's standard error, over generated and real pictures."""
+        """The jackknife's standard error, over generated and real images."""
         return _jackknife_error(self.without_generated, self.without_real)
 
     def difference_error(self, other: "KernelDistance") -> float:
-        """The standard error of the difference to another set of the same seeds and real pictures."""
+        """The standard error of the difference to another set of the same seeds and real images."""
         return _jackknife_error(
             self.without_generated - other.without_generated, self.without_real - other.without_real
         )
@@ -225,10 +225,10 @@ def standard_error(values: Array) -> float:
     return float(np.std(values, ddof=1) / np.sqrt(len(values)))
 
 
-def pictures_needed(value: float, error: float, count: int, share: float = 0.02) -> int:
-    """Return how many pictures would show a difference of `share` of `value` at 95%.
+def images_needed(value: float, error: float, count: int, share: float = 0.02) -> int:
+    """Return how many images would show a difference of `share` of `value` at 95%.
 
-    `error` is the standard error of a difference at `count` pictures; it shrinks as their root.
+    `error` is the standard error of a difference at `count` images; it shrinks as their root.
     """
     return int(np.ceil(count * (Z95 * error / (share * abs(value))) ** 2))
 
@@ -250,5 +250,5 @@ def cosine_distance(a: Array, b: Array) -> Array:
 
 
 def diversity(features: Array) -> float:
-    """Return the mean squared distance of two pictures' features (N, D), each brought to length 1."""
+    """Return the mean squared distance of two images' features (N, D), each brought to length 1."""
     return float(2 * unit(features).var(axis=0, ddof=1).sum())

@@ -1,4 +1,4 @@
-"""How different two pictures look: squared differences of a network's features at several scales."""
+"""How different two images look: squared differences of a network's features at several scales."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,7 +11,7 @@ from .features import efficientnet_lite0
 from .fidelity import to_tensor
 
 SIDE = 224
-"""Pixels on a side that pictures are brought to, as the network was trained."""
+"""Pixels on a side that images are brought to, as the network was trained."""
 STAGES = (0, 2, 4, 10, 15)
 """Blocks of EfficientNet-Lite0 whose outputs are compared: the last ones at strides 2, 4, 8, 16 and 32."""
 NAME = "perceptual distance (EfficientNet-Lite0)"
@@ -19,7 +19,7 @@ _BATCH = 16
 
 
 class StageFeatures:
-    """Pictures to the features of five stages of EfficientNet-Lite0, each of length 1 at every place."""
+    """Images to the features of five stages of EfficientNet-Lite0, each of length 1 at every place."""
 
     def __init__(self, device: torch.device) -> None:
         self._network = efficientnet_lite0(device)
@@ -43,7 +43,7 @@ class StageFeatures:
 
 
 def stage_distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
-    """Return the perceptual distance (B,) of stages (B, C, h, w): 0 for equal pictures, at most 4.
+    """Return the perceptual distance (B,) of stages (B, C, h, w): 0 for equal images, at most 4.
 
     The squared difference of channels of length 1, a mean over the places of a stage and over the stages, as
     in LPIPS (Zhang et al. 2018, Eq. 1) with all its weights equal.
@@ -54,14 +54,14 @@ def stage_distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
 
 
 class Looks:
-    """Stage features of many pictures, in half precision: about 0.7 MB each."""
+    """Stage features of many images, in half precision: about 0.7 MB each."""
 
     def __init__(self, features: StageFeatures, images: Sequence[Image.Image]) -> None:
         parts = [features(images[start : start + _BATCH]) for start in range(0, len(images), _BATCH)]
         self._parts = [[stage.half().cpu() for stage in stages] for stages in parts]
 
     def distance(self, other: "Looks") -> list[float]:
-        """Return the perceptual distance of each picture to the other's of the same place; 0 if equal."""
+        """Return the perceptual distance of each image to the other's of the same place; 0 if equal."""
         found: list[float] = []
         for ours, theirs in zip(self._parts, other._parts, strict=True):
             floats = [[stage.float() for stage in stages] for stages in (ours, theirs)]

@@ -1,4 +1,4 @@
-"""A fixed basis of few components, in which a FD has full rank with few pictures."""
+"""A fixed basis of few components, in which a FD has full rank with few images."""
 
 import hashlib
 from functools import cache

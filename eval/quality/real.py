@@ -1,17 +1,14 @@
-"""The pictures that a row's are compared with: a folder's, or fresh scenes for the embedded model."""
+"""The images that a row's are compared with: a folder's, or fresh scenes for the toy model."""
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 from PIL import Image
 
 from ..settings import RunSettings
-from .features import picture_files
-
-_MEASURED = 1000
+from .features import image_files
 
 
 def user_cache() -> Path:
@@ -21,35 +18,32 @@ def user_cache() -> Path:
 
 @dataclass(frozen=True)
 class Real:
-    """Real pictures, and what is known of them.
+    """Real images, and what is known of them.
 
     Attributes:
-        pictures: loaded, or their files.
+        images: loaded, or their files.
         crop: height and width that photographs are brought to.
-        measures: middles and sides (M, 3) of scenes' sprites.
         cache: folder of their features, where other runs find them.
     """
 
-    pictures: Sequence[Image.Image] | Sequence[Path]
+    images: Sequence[Image.Image] | Sequence[Path]
     crop: tuple[int, int] | None = None
-    measures: np.ndarray | None = None
     cache: Path = field(default_factory=lambda: user_cache() / "features")
 
 
 def load_real(settings: RunSettings, height: int, width: int) -> Real | None:
-    """Return the pictures to measure distances to, or None: another model without --reference has none.
+    """Return the images to measure distances to, or None: another model without --reference has none.
 
     Photographs of a folder are brought to the size of the generated ones (the paper doesn't say what it
     does): scaled to cover it, then cut from the centre. Scenes are made at that size.
     """
     if settings.reference:
-        return Real(picture_files(settings.reference)[: settings.most_references], (height, width))
+        return Real(image_files(settings.reference)[: settings.most_references], (height, width))
     if settings.model != "demo" or height != width:
         return None
     from agentsd_demo.data import trained_concepts
 
-    from .scenes import fresh_scenes, measures_of
+    from .scenes import fresh_scenes
 
     count = min(settings.references, settings.most_references or settings.references)
-    images = [scene.image for scene in fresh_scenes(trained_concepts(), height, count)]
-    return Real(images, measures=measures_of(images[:_MEASURED]))
+    return Real([scene.image for scene in fresh_scenes(trained_concepts(), height, count)])

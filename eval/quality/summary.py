@@ -1,4 +1,4 @@
-"""A row's figures from those of its pictures: means, their errors, and changes against the baseline's same
+"""A row's figures from those of its images: means, their errors, and changes against the baseline's same
 seeds."""
 
 from collections.abc import Sequence
@@ -13,17 +13,16 @@ _SHARES = (
     ("right", "seen"),
     ("right", "heldout triple"),
     ("right", "heldout pair"),
-    ("right_style", None),
     ("right_colour", None),
     ("clip", None),
 )
 
 
 def summary_of(rows: Sequence[Row], baseline: Sequence[Row] | None) -> Row:
-    """Return means over the pictures; `baseline` are the same seeds' rows, or None for the baseline's own.
+    """Return means over the images; `baseline` are the same seeds' rows, or None for the baseline's own.
 
-    Perceptual distances and grain are geometric means: a few pictures of a run become another picture.
-    Pictures that equal the baseline's are counted (`equal_images`), and are in no mean of PSNR or distance;
+    Perceptual distances are geometric means: a few images of a run become another image.
+    Images that equal the baseline's are counted (`equal_images`), and are in no mean of PSNR or distance;
     where all of them do, the distance is 0 and there is no PSNR.
     """
     means: Row = {}
@@ -35,20 +34,13 @@ def summary_of(rows: Sequence[Row], baseline: Sequence[Row] | None) -> Row:
             means[key] = float(values.mean())
     if equal := sum(row.get("psnr") == np.inf for row in rows):
         means["equal_images"] = equal
-    if baseline is not None and all(row.get("high_frequency") for row in (*rows, *baseline)):
-        ratios = np.log(
-            [row["high_frequency"] / old["high_frequency"] for row, old in zip(rows, baseline, strict=True)]
-        )
-        means["high_frequency"] = float(np.exp(ratios.mean()))
-        if len(ratios) > 1:
-            means["high_frequency_error"] = float(means["high_frequency"] * metrics.standard_error(ratios))
     for key, split in _SHARES:
         means |= _share(rows, baseline, key, split)
     return means
 
 
 def _distance(key: str, values: Sequence[float]) -> Row:
-    """Return the geometric mean of distances and its 95% interval; of equal pictures' alone it is 0."""
+    """Return the geometric mean of distances and its 95% interval; of equal images' alone it is 0."""
     names = key, f"{key}_low", f"{key}_high"
     logs = np.log([value for value in values if value > 0])
     if len(values) and not len(logs):

@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from ..pictures.methods import Method, fewer, parse_method
+from ..images.methods import Method, fewer, parse_method
 from ..settings import AblateSettings
 from . import table
 

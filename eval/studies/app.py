@@ -18,19 +18,19 @@ from rich.console import Console
 from agentsd.recipe import MODES
 
 from ..errors import EvalError
+from ..images.choice import LABELS, STEPS, defaults_of, python_of, recipe_from
+from ..images.methods import Method
+from ..images.models import load_pipeline, set_scheduler
+from ..images.prompts import ImageSpec, unknown_words
+from ..images.sampling import Seconds, sample, size_of, warm_up
 from ..pages.strip import strip_of
-from ..pictures.choice import LABELS, STEPS, defaults_of, python_of, recipe_from
-from ..pictures.methods import Method
-from ..pictures.models import load_pipeline, set_scheduler
-from ..pictures.prompts import Picture, unknown_words
-from ..pictures.sampling import Seconds, sample, size_of, warm_up
 from ..quality.fidelity import psnr
 from ..settings import AppSettings, Scheduler
 
 BASELINE = Method(())
 _CHOSEN = "the recipe"
 """What its method is called: a mode's own name would stand for that mode as it is."""
-_SHOWN = 512  # pixels on a side that a smaller picture is enlarged to
+_SHOWN = 512  # pixels on a side that a smaller image is enlarged to
 _PORTS = range(7860, 7960)
 _SAMPLED = ("seed", "width", "height", "steps", "guidance_scale", "scheduler")
 _THEME = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
@@ -39,7 +39,7 @@ _CSS = ".note { border-left: 4px solid #c4600c; padding: .4em .8em }"
 
 @dataclass(frozen=True)
 class Pair:
-    """The baseline's picture and the recipe's, with what each took, and what is to be said of the run."""
+    """The baseline's image and the recipe's, with what each took, and what is to be said of the run."""
 
     images: tuple[Image.Image, Image.Image]
     seconds: tuple[Seconds, Seconds]
@@ -47,8 +47,8 @@ class Pair:
     notes: list[str]
 
 
-class Maker:
-    """Makes pairs of pictures on one model, one at a time."""
+class Pairs:
+    """Pairs of images made on one model, one at a time."""
 
     def __init__(self, settings: AppSettings) -> None:
         """Load the model."""
@@ -70,7 +70,7 @@ class Maker:
     def make(self, prompt: str, mode: str, chosen: dict[str, Any], sampled: dict[str, Any]) -> Pair:
         """Return a pair; raises EvalError for a bad setting."""
         if not prompt.strip():
-            raise EvalError(f"prompt = {prompt!r}: write what the picture is to show")
+            raise EvalError(f"prompt = {prompt!r}: write what the image is to show")
         try:
             settings = AppSettings.model_validate({**self.settings.model_dump(), **sampled})
             method = Method((_CHOSEN,), recipe=recipe_from(mode, chosen))
@@ -82,30 +82,30 @@ class Maker:
         self._pipe.scheduler = self._scheduler
         set_scheduler(self._pipe, settings.scheduler)
         try:
-            return self._sampled(method, Picture(0, prompt, settings.seed), settings)
+            return self._sampled(method, ImageSpec(0, prompt, settings.seed), settings)
         except RuntimeError as error:  # such as too little memory
             size = " x ".join(map(str, size_of(self._pipe, settings)))
             raise EvalError(f"{size} px: {error}\nA smaller size needs less memory.") from error
 
-    def _sampled(self, method: Method, picture: Picture, settings: AppSettings) -> Pair:
+    def _sampled(self, method: Method, spec: ImageSpec, settings: AppSettings) -> Pair:
         told = ["no call yet"]
         if (size := size_of(self._pipe, settings)) not in self._warm:
-            warm_up(self._pipe, BASELINE, [picture], settings)
+            warm_up(self._pipe, BASELINE, [spec], settings)
             self._warm.add(size)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            [baseline], baseline_seconds = sample(self._pipe, BASELINE, [picture], settings)
-            [own], own_seconds = sample(self._pipe, method, [picture], settings, told.append)
+            [baseline], baseline_seconds = sample(self._pipe, BASELINE, [spec], settings)
+            [own], own_seconds = sample(self._pipe, method, [spec], settings, told.append)
         notes = [text for w in caught if (text := str(w.message)).startswith("agentsd: ")]
-        if settings.model == "demo" and (words := unknown_words(self._pipe.tokenizer, [picture.prompt])):
-            notes.append(f"the embedded model was never taught {', '.join(map(repr, words))}")
+        if settings.model == "demo" and (words := unknown_words(self._pipe.tokenizer, [spec.prompt])):
+            notes.append(f"the toy model was never taught {', '.join(map(repr, words))}")
         return Pair((baseline, own), (baseline_seconds, own_seconds), told[-1], notes)
 
 
 def command(settings: AppSettings, console: Console) -> None:
     """Serve the page until Ctrl-C."""
     port = free_port(settings.host, settings.port)
-    page = build(Maker(settings))
+    page = build(Pairs(settings))
     _, address, _ = page.launch(
         server_name=settings.host,
         server_port=port,
@@ -132,16 +132,16 @@ def free_port(host: str, port: int | None) -> int:
     raise EvalError(f"port {port or _PORTS} of {host} is taken: pass another --port")
 
 
-def build(maker: Maker) -> gr.Blocks:
+def build(pairs: Pairs) -> gr.Blocks:
     """Return the page."""
-    settings = maker.settings
-    height, width = maker.size
+    settings = pairs.settings
+    height, width = pairs.size
     with gr.Blocks(title="agentsd", analytics_enabled=False) as page:
-        model = "the embedded model" if settings.model == "demo" else settings.model
-        gr.Markdown(f"# agentsd\nBaseline and a recipe from one seed: {model} on {maker.device}.")
+        model = "the toy model" if settings.model == "demo" else settings.model
+        gr.Markdown(f"# agentsd\nBaseline and a recipe from one seed: {model} on {pairs.device}.")
         with gr.Row():
             with gr.Column(scale=2, min_width=300):
-                prompt = gr.Textbox(maker.first_prompt(), label="prompt", lines=2)
+                prompt = gr.Textbox(pairs.first_prompt(), label="prompt", lines=2)
                 with gr.Row():
                     whole = {"precision": 0, "min_width": 110}
                     inputs = [
@@ -168,7 +168,7 @@ def build(maker: Maker) -> gr.Blocks:
                         )
                         for name, label in LABELS.items()
                     ]
-                button = gr.Button("Make both pictures", variant="primary")
+                button = gr.Button("Make both images", variant="primary")
             with gr.Column(scale=3, min_width=300):
                 note = gr.HTML(visible=False)
                 slider = gr.ImageSlider(
@@ -198,14 +198,14 @@ def build(maker: Maker) -> gr.Blocks:
             chosen = dict(zip(LABELS, values[len(_SAMPLED) :], strict=True))
             yield {note: _note([]), slider: None, figures: ""}
             try:
-                pair = maker.make(prompt, mode, chosen, sampled)
+                pair = pairs.make(prompt, mode, chosen, sampled)
             except EvalError as error:
                 yield {note: _note([str(error)])}
                 return
             yield {
                 note: _note(pair.notes),
                 slider: tuple(map(_enlarged, pair.images)),
-                figures: figures_of(pair, mode, maker.device),
+                figures: figures_of(pair, mode, pairs.device),
             }
 
         mode.input(show, mode, numbers, show_progress="hidden")
@@ -226,10 +226,10 @@ def figures_of(pair: Pair, mode: str, device: torch.device) -> str:
     gain = baseline.charged(device) / own.charged(device)
     clock = "" if device.type == "cuda" else " in CPU time"
     near = psnr(*reversed(pair.images))
-    loss = "the same picture" if near == math.inf else f"{near:.1f} dB PSNR to the baseline"
+    loss = "the same image" if near == math.inf else f"{near:.1f} dB PSNR to the baseline"
     return (
         f"<p>baseline <b>{baseline.wall:.2f} s</b>, {escape(mode)} <b>{own.wall:.2f} s</b>: {gain:.2f}x as "
-        f"fast{clock}, {loss}. One picture is no measurement.</p>{strip_of(pair.calls)}"
+        f"fast{clock}, {loss}. One image is no measurement.</p>{strip_of(pair.calls)}"
     )
 
 

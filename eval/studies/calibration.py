@@ -11,12 +11,13 @@ from agentsd import Recipe, calibrate
 from agentsd.cache.plan import describe
 
 from ..errors import EvalError
-from ..pages.output import check_writable, explain_os_error, make_table, progress
+from ..files import check_writable, explain_os_error
+from ..images.methods import parse_method
+from ..images.models import load_pipeline
+from ..images.prompts import specs_to_show
+from ..images.sampling import size_of
+from ..pages.output import make_table, progress
 from ..pages.rows import Row
-from ..pictures.methods import parse_method
-from ..pictures.models import load_pipeline
-from ..pictures.prompts import pictures_to_show
-from ..pictures.sampling import size_of
 from ..settings import CalibrateSettings
 
 _CLOCKS = {"seconds": "time", "macs": "MACs"}
@@ -42,7 +43,7 @@ def run(pipe: Any, settings: CalibrateSettings, tick: Callable[[int, int], None]
     Raises EvalError for what can't be calibrated, or a goal that can't be met, with what can be had.
     """
     height, width = size_of(pipe, settings)
-    prompts = [picture.prompt for picture in pictures_to_show(settings)]
+    prompts = [spec.prompt for spec in specs_to_show(settings)]
     count = len(prompts) - settings.held_out
     try:
         with parse_method("baseline", None, settings).applied(pipe):

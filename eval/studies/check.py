@@ -10,20 +10,20 @@ from rich.console import Console
 
 from agentsd import Recipe
 
+from .. import run_file
 from ..errors import EvalError
-from ..pages import run_file
-from ..pages.output import write_bytes
+from ..files import write_bytes
+from ..images.prompts import SHIPPED
 from ..pages.quality_table import FEWEST, row_label
 from ..pages.report import write_report
 from ..pages.rows import Row
-from ..pictures.prompts import SHIPPED
 from ..settings import CheckSettings
 from . import table
 
-FORMAT = 1
+FORMAT = 2
 """Of the file of results."""
 SHOWN = 8
-"""Seeds whose pictures are on the page."""
+"""Seeds whose images are on the page."""
 _PATHS = ("model", "prompts", "classes", "reference", "inception_weights", "clip")
 
 
@@ -38,7 +38,7 @@ def command(settings: CheckSettings, console: Console) -> None:
     text = json.dumps(results(settings.out), indent=1, ensure_ascii=False)
     write_bytes(path, text.encode())
     console.print(f"page: {write_report(settings.out, SHOWN)}", soft_wrap=True)
-    console.print(f"results, without pictures, prompts and paths: {path}", soft_wrap=True)
+    console.print(f"results, without images, prompts and paths: {path}", soft_wrap=True)
 
 
 def completed(settings: CheckSettings) -> CheckSettings:
@@ -67,7 +67,7 @@ def verdict(rows: Sequence[Row]) -> str:
     if not rows:
         return "No row's gain is known: it takes the baseline in fewer steps, and recipes."
     if (few := min(row["images"] for row in rows)) < FEWEST:
-        return f"{few} pictures a row are too few to say what gains: take {FEWEST} or more."
+        return f"{few} images a row are too few to say what gains: take {FEWEST} or more."
     gain = [row_label(row) for row in rows if row["gain_seconds_low"] > 1]
     if gain:
         return f"Better than fewer steps here, by time, beyond the error: {', '.join(gain)}."
@@ -75,14 +75,14 @@ def verdict(rows: Sequence[Row]) -> str:
 
 
 def results(folder: Path) -> dict[str, Any]:
-    """Return what may be sent in of a run's folder: who made it, its settings without paths, its rows."""
+    """Return what may be sent in of a run's folder: its environment, its settings without paths, its rows."""
     run = run_file.read(folder)["results"]["check"]
     settings = {
         key: Path(value).name if key in _PATHS and isinstance(value, str) else value
         for key, value in run["settings"].items()
         if key not in ("named", "calibrated", "template")
     }
-    maker = {key: value for key, value in run.items() if key not in ("settings", "command")}
+    environment = {key: value for key, value in run.items() if key not in ("settings", "command")}
     lines = (folder / "check.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
-    return {"format": FORMAT, "maker": maker, "settings": settings, "rows": rows}
+    return {"format": FORMAT, "environment": environment, "settings": settings, "rows": rows}

@@ -1,4 +1,4 @@
-"""Same-seed pictures of several methods side by side (Fig. 6), with their times and differences."""
+"""Same-seed images of several methods side by side (Fig. 6), with their times and differences."""
 
 import math
 import statistics
@@ -12,22 +12,23 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
+from ..files import check_writable, save_image
+from ..images.methods import Method, check_schedulers, expand
+from ..images.models import load_pipeline
+from ..images.prompts import ImageSpec, note_unknown_words, specs_to_show
+from ..images.sampling import Seconds, sample, warm_up
 from ..pages.grid import draw_grid
-from ..pages.output import check_writable, make_table, progress, save_image
-from ..pictures.methods import Method, check_schedulers, expand
-from ..pictures.models import load_pipeline
-from ..pictures.prompts import Picture, note_unknown_words, pictures_to_show
-from ..pictures.sampling import Seconds, sample, warm_up
+from ..pages.output import make_table, progress
 from ..quality import fidelity
 from ..settings import CompareSettings
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One method of a comparison: its pictures in prompt order, and figures against the baseline."""
+    """One method of a comparison: its images in prompt order, and figures against the baseline."""
 
     method: Method
-    pictures: list[Image.Image]
+    images: list[Image.Image]
     seconds: list[Seconds]
     speedup: float
     """Median over the prompts of the baseline's processor time over this method's (wall time on a GPU)."""
@@ -40,26 +41,26 @@ class Comparison:
 
     @property
     def seconds_per_image(self) -> float:
-        """The median wall-clock time of a picture."""
+        """The median wall-clock time of an image."""
         return statistics.median(seconds.wall for seconds in self.seconds)
 
 
 def command(settings: CompareSettings, console: Console) -> None:
-    """Draw the pictures, print their figures."""
-    rivals = methods_of(settings)
+    """Draw the images, print their figures."""
+    methods = methods_of(settings)
     check_writable(settings.out)
     pipe = load_pipeline(settings)
-    pictures = pictures_to_show(settings)
-    note_unknown_words(pipe, pictures, settings, console)
+    specs = specs_to_show(settings)
+    note_unknown_words(pipe, specs, settings, console)
     with progress(console) as bars:
-        task = bars.add_task("pictures", total=len(rivals) * (len(pictures) + 1))
-        comparisons = compare(pipe, rivals, pictures, settings, lambda: bars.advance(task))
-    save_image(draw(comparisons, pictures), settings.out)
+        task = bars.add_task("images", total=len(methods) * (len(specs) + 1))
+        comparisons = compare(pipe, methods, specs, settings, lambda: bars.advance(task))
+    save_image(draw(comparisons, specs), settings.out)
     console.print(summary(comparisons, settings, pipe.unet.device))
     for comparison in comparisons:
         if comparison.calls is not None:
             console.print(f"{comparison.method.label}, each call: {comparison.calls}", markup=False)
-    console.print(f"pictures: {settings.out}", soft_wrap=True)
+    console.print(f"images: {settings.out}", soft_wrap=True)
 
 
 def methods_of(settings: CompareSettings) -> list[Method]:
@@ -70,24 +71,24 @@ def methods_of(settings: CompareSettings) -> list[Method]:
 def compare(
     pipe: Any,
     methods: list[Method],
-    pictures: list[Picture],
+    specs: list[ImageSpec],
     settings: CompareSettings,
     tick: Callable[[], None],
 ) -> list[Comparison]:
-    """Make every picture with every method, one at a time, the methods taking turns (A B C A B C).
+    """Make every image with every method, one at a time, the methods taking turns (A B C A B C).
 
-    `tick` is called after each picture and each method's warm-up. The first method is the one compared with.
+    `tick` is called after each image and each method's warm-up. The first method is the one compared with.
     """
     check_schedulers(methods, pipe.scheduler, settings.steps)
     for method in methods:
-        warm_up(pipe, method, pictures[:1], settings)
+        warm_up(pipe, method, specs[:1], settings)
         tick()
     images: dict[Method, list[Image.Image]] = {method: [] for method in methods}
     seconds: dict[Method, list[Seconds]] = {method: [] for method in methods}
     told: dict[Method, str] = {}
-    for picture in pictures:
+    for spec in specs:
         for method in methods:
-            made, taken = sample(pipe, method, [picture], settings, partial(told.__setitem__, method))
+            made, taken = sample(pipe, method, [spec], settings, partial(told.__setitem__, method))
             images[method] += made
             seconds[method].append(taken)
             tick()
@@ -107,7 +108,7 @@ def _against(
     times = zip(seconds[baseline], seconds[method], strict=True)
     return Comparison(
         method=method,
-        pictures=images[method],
+        images=images[method],
         seconds=seconds[method],
         speedup=statistics.median(ours.charged(device) / own.charged(device) for ours, own in times),
         psnr=statistics.mean(fidelity.psnr(*pair) for pair in pairs),
@@ -115,11 +116,11 @@ def _against(
     )
 
 
-def draw(comparisons: list[Comparison], pictures: list[Picture]) -> Image.Image:
-    """Return the pictures as one labelled image, a row for each method."""
+def draw(comparisons: list[Comparison], specs: list[ImageSpec]) -> Image.Image:
+    """Return the images as one labelled image, a row for each method."""
     labels = [f"{c.method.label}\n{c.seconds_per_image:.2f} s/image\n{c.speedup:.2f}x" for c in comparisons]
-    columns = [f"{picture.prompt}\nseed {picture.seed}" for picture in pictures]
-    return draw_grid([c.pictures for c in comparisons], labels, columns)
+    columns = [f"{spec.prompt}\nseed {spec.seed}" for spec in specs]
+    return draw_grid([c.images for c in comparisons], labels, columns)
 
 
 def summary(comparisons: list[Comparison], settings: CompareSettings, device: torch.device) -> Table:

@@ -9,14 +9,14 @@ import torch
 
 from ..cost.memory import PipelineMemory, growth, pipeline_memory
 from ..errors import EvalError
-from ..pictures.methods import Method
-from ..pictures.prompts import Picture
-from ..pictures.sampling import sample
-from ..pictures.store import Store
+from ..images.methods import Method
+from ..images.prompts import ImageSpec
+from ..images.sampling import sample
+from ..images.store import Store
 from ..settings import RunSettings
 
 _PNG = 1.8  # bytes a pixel of a photograph takes as PNG
-_LOOKS = 0.7e6  # bytes of a picture's stage features
+_LOOKS = 0.7e6  # bytes of an image's stage features
 _REST = 1e9  # bytes of everything that doesn't grow with the images
 
 
@@ -55,7 +55,7 @@ def check_memory(count: int, compared: int) -> None:
 
 
 def measure_memory(
-    pipe: Any, method: Method, pictures: Sequence[Picture], settings: RunSettings
+    pipe: Any, method: Method, specs: Sequence[ImageSpec], settings: RunSettings
 ) -> PipelineMemory | None:
     """Return a method's GPU memory by runs of one and of two images; None on a CPU, or if two don't fit.
 
@@ -63,7 +63,7 @@ def measure_memory(
     """
 
     def call(count: int) -> None:
-        wanted = [pictures[i % len(pictures)] for i in range(count)]
+        wanted = [specs[i % len(specs)] for i in range(count)]
         sample(pipe, method, wanted, settings)
 
     try:

@@ -13,15 +13,16 @@ from rich.progress import Progress
 from agentsd.dreambooth.checkpoints import list_checkpoints
 from agentsd.hosts.models import weights_digest
 
+from ..environment import describe_environment, describe_run
 from ..errors import EvalError
+from ..files import check_writable, save_image, write_bytes
+from ..images.models import load_pipeline
+from ..images.prompts import ImageSpec
+from ..images.sampling import sample, size_of, warm_up
+from ..images.store import Store
 from ..pages import rows as results
-from ..pages.maker import describe_maker, describe_run
-from ..pages.output import check_writable, progress, save_image, write_bytes
+from ..pages.output import progress
 from ..pages.rows import Row
-from ..pictures.models import load_pipeline
-from ..pictures.prompts import Picture
-from ..pictures.sampling import sample, size_of, warm_up
-from ..pictures.store import Store
 from ..settings import SubjectSettings
 from .subject_plan import (
     TRAININGS,
@@ -29,7 +30,7 @@ from .subject_plan import (
     Training,
     Variant,
     as_trained,
-    pictures_of,
+    specs_of,
     store_of,
     training_config,
     variants_of,
@@ -44,11 +45,11 @@ def command(settings: SubjectSettings, console: Console) -> None:
     rows, told, scores = run(settings, console)
     for part in (*summary(rows, scores), *told):
         console.print(part)
-    console.print(f"pictures and figures: {settings.out}", soft_wrap=True)
+    console.print(f"images and figures: {settings.out}", soft_wrap=True)
 
 
 def run(settings: SubjectSettings, console: Console) -> tuple[list[Row], list[str], Scores]:
-    """Train, generate and judge what isn't done yet, and write `subject`.jsonl, .csv, .md and .png in `out`.
+    """Train, generate and measure what isn't done yet, and write `subject`.jsonl, .csv, .md, .png in `out`.
 
     Returns a row for each variant and last the ceiling (the views among themselves), what to say of them, and
     the scores.
@@ -56,18 +57,18 @@ def run(settings: SubjectSettings, console: Console) -> tuple[list[Row], list[st
     """
     check_writable(settings.out / "subject.jsonl")
     views, variants = views_of(settings), variants_of(settings)
-    own, others = pictures_of(settings)
+    own, others = specs_of(settings)
     pipe = load_pipeline(settings)
     if "clip_sample" in pipe.scheduler.config:  # diffusers' DDIM does, but a latent is not bound to [-1, 1]
         pipe.scheduler.register_to_config(clip_sample=False)
     scores = load_scores(settings, others, pipe.unet.device)
-    Store(settings.out).claim(_fingerprint(pipe, views, settings), describe_maker(pipe.unet.device))
+    Store(settings.out).claim(_fingerprint(pipe, views, settings), describe_environment(pipe.unet.device))
     with progress(console) as bars:
         for training in TRAININGS:
             train(training, settings, bars)
-        task = bars.add_task("pictures", total=len(variants) * (settings.images + settings.other_prompts))
+        task = bars.add_task("images", total=len(variants) * (settings.images + settings.other_prompts))
         generate(pipe, variants, [*own, *others], settings, lambda: bars.advance(task))
-    figures, ceiling = judge(pipe, variants, views, settings, scores)
+    figures, ceiling = measure(pipe, variants, views, settings, scores)
     rows = [*rows_of(variants, figures, settings, pipe.unet.device), ceiling_row(ceiling, len(views))]
     facts = describe_run(settings, pipe.unet.device)
     told = [*sentences(variants, figures, scores), note(len(views), scores)]
@@ -78,7 +79,7 @@ def run(settings: SubjectSettings, console: Console) -> tuple[list[Row], list[st
 
 
 def _fingerprint(pipe: Any, views: Sequence[Path], settings: SubjectSettings) -> dict[str, Any]:
-    """Return what every training and picture depends on."""
+    """Return what every training and image depends on."""
     return {
         "weights": weights_digest(pipe.unet),
         "views": hashlib.sha256(b"".join(path.read_bytes() for path in views)).hexdigest()[:16],
@@ -108,13 +109,13 @@ def train(training: Training, settings: SubjectSettings, bars: Progress) -> None
 def generate(
     pipe: Any,
     variants: Sequence[Variant],
-    pictures: Sequence[Picture],
+    specs: Sequence[ImageSpec],
     settings: SubjectSettings,
     tick: Callable[[], None],
 ) -> None:
-    """Make every picture that isn't on disk, unharmed, already; the rows take turns at each, for their times.
+    """Make every image that isn't on disk, unharmed, already; the rows take turns at each, for their times.
 
-    The pipeline's U-Net is its own again afterwards. `tick` is called for each row's picture.
+    The pipeline's U-Net is its own again afterwards. `tick` is called for each row's image.
     """
     unets = {variant.training: pipe.unet for variant in variants}
     for training in TRAININGS:
@@ -125,33 +126,33 @@ def generate(
     session, warm = uuid.uuid4().hex[:12], set()
     own = settings.model_copy(update={"guidance_scale": settings.subject_guidance_scale})
     try:
-        for picture in pictures:
-            guided = own if picture.index < settings.images else settings
+        for spec in specs:
+            guided = own if spec.index < settings.images else settings
             for variant in variants:
-                if picture.index not in done[variant]:
+                if spec.index not in done[variant]:
                     pipe.unet = unets[variant.training]
                     if variant not in warm:
-                        warm_up(pipe, variant.method, [picture], guided)
+                        warm_up(pipe, variant.method, [spec], guided)
                         warm.add(variant)
-                    images, seconds = sample(pipe, variant.method, [picture], guided)
+                    images, seconds = sample(pipe, variant.method, [spec], guided)
                     store = store_of(variant, settings)
-                    store.save(variant.method, picture.index, [picture], images, seconds, session)
+                    store.save(variant.method, spec.index, [spec], images, seconds, session)
                 tick()
     finally:
         pipe.unet = unets[Training(None)]
 
 
-def judge(
+def measure(
     pipe: Any, variants: Sequence[Variant], views: Sequence[Path], settings: SubjectSettings, scores: Scores
 ) -> tuple[dict[Variant, Figures], dict[str, float]]:
     """Return the figures of each row, and the views' scores among themselves by name."""
-    own, others = pictures_of(settings)
+    own, others = specs_of(settings)
     shown = [as_trained(path, size_of(pipe, settings)[0]) for path in views]
     figures: dict[Variant, Figures] = {}
     for variant in variants:
         store = store_of(variant, settings)
         of_subject, of_others = (
-            [store.image(variant.method, picture.index) for picture in part] for part in (own, others)
+            [store.image(variant.method, spec.index) for spec in part] for part in (own, others)
         )
         likeness = {score.name: score(of_subject, shown) for score in scores.likeness}
         figures[variant] = likeness | {fit.name: fit.score(of_others, others) for fit in scores.fit}

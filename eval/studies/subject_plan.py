@@ -13,10 +13,10 @@ from agentsd.dreambooth.config import DreamBoothConfig
 from agentsd.dreambooth.data import find_images, load_image
 
 from ..errors import EvalError
-from ..pages.output import read_lines
-from ..pictures.methods import Method, parse_method
-from ..pictures.prompts import SHIPPED, Picture, from_prompts, from_triples
-from ..pictures.store import Store
+from ..files import read_lines
+from ..images.methods import Method, parse_method
+from ..images.prompts import SHIPPED, ImageSpec, from_prompts, from_triples
+from ..images.store import Store
 from ..settings import SubjectSettings
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Variant:
 
 
 Figures = Mapping[str, np.ndarray]
-"""A row's scores by name, one for each picture that they are of, in the order of the seeds."""
+"""A row's scores by name, one for each image that they are of, in the order of the seeds."""
 TRAININGS = tuple(Training(apply, prior) for prior in (False, True) for apply in ("none", "train+generate"))
 
 
@@ -112,7 +112,7 @@ def baseline_of(variant: Variant, variants: Sequence[Variant]) -> Variant:
 
 
 def views_folder(settings: SubjectSettings) -> Path:
-    """Return the folder of the subject's pictures."""
+    """Return the folder of the subject's images."""
     if settings.subject is not None:
         return settings.subject
     from agentsd_demo import SUBJECT
@@ -121,36 +121,36 @@ def views_folder(settings: SubjectSettings) -> Path:
 
 
 def views_of(settings: SubjectSettings) -> list[Path]:
-    """Return the subject's pictures. Raises EvalError if one can't be read or there are fewer than 2."""
+    """Return the subject's images. Raises EvalError if one can't be read or there are fewer than 2."""
     try:
         paths = find_images(views_folder(settings))
     except ValueError as error:
         raise EvalError(f"subject: {error}") from error
     if len(paths) < 2:
-        raise EvalError(f"subject: {views_folder(settings)} holds 1 picture; 2 views or more can be compared")
+        raise EvalError(f"subject: {views_folder(settings)} holds 1 image; 2 views or more can be compared")
     return paths
 
 
-def pictures_of(settings: SubjectSettings) -> tuple[list[Picture], list[Picture]]:
-    """Return the subject's pictures, and those of other prompts."""
-    own = [Picture(i, settings.instance_prompt, settings.seed + i) for i in range(settings.images)]
+def specs_of(settings: SubjectSettings) -> tuple[list[ImageSpec], list[ImageSpec]]:
+    """Return the subject's images, and those of other prompts."""
+    own = [ImageSpec(i, settings.instance_prompt, settings.seed + i) for i in range(settings.images)]
     first = settings.seed + len(own)
     if settings.model == "demo":
         others = from_triples(seen_triples(), settings.other_prompts, first)
     else:
         others = from_prompts(read_lines(SHIPPED), settings.other_prompts, first)
-    return own, [replace(picture, index=len(own) + picture.index) for picture in others]
+    return own, [replace(spec, index=len(own) + spec.index) for spec in others]
 
 
 def seen_triples() -> "Sequence[Triple]":
-    """Return what the embedded model was trained on."""
+    """Return what the toy model was trained on."""
     from agentsd_demo.scenes import triples
 
     return triples("seen")
 
 
 def store_of(variant: Variant, settings: SubjectSettings) -> Store:
-    """Return where a row's pictures are; rows of the same weights share it."""
+    """Return where a row's images are; rows of the same weights share it."""
     return Store(settings.out / variant.training.key)
 
 

@@ -1,4 +1,4 @@
-"""The figures of a finetuned subject as rows, sentences and one labelled picture."""
+"""The figures of a finetuned subject as rows, sentences and one labelled image."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -9,15 +9,15 @@ import torch
 from PIL import Image
 from rich.table import Table
 
+from ..images.sampling import Seconds
+from ..images.store import Entry
 from ..pages import rows as results
 from ..pages.grid import draw_grid
 from ..pages.quality_table import FEWEST, TOO_FEW, change
 from ..pages.rows import Column, Row, figure
-from ..pictures.sampling import Seconds
-from ..pictures.store import Entry
 from ..quality import metrics
 from ..settings import SubjectSettings
-from .subject_plan import Figures, Variant, as_trained, baseline_of, pictures_of, store_of
+from .subject_plan import Figures, Variant, as_trained, baseline_of, specs_of, store_of
 from .subject_scores import Fit, Likeness, Scores
 
 _COLUMNS, _TILE = 8, 96  # of the drawn grid
@@ -52,7 +52,7 @@ def rows_of(
 
 
 def _cost(ours: dict[int, Entry], baseline: dict[int, Entry], device: torch.device) -> Row:
-    """Return median seconds a picture, and the speed-up over pictures made in one session with baseline's."""
+    """Return median seconds an image, and the speed-up over images made in one session with baseline's."""
     ratios = [
         Seconds(baseline[i].seconds, baseline[i].cpu_seconds).charged(device)
         / Seconds(ours[i].seconds, ours[i].cpu_seconds).charged(device)
@@ -126,7 +126,7 @@ def note(views: int, scores: Scores) -> str:
         + "generate-only: plain training, agents in so many of the steps and token merging in the rest; "
         "train+generate: agents in every step of both; prior: with prior preservation. change: against the "
         "baseline of equal prior preservation and seeds, ± half of a 95% interval; ≈ marks a change inside "
-        "the noise, which is that of the pictures' seeds alone: each training ran once."
+        "the noise, which is that of the images' seeds alone: each training ran once."
     )
 
 
@@ -173,16 +173,16 @@ def draw(
     settings: SubjectSettings,
     scores: Scores,
 ) -> Image.Image:
-    """Return the pictures as one labelled image: the views, then a row for each variant, a column a seed."""
-    own = pictures_of(settings)[0][:_COLUMNS]
+    """Return the images as one labelled image: the views, then a row for each variant, a column a seed."""
+    own = specs_of(settings)[0][:_COLUMNS]
     side = store_of(variants[0], settings).image(variants[0].method, own[0].index).height
     grid = [[as_trained(path, side) for path in views[: len(own)]]]
     labels = ["\n".join(["the subject's views", *_told(rows[-1], scores)])]
     for variant, row in zip(variants, rows, strict=False):
         store = store_of(variant, settings)
-        grid.append([store.image(variant.method, picture.index) for picture in own])
+        grid.append([store.image(variant.method, spec.index) for spec in own])
         labels.append("\n".join([_label(row), *_told(row, scores), f"{row['seconds']:.2f} s/image"]))
-    return draw_grid(grid, labels, [f"seed {picture.seed}" for picture in own], _TILE)
+    return draw_grid(grid, labels, [f"seed {spec.seed}" for spec in own], _TILE)
 
 
 def _told(row: Row, scores: Scores) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the pictures of a finetuned subject are scored by: the field's scores, or those of the toy model."""
+"""What the images of a finetuned subject are scored by: the field's scores, or those of the toy model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,12 +7,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ..pictures.prompts import Picture
+from ..images.prompts import ImageSpec
 from ..quality import metrics
 from ..quality.clip import ClipScore
 from ..quality.dino import Dino
 from ..quality.features import load_network
-from ..quality.judge import scene_reader
 from ..settings import SubjectSettings
 
 Images = Sequence[Image.Image]
@@ -20,7 +19,7 @@ Images = Sequence[Image.Image]
 
 @dataclass(frozen=True)
 class Likeness:
-    """A score of the subject's pictures: their mean cosine to the views' features."""
+    """A score of the subject's images: their mean cosine to the views' features."""
 
     name: str
     title: str
@@ -39,12 +38,12 @@ class Likeness:
 
 @dataclass(frozen=True)
 class Fit:
-    """A score of other prompts' pictures: whether they show what was asked for."""
+    """A score of other prompts' images: whether they show what was asked for."""
 
     name: str
     title: str
     about: str
-    score: Callable[[Images, Sequence[Picture]], np.ndarray]
+    score: Callable[[Images, Sequence[ImageSpec]], np.ndarray]
     form: str = ".3f"
 
 
@@ -61,19 +60,19 @@ class Scores:
         return [*self.likeness, *self.fit]
 
 
-def load_scores(settings: SubjectSettings, others: Sequence[Picture], device: torch.device) -> Scores:
+def load_scores(settings: SubjectSettings, others: Sequence[ImageSpec], device: torch.device) -> Scores:
     """Return the scores that the settings' models allow; raises EvalError if one can't be loaded."""
     likeness, fit = [], []
     if settings.model == "demo":
         network = load_network("efficientnet-lite0", device)
         about = "mean cosine of EfficientNet-Lite0 features to the subject's views"
         likeness.append(Likeness("similarity", "similarity", about, network))
-        fit.append(_right(others, device))
+        fit.append(_right(device))
     if settings.clip:
         clip = ClipScore(settings.clip, device)
         about = "mean cosine of CLIP's image embeddings to those of the subject's views"
         likeness.append(Likeness("clip_i", "CLIP-I", about, clip.embed))
-        about = "cosine of CLIP's embeddings of other prompts and their pictures"
+        about = "cosine of CLIP's embeddings of other prompts and their images"
         fit.append(Fit("clip_t", "CLIP-T", about, lambda i, p: clip(i, [one.prompt for one in p]) / 100))
     if settings.dino:
         about = "mean cosine of DINO's class tokens to those of the subject's views"
@@ -81,14 +80,14 @@ def load_scores(settings: SubjectSettings, others: Sequence[Picture], device: to
     return Scores(likeness, fit)
 
 
-def _right(others: Sequence[Picture], device: torch.device) -> Fit:
-    from ..quality.scenes import read_pictures
+def _right(device: torch.device) -> Fit:
+    from ..quality.scenes import read_scenes, scene_reader
 
-    reader = scene_reader(others, device)
+    reader = scene_reader(device)
 
-    def score(images: Images, pictures: Sequence[Picture]) -> np.ndarray:
-        asked = [picture.triple for picture in pictures if picture.triple is not None]
-        return np.array([row["right"] for row in read_pictures(images, asked, reader)], dtype=float)
+    def score(images: Images, specs: Sequence[ImageSpec]) -> np.ndarray:
+        asked = [spec.triple for spec in specs if spec.triple is not None]
+        return np.array([row["right"] for row in read_scenes(images, asked, reader)], dtype=float)
 
     return Fit("right", "right", "the nearest reference is of the prompted concept", score, ".1%")
 

@@ -1,7 +1,7 @@
-"""Table 10: pictures of every method, then a row of quality and cost for each."""
+"""Table 10: images of every method, then a row of quality and cost for each."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -15,28 +15,39 @@ from rich.console import Console
 from agentsd.calibration.cost import macs
 
 from ..cost.memory import PipelineMemory, growth
+from ..environment import describe_environment, describe_run
+from ..files import check_writable, write_bytes
+from ..images.generate import Share, fingerprint, generate
+from ..images.methods import Method, check_schedulers, expand
+from ..images.models import find_device, load_pipeline
+from ..images.prompts import ImageSpec, note_unknown_words, specs_of
+from ..images.sampling import Seconds, sample, size_of
+from ..images.store import Entry, Store
 from ..pages import rows as results
 from ..pages.frontier import draw_frontier, has_frontier
-from ..pages.maker import describe_maker, describe_run
-from ..pages.output import check_writable, progress, write_bytes
+from ..pages.output import progress
 from ..pages.quality_table import note, plan, tables_of
 from ..pages.rows import Row
-from ..pictures.generate import Share, fingerprint, generate
-from ..pictures.methods import Method, check_schedulers, expand
-from ..pictures.models import find_device, load_pipeline
-from ..pictures.prompts import Picture, note_unknown_words, pictures_of
-from ..pictures.sampling import Seconds, sample, size_of
-from ..pictures.store import Entry, Store
 from ..quality.features import check_network
 from ..quality.gain import gain
-from ..quality.judge import Compared, Harm, Judge
-from ..quality.metrics import KernelDistance
+from ..quality.measure import (
+    Files,
+    Metrics,
+    References,
+    Shown,
+    floor_of,
+    load_metrics,
+    measure,
+    read_real,
+    row_of,
+)
+from ..quality.metrics import KernelSet
 from ..quality.real import load_real
 from ..settings import RunSettings
 from .preflight import check_disk, check_memory, check_settings, measure_memory
 
 OTHERS = 1_000_000
-"""What the seeds and numbers of baseline's other pictures are ahead by."""
+"""What the seeds and numbers of baseline's other images are ahead by."""
 
 
 def command(settings: RunSettings, console: Console) -> None:
@@ -67,7 +78,7 @@ def show(settings: RunSettings, methods: list[Method], name: str, console: Conso
 
 def forecast(rows: Sequence[Row], settings: RunSettings) -> str:
     """Return what a trial says of the whole run: its images, and the hours that they take at these speeds."""
-    whole = len(pictures_of(settings.model_copy(update={"limit": None})))
+    whole = len(specs_of(settings.model_copy(update={"limit": None})))
     timed = [row["seconds"] for row in rows if row.get("seconds") is not None]
     return (
         f"A trial of {rows[0]['images']} images a row, whose figures mean nothing. The whole run, without "
@@ -87,89 +98,115 @@ LEADING = ("method", "ratio", "fd", "seconds", "memory_per_image")
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A row for each method, a row for each method and picture, and KIDs by the rows' keys."""
+class Made:
+    """A run whose images are made, and what they are measured beside."""
 
-    rows: list[Row]
-    singles: list[Row]
-    kernels: dict[str, KernelDistance]
-    run: Row
+    asked: Sequence[ImageSpec]
+    device: torch.device
+    store: Store
+    metrics: Metrics
+    references: References
+    costs: list[Row]
+    """What an image of each method costs beside time, if that was measured."""
+
+    def shown(self, method: Method) -> Shown:
+        """Return a method's images."""
+        if method.is_baseline:
+            return self.references.baseline
+        return _shown(method, self.asked, self.store, self.metrics)
 
 
 def run(settings: RunSettings, methods: list[Method], name: str, console: Console) -> list[Row]:
-    """Make what pictures are missing, judge them all, write `name` and `name`-pictures, return the rows."""
-    found = measure(settings, methods, name, console)
-    if found is None:
+    """Make what images are missing, measure them all, write `name` and `name`-images, return the rows."""
+    made = make(settings, methods, name, console)
+    if made is None:
         return []
-    tables = list(tables_of(found.rows, settings.features).values())
-    results.write_rows(settings.out, name, found.rows, tables, found.run, note(settings.features))
-    results.write_singles(settings.out / f"{name}-pictures.csv", found.singles)
-    if has_frontier(found.rows):
-        write_bytes(settings.out / f"{name}.png", draw_frontier(found.rows, plot_title(settings, found.rows)))
-    return found.rows
+    rows, singles = [], []
+    times = _times(made.store, methods, made.device)
+    with progress(console) as bars:
+        task = bars.add_task("metrics", total=len(methods))
+        baseline = None
+        for method, cost, seconds in zip(methods, made.costs, times, strict=True):
+            measured = measure(made.shown(method), made.asked, made.references, made.metrics)
+            baseline = baseline or measured
+            rows.append(identity(method) | cost | seconds | row_of(measured, baseline, settings.bootstrap))
+            singles += measured.singles
+            bars.advance(task)
+    add_gain(rows, singles, settings.bootstrap)
+    if (real := made.references.real) and (floor := floor_of(real, len(made.asked), made.metrics)):
+        rows.append(floor)
+    rows = [{key: row.get(key) for key in LEADING} | {"features": settings.features} | row for row in rows]
+    facts = describe_run(settings, made.device)
+    tables = list(tables_of(rows, settings.features).values())
+    results.write_rows(settings.out, name, rows, tables, facts, note(settings.features))
+    results.write_singles(settings.out / f"{name}-images.csv", singles)
+    if has_frontier(rows):
+        write_bytes(settings.out / f"{name}.png", draw_frontier(rows, plot_title(settings, rows)))
+    return rows
 
 
-def measure(
-    settings: RunSettings,
-    methods: list[Method],
-    name: str,
-    console: Console,
-    harms: Mapping[str, Harm] | None = None,
-    costs: bool = True,
-) -> Measured | None:
-    """Make what pictures are missing, and judge them all; `harms` are done to baseline's pictures as well.
+def make(
+    settings: RunSettings, methods: list[Method], name: str, console: Console, costs: bool = True
+) -> Made | None:
+    """Make what images are missing, and read real ones; `costs` says whether memory and MACs are measured.
 
-    `costs` says whether the rows have what their methods cost, and what they are worth.
-
-    Under `accelerate launch` the processes share the batches; the first one judges and writes, and the
-    others return None. Everything that can be wrong is looked at before the first picture.
+    Under `accelerate launch` the processes share the batches; the first one measures and writes, and for the
+    others this returns None. Everything that can be wrong is looked at before the first image.
     """
     state, settings = _process(settings)
     check_settings(settings)
     check_network(settings.features, settings.inception_weights)
     check_writable(settings.out / f"{name}.jsonl")
-    pictures = pictures_of(settings)
+    asked = specs_of(settings)
     pipe = load_pipeline(settings)
     check_schedulers(methods, pipe.scheduler, settings.steps)
     if state.is_main_process:
-        note_unknown_words(pipe, pictures, settings, console)
+        note_unknown_words(pipe, asked, settings, console)
     height, width = size_of(pipe, settings)
     real = load_real(settings, height, width)
-    judge = Judge(settings, pictures, real, pipe.unet.device)
+    metrics = load_metrics(settings, asked, pipe.unet.device)
     store = Store(settings.out, state.process_index)
     with state.main_process_first():
-        store.claim(fingerprint(pipe, pictures, settings), describe_maker(pipe.unet.device))
+        store.claim(fingerprint(pipe, asked, settings), describe_environment(pipe.unet.device))
     share = Share(state.process_index, state.num_processes)
-    compared = compared_of(methods[0], pictures, settings)
-    made = [*methods, compared.reference] if compared.reference else methods
-    check_disk(store, made, len(pictures), height, width)
-    check_memory(len(pictures), 3 if compared.reference else 2)
-    rows = [identity(method) for method in methods]
+    reference = replace(methods[0], steps=settings.reference_steps) if settings.reference_steps else None
+    others = other_seeds(asked) if settings.other_seeds else []
+    made = [*methods, reference] if reference else methods
+    check_disk(store, made, len(asked), height, width)
+    check_memory(len(asked), 3 if reference else 2)
+    taken: list[Row] = [{} for _ in methods]
+    read = None
     with progress(console, disable=not state.is_main_process) as bars:
         if state.is_main_process and costs:
             task = bars.add_task("memory and MACs", total=len(methods))
-            for method, row in zip(methods, rows, strict=True):
-                row |= _cost_of_an_image(pipe, method, pictures, settings)
+            for method, row in zip(methods, taken, strict=True):
+                row |= _cost_of_an_image(pipe, method, asked, settings)
                 bars.advance(task)
         if state.is_main_process and real is not None:
-            task = bars.add_task("real pictures", total=len(real.pictures))
-            judge.read_real(partial(bars.advance, task))
-        count = len(pictures) * len(made) + len(compared.others)
-        task = bars.add_task("pictures", total=-(-count // share.world))
-        for what, of in ((made, pictures), ([compared.baseline], compared.others)):
+            task = bars.add_task("real images", total=len(real.images))
+            read = read_real(real, metrics, partial(bars.advance, task))
+        task = bars.add_task("images", total=-(-(len(asked) * len(made) + len(others)) // share.world))
+        for what, of in ((made, asked), (methods[:1], others)):
             generate(pipe, store, what, of, settings, share, partial(bars.advance, task))
         state.wait_for_everyone()
-        if not state.is_main_process:
-            return None
-        task = bars.add_task("features", total=len(pictures) * len(methods))
-        judged, singles = judge.judge(store, methods, compared, partial(bars.advance, task), harms or {})
-    if costs:
-        for row, times in zip(rows, _times(store, methods, pipe.unet.device), strict=True):
-            row |= times
-    rows = _finished(rows, judged, harms or {}, judge.floor(), settings.features)
-    if costs:
-        add_gain(rows[: len(methods)], singles, settings.bootstrap)
-    return Measured(rows, singles, judge.kernels, describe_run(settings, pipe.unet.device))
+    if not state.is_main_process:
+        return None
+    references = References(
+        _shown(methods[0], asked, store, metrics),
+        _shown(reference, asked, store, metrics) if reference else None,
+        KernelSet(_shown(methods[0], others, store, metrics).features) if len(others) >= 3 else None,
+        read,
+    )
+    return Made(asked, pipe.unet.device, store, metrics, references, taken)
+
+
+def _shown(method: Method, asked: Sequence[ImageSpec], store: Store, metrics: Metrics) -> Shown:
+    return Shown(method.key, Files([store.path(method, spec.index) for spec in asked]), metrics)
+
+
+def other_seeds(asked: Sequence[ImageSpec]) -> list[ImageSpec]:
+    """Return the same prompts with seeds that no image's own can be."""
+    return [replace(one, index=one.index + OTHERS, seed=one.seed + OTHERS) for one in asked]
 
 
 def _process(settings: RunSettings) -> tuple[PartialState, RunSettings]:
@@ -178,27 +215,6 @@ def _process(settings: RunSettings) -> tuple[PartialState, RunSettings]:
     if state.num_processes > 1 and state.device.type == "cuda":
         settings = settings.model_copy(update={"device": str(state.device)})
     return state, settings
-
-
-def _finished(
-    rows: Sequence[Row], judged: Sequence[Row], harms: Iterable[str], floor: Row | None, features: str
-) -> list[Row]:
-    """Return the rows of methods, of harms and of real images, with the paper's columns first."""
-    worse = [{"method": harm, "ratio": None, "backend": None, "key": harm, "label": harm} for harm in harms]
-    every = [row | quality for row, quality in zip([*rows, *worse], judged, strict=True)]
-    every += [floor] if floor else []
-    return [{key: row.get(key) for key in LEADING} | {"features": features} | row for row in every]
-
-
-def compared_of(baseline: Method, pictures: Sequence[Picture], settings: RunSettings) -> Compared:
-    """Return what rows are compared with; other seeds begin where no picture's own can be."""
-    reference = settings.reference_steps and replace(baseline, steps=settings.reference_steps)
-    others = [
-        replace(picture, index=picture.index + OTHERS, seed=picture.seed + OTHERS)
-        for picture in pictures
-        if settings.other_seeds
-    ]
-    return Compared(baseline, reference or None, others)
 
 
 def add_gain(rows: Sequence[Row], singles: Sequence[Row], resamples: int) -> None:
@@ -251,13 +267,13 @@ def identity(method: Method) -> Row:
     }
 
 
-def _cost_of_an_image(pipe: Any, method: Method, pictures: Sequence[Picture], settings: RunSettings) -> Row:
+def _cost_of_an_image(pipe: Any, method: Method, specs: Sequence[ImageSpec], settings: RunSettings) -> Row:
     """Return GB and MACs an image: what a method takes beside time, before any image is kept."""
-    memory: PipelineMemory | None = measure_memory(pipe, method, pictures, settings)
-    counted = min(settings.count_on, len(pictures))
+    memory: PipelineMemory | None = measure_memory(pipe, method, specs, settings)
+    counted = min(settings.count_on, len(specs))
 
     def call() -> None:
-        sample(pipe, method, pictures[:counted], settings)
+        sample(pipe, method, specs[:counted], settings)
 
     return {
         "memory_per_image": None if memory is None else growth(memory.total),

@@ -1,0 +1,82 @@
+"""The environment of a figure: commit, machine, versions, settings and command."""
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .settings import CommandSettings
+
+_PACKAGES = ("agentsd", "torch", "diffusers", "transformers", "tomesd", "DeepCache", "tgate", "numpy")
+
+
+def describe_run(settings: CommandSettings, device: torch.device) -> dict[str, Any]:
+    """Return the environment, and beside it the command and its settings."""
+    is_study = Path(sys.argv[0]).parent.name == "research"
+    program = ["python", "-m", "agentsd_eval.research"] if is_study else ["agentsd-eval"]
+    return {
+        "command": shlex.join([*program, *sys.argv[1:]]),
+        **describe_environment(device),
+        "settings": settings.model_dump(mode="json", exclude={"out"}),
+    }
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """Return what a figure depends on beside its settings.
+
+    `commit` is None outside a checkout, where the version of agentsd says as much; `clean` is whether no
+    tracked file differs from it.
+    """
+    on_gpu = device.type == "cuda"
+    return {
+        **checkout(Path(__file__).resolve().parents[1]),
+        "device": torch.cuda.get_device_name(device) if on_gpu else cpu_model(),
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "clock": "wall" if on_gpu else "CPU",
+        "threads": torch.get_num_threads(),
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in _PACKAGES},
+    }
+
+
+@cache
+def checkout(root: Path) -> dict[str, Any]:
+    """Return the commit of the git checkout of this root, and whether its tracked files are unchanged."""
+    if not (root / ".git").exists():
+        return {"commit": None, "clean": None}
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return {"commit": git("rev-parse", "HEAD"), "clean": not changed}
+    except (OSError, subprocess.CalledProcessError):  # no git, or it doesn't trust the folder
+        return {"commit": None, "clean": None}
+
+
+def cpu_model() -> str:
+    """Return what the processor is called."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

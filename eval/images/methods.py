@@ -1,0 +1,257 @@
+"""The methods a row can name: each is applied to a pipeline for the length of a `with` block."""
+
+import difflib
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+
+from agentsd import Recipe, apply_agentsd, remove_agentsd
+from agentsd.recipe import MODES
+
+from ..errors import EvalError
+from ..names import METHODS, is_method, numbered
+from ..settings import Backend, FewerSteps, Settings, recipe_of
+from .other_packages import OTHER_PACKAGES, Applied, unet_of
+
+DEFAULT = "agentsd"
+"""The recipe that `apply_agentsd` runs if nothing is said."""
+_DEFAULTS = {"k": 0.075, "scale": -0.15, "early_frac": 0.4, "seed": 0}
+
+
+@dataclass(frozen=True)
+class Method:
+    """One or more accelerators at one setting, such as ("paper", "deepcache") at ratio 0.4."""
+
+    parts: tuple[str, ...]
+    ratio: float | None = None
+    backend: Backend = "sdpa"
+    agent: tuple[tuple[str, Any], ...] = ()
+    recipe: Recipe | None = None
+    """What a part runs that has a name of the user's own."""
+    folder: Path | None = None
+    """Or where it is read from, with trained attention or without."""
+    steps: int | None = None
+    """Denoising steps; None is as many as the run's."""
+    varied: str | None = None
+    """What a row is called where that says more than its name."""
+
+    @property
+    def name(self) -> str:
+        """The parts joined by "+", or "baseline"; "@" stands before a number of steps of its own."""
+        steps = "" if self.steps is None else f"@{self.steps}"
+        return ("+".join(self.parts) or "baseline") + steps
+
+    @property
+    def key(self) -> str:
+        """A folder name that differs wherever the images may differ; a setting's default goes unsaid."""
+        words = [self.name]
+        if self.ratio is not None:
+            words.append(f"r{self.ratio:g}")
+        words += [f"{key}{value}" for key, value in self.agent if value != _DEFAULTS.get(key)]
+        if self.recipe is not None:
+            words.append(_hash(repr(self.recipe.to_mapping()).encode()))
+        if self.folder is not None:
+            words.append(_content(self.folder))
+        words.append(self.backend)
+        return "-".join(words)
+
+    @property
+    def label(self) -> str:
+        """What people call it, such as "paper r=0.4"."""
+        if self.varied is not None:
+            return self.varied
+        return self.name if self.ratio is None else f"{self.name} r={self.ratio:g}"
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether nothing is changed, not even the number of steps."""
+        return not self.parts and self.steps is None
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it is what `apply_agentsd(pipe)` runs."""
+        return self.parts == (DEFAULT,) and self.steps is None
+
+    @property
+    def interval(self) -> int | None:
+        """The steps between two whole calls of DeepCache; None without it."""
+        return next((number for kind, number in self._numbered if kind == "deepcache"), None)
+
+    @property
+    def within_a_call(self) -> bool:
+        """Whether what it saves shows in one U-Net call: no call is left out, or halved."""
+        recipes = [MODES[part] for part in self.parts if part in MODES]
+        recipes += [self.recipe] if self.recipe else []
+        calls_left_out = any(recipe.steps or recipe.guidance for recipe in recipes)
+        return not self._numbered and self.steps is None and not calls_left_out
+
+    @property
+    def _numbered(self) -> list[tuple[str, int]]:
+        return [found for part in self.parts if (found := numbered(part))]
+
+    @contextmanager
+    def applied(self, pipe: Any) -> Iterator[Applied]:
+        """Patch `pipe` (a pipeline or, without deepcache, a U-Net) and put everything back on leaving."""
+        with ExitStack() as stack:
+            stack.enter_context(_attention_backend(pipe, self.backend))
+            parts = [stack.enter_context(_patch_of(part)(self, pipe)) for part in self.parts]
+            call = next((part.call for part in parts if part.call is not pipe), pipe)
+            yield Applied(call, lambda seed: [part.reseed(seed) for part in parts])
+
+
+def parse_method(
+    text: str, ratio: float | None, settings: Settings, backend: Backend | None = None
+) -> Method:
+    """Return the method named by `text`, such as "paper+deepcache" or "baseline@20"; "baseline" has no parts.
+
+    A method that has no ratio drops it, and so it does with `settings.agent`. Raises EvalError on an unknown
+    name.
+    """
+    joined, at, count = text.partition("@")
+    if at and not re.fullmatch(r"[1-9]\d{0,2}|1000", count):
+        raise EvalError(f"{text!r}: after the @ stands a number of steps, as in baseline@20")
+    parts = () if joined == "baseline" else tuple(joined.split("+"))
+    known = {*settings.named, *(part for part in parts if is_method(part))} - {"baseline"}
+    if unknown := [part for part in parts if part not in known]:
+        names = [*METHODS, *MODES, *settings.named]
+        near = difflib.get_close_matches(unknown[0], names, 1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise EvalError(
+            f"unknown method {unknown[0]!r} in {text!r}; {meant}use {', '.join(names)}, "
+            "a composition such as paper+deepcache, or fewer steps such as baseline@20"
+        )
+    kinds = [(numbered(part) or (part,))[0] for part in parts]
+    beside = kinds.count("deepcache")
+    if beside > 1 or len(parts) - beside > 1 or (beside and {"tgate", "forecast"} & {*kinds}):
+        raise EvalError(f"{text!r} can't be combined: name one method, and deepcache beside it at most")
+    mode = next((MODES[part] for part in parts if part in MODES), None)
+    if "tomesd" not in parts and not (mode and _has(mode, "ratio", ratio)):
+        ratio = None
+    agent = {key: value for key, value in settings.agent.items() if mode and _has(mode, key, value)}
+    recipe, folder = None, None
+    for own in (settings.named[part] for part in parts if part in settings.named):
+        recipe, folder = (recipe_of(own), None) if isinstance(own, dict) else (None, own)
+    return Method(
+        parts,
+        ratio,
+        backend or settings.backend,
+        tuple(sorted(agent.items())),
+        recipe,
+        folder,
+        int(count) if at else None,
+    )
+
+
+def _has(recipe: Recipe, setting: str, value: Any) -> bool:
+    """Whether a recipe has such a setting."""
+    if value is None:
+        return False
+    if setting == "seed":
+        return any(hasattr(operator, "cells") for operator in recipe.operators)
+    try:
+        recipe.with_settings(**{setting: value})
+    except ValueError:
+        return False
+    return True
+
+
+def fewer(shares: FewerSteps, settings: Settings, backend: Backend | None = None) -> list[Method]:
+    """Return baseline in each share of the steps: the baseline that costs nothing to have."""
+    baseline = parse_method("baseline", None, settings, backend)
+    counts = [max(1, round(share * settings.steps)) for share in shares]
+    return [replace(baseline, steps=count) for count in dict.fromkeys(counts) if count < settings.steps]
+
+
+def expand(
+    names: Sequence[str], ratios: Sequence[float], settings: Settings, fewer_steps: FewerSteps = ()
+) -> list[Method]:
+    """Return "baseline" first, then in fewer steps, then every method at every ratio, without repeats."""
+    methods = [parse_method("baseline", None, settings), *fewer(fewer_steps, settings)]
+    for name in names:
+        for ratio in ratios:
+            method = parse_method(name, ratio, settings)
+            if method not in methods:
+                methods.append(method)
+    return methods
+
+
+@contextmanager
+def _attention_backend(pipe: Any, backend: Backend) -> Iterator[None]:
+    """Set the standard attention layers of the U-Net; layers with other processors are left alone."""
+    unet = unet_of(pipe)
+    wanted = {"sdpa": AttnProcessor2_0, "unfused": AttnProcessor}[backend]
+    before = dict(unet.attn_processors)
+    standard = (AttnProcessor, AttnProcessor2_0)
+    unet.set_attn_processor({n: wanted() if type(p) in standard else p for n, p in before.items()})
+    try:
+        yield
+    finally:
+        unet.set_attn_processor(before)
+
+
+@contextmanager
+def _recipe(method: Method, pipe: Any, mode: str | None = None) -> Iterator[Applied]:
+    """A recipe by its name, or a user's own."""
+    ratio: dict[str, Any] = {} if method.ratio is None else {"ratio": method.ratio}
+    try:
+        if mode is None:
+            apply_agentsd(pipe, recipe=method.recipe or method.folder)
+        else:
+            apply_agentsd(pipe, mode=mode, **ratio, **dict(method.agent))
+    except (TypeError, ValueError, OSError) as error:
+        raise EvalError(f"{method.label}: {error}") from error
+    try:
+        yield Applied(pipe)
+    finally:
+        remove_agentsd(pipe)
+
+
+def _content(path: Path) -> str:
+    """A short hash of a file, or of the settings and weights in a folder."""
+    files = [path] if path.is_file() else sorted(path.glob("agentsd.*"))
+    return _hash(b"".join(file.read_bytes() for file in files))
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:8]
+
+
+def _patch_of(part: str) -> Callable[[Method, Any], AbstractContextManager[Applied]]:
+    if part in MODES:
+        return partial(_recipe, mode=part)
+    kind, number = numbered(part) or (part, None)
+    other = OTHER_PACKAGES.get(kind)
+    if other is None:
+        return _recipe
+    return lambda method, pipe: other(pipe, method.ratio if number is None else number)
+
+
+def check_schedulers(methods: Sequence[Method], scheduler: Any, steps: int) -> None:
+    """Raise EvalError where a method can't run under the sampler."""
+    for method in methods:
+        check_scheduler(method, scheduler, steps)
+
+
+def check_scheduler(method: Method, scheduler: Any, steps: int) -> None:
+    """Raise EvalError where DeepCache would refresh its cache at the wrong calls of a run of `steps`.
+
+    DeepCache 0.1.1 finds its step by the first equal timestep. PLMS repeats one timestep, which is
+    harmless where both calls reuse the cache (an interval of 3 or more); Heun repeats them all.
+    """
+    if method.interval is None:
+        return
+    scheduler.set_timesteps(method.steps or steps)
+    timesteps = scheduler.timesteps.tolist()
+    for call, timestep in enumerate(timesteps):
+        if (timesteps.index(timestep) % method.interval == 0) != (call % method.interval == 0):
+            raise EvalError(
+                f"DeepCache mistakes call {call} of {type(scheduler).__name__} for an earlier one (timestep "
+                f"{timestep} repeats) at interval {method.interval}; use --scheduler ddim"
+            )

@@ -1,0 +1,92 @@
+"""Load the pipeline that a command measures."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoPipelineForText2Image,
+    DDIMScheduler,
+    DDPMScheduler,
+    DPMSolverMultistepScheduler,
+    EulerDiscreteScheduler,
+    PNDMScheduler,
+)
+
+from agentsd.hosts.files import load_pretrained
+
+from ..errors import EvalError
+from ..settings import Settings
+
+_SCHEDULERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plms": (PNDMScheduler, {"skip_prk_steps": True}),
+    "ddim": (DDIMScheduler, {}),
+    "ddpm": (DDPMScheduler, {"clip_sample": False}),
+    "euler": (EulerDiscreteScheduler, {}),
+    "dpm++": (DPMSolverMultistepScheduler, {"algorithm_type": "dpmsolver++"}),
+    "dpm++karras": (
+        DPMSolverMultistepScheduler,
+        {"algorithm_type": "dpmsolver++", "use_karras_sigmas": True},
+    ),
+}
+
+
+_HUB_ID = r"\w[\w.-]*/\w[\w.-]*"
+
+
+def find_device(name: str | None) -> torch.device:
+    """Return the device of that name, or without one the first CUDA device, or the CPU."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise EvalError(f"device {name!r}: {error}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise EvalError(f"device {name!r} was asked for, but torch finds no CUDA device; use cpu")
+    return device
+
+
+def load_pipeline(settings: Settings) -> Any:
+    """Return the pipeline of `settings.model` on its device, with its scheduler, quiet and unchecked.
+
+    The safety checker is left out: it would replace images by black ones. Raises EvalError if the
+    model can't be loaded or is none of the kind that the methods patch.
+    """
+    device = find_device(settings.device)
+    dtype = getattr(torch, settings.dtype)
+    if settings.model == "demo":
+        from agentsd_demo import load_pipeline as load_demo
+
+        try:
+            pipe: Any = load_demo(dtype=dtype, device=device)
+        except FileNotFoundError as error:
+            raise EvalError(str(error)) from error
+    else:
+        if not Path(settings.model).is_dir() and not re.fullmatch(_HUB_ID, settings.model):
+            raise EvalError(
+                f"can't load the model {settings.model!r}: there is no such folder, and it is no hub id "
+                "(OWNER/NAME); 'demo' is the toy model"
+            )
+        try:
+            pipe = load_pretrained(AutoPipelineForText2Image, settings.model, dtype).to(device)
+        except (OSError, ValueError) as error:
+            raise EvalError(
+                f"can't load the model {settings.model!r}: {error}\nGive 'demo', the folder of a diffusers "
+                "pipeline, or a hub id that is in the cache or can be downloaded."
+            ) from error
+    if not hasattr(pipe, "unet"):
+        raise EvalError(
+            f"{settings.model!r} is a {type(pipe).__name__} without a U-Net; use SD 1.x, 2.x or SDXL"
+        )
+    set_scheduler(pipe, settings.scheduler)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def set_scheduler(pipe: Any, name: str) -> None:
+    """Replace the scheduler, keeping the model's noise schedule; "model" keeps the model's own."""
+    if name != "model":
+        kind, options = _SCHEDULERS[name]
+        pipe.scheduler = kind.from_config(pipe.scheduler.config, **options)

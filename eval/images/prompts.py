@@ -1,0 +1,128 @@
+"""The images that a run asks for: each has its prompt and a seed of its own."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from ..errors import EvalError
+from ..files import read_lines
+from ..settings import RunSettings, Settings, ShowSettings
+
+if TYPE_CHECKING:
+    from agentsd_demo.scenes import Triple
+
+SHIPPED = Path(__file__).with_name("prompts.txt")
+"""Prompts for any model."""
+
+
+@dataclass(frozen=True)
+class ImageSpec:
+    """Image `index` of a run; `triple`, what it is to show, is known for the toy model alone."""
+
+    index: int
+    prompt: str
+    seed: int
+    triple: "Triple | None" = None
+
+    @property
+    def split(self) -> str | None:
+        """Whether the toy model was trained on what it is to show."""
+        return None if self.triple is None else self.triple.split
+
+
+def from_triples(triples: "Sequence[Triple]", images: int, seed: int) -> list[ImageSpec]:
+    """Return `images` images whose captions are spread evenly over what scenes can show.
+
+    Asking for more images than captions starts over with new seeds.
+    """
+    count = len(triples)
+    step = max(count / images, 1.0)
+    chosen = [triples[int(i * step) % count] for i in range(images)]
+    return [ImageSpec(i, triple.caption, seed + i, triple) for i, triple in enumerate(chosen)]
+
+
+def from_prompts(prompts: Sequence[str], images: int, seed: int) -> list[ImageSpec]:
+    """Return `images` images that go through `prompts` in order, again and again."""
+    if not prompts:
+        raise EvalError("there is no prompt to make an image of")
+    return [ImageSpec(i, prompts[i % len(prompts)], seed + i) for i in range(images)]
+
+
+def from_classes(classes: Sequence[str], template: str, per_class: int, seed: int) -> list[ImageSpec]:
+    """Return `per_class` images of each class (Appendix B.2 of the paper: 2 of each ImageNet class)."""
+    prompts = [template.replace("{cls}", name) for name in classes for _ in range(per_class)]
+    return from_prompts(prompts, len(prompts), seed)
+
+
+def specs_to_show(settings: ShowSettings) -> list[ImageSpec]:
+    """Return an image for each prompt of the settings, else `images` images.
+
+    Without prompts, they are of the toy model's captions, and for any other model of prompts that ship.
+    """
+    if settings.prompt:
+        return from_prompts(settings.prompt, len(settings.prompt), settings.seed)
+    if settings.model != "demo":
+        return from_prompts(read_lines(SHIPPED), settings.images, settings.seed)
+    return _captions(settings.images, settings.seed)
+
+
+def _captions(images: int, seed: int) -> list[ImageSpec]:
+    from agentsd_demo.scenes import triples
+
+    return from_triples(triples(), images, seed)
+
+
+def note_unknown_words(pipe: Any, specs: Sequence[ImageSpec], settings: Settings, console: Console) -> None:
+    """Say which words of the prompts the toy model was never taught."""
+    if settings.model != "demo":
+        return
+    if words := unknown_words(pipe.tokenizer, [spec.prompt for spec in specs]):
+        named = ", ".join(map(repr, words[:8]))
+        console.print(f"note: the toy model was never taught {named}; its captions are in agentsd_demo")
+
+
+def unknown_words(tokenizer: Any, prompts: Sequence[str]) -> list[str]:
+    """Return the words of prompts that stand in no caption and are no token by themselves, in order."""
+    from agentsd_demo.scenes import triples
+
+    def words_of(texts: Iterable[str]) -> list[str]:
+        return list(dict.fromkeys(word for text in texts for word in re.findall(r"[^\W_]+", text.lower())))
+
+    taught = set(words_of(triple.caption for triple in triples()))
+    tokens = tokenizer.get_vocab()
+    return [word for word in words_of(prompts) if word not in taught and f"{word}</w>" not in tokens]
+
+
+def specs_of(settings: RunSettings) -> list[ImageSpec]:
+    """Return the images of a run: of its classes, its prompts, or the toy model's captions.
+
+    Raises EvalError if a file is missing or empty, or if another model is given no prompts.
+    """
+    if settings.classes and settings.prompts:
+        raise EvalError(f"give prompts ({settings.prompts}) or classes ({settings.classes}), not both")
+    if settings.classes:
+        names = read_lines(settings.classes)
+        if "images" in settings.model_fields_set:
+            count = len(names) * settings.per_class
+            raise EvalError(
+                f"images = {settings.images}: the classes ask for {count} ({settings.per_class} of each, "
+                f"--per-class); leave it out, or try fewer with --limit {settings.images}"
+            )
+        found = from_classes(names, settings.template, settings.per_class, settings.seed)[: settings.limit]
+        if len(found) < 2:
+            raise EvalError(f"{settings.classes}: 1 image a row; distances need 2 (--per-class 2)")
+        return found
+    if unused := sorted({"template", "per_class"} & settings.model_fields_set):
+        raise EvalError(f"{unused[0]} is of classes: give --classes FILE, or leave it out")
+    count = min(settings.images, settings.limit or settings.images)
+    if settings.prompts:
+        return from_prompts(read_lines(settings.prompts), count, settings.seed)
+    if settings.model != "demo":
+        raise EvalError(
+            f"the model {settings.model!r} has no prompts of its own: give --prompts or --classes FILE"
+        )
+    return _captions(count, settings.seed)

@@ -1,0 +1,110 @@
+"""One batch of images, from noise that belongs to each image alone."""
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from PIL import Image
+
+from agentsd.patch import handle_of
+
+from ..settings import SamplingSettings
+from .methods import Method
+from .prompts import ImageSpec
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Wall-clock and processor seconds of one measured stretch."""
+
+    wall: float
+    cpu: float
+
+    def charged(self, device: torch.device) -> float:
+        """Return what speed-ups are computed from: wall time on a GPU, processor time on a CPU.
+
+        Processor time is what a busy machine disturbs least.
+        """
+        return self.wall if device.type == "cuda" else self.cpu
+
+
+class Stopwatch:
+    """Measures a `with` block, after the device has finished what came before and inside."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.seconds = Seconds(0.0, 0.0)
+
+    def _now(self) -> tuple[float, float]:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter(), time.process_time()
+
+    def __enter__(self) -> "Stopwatch":
+        self._start = self._now()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        wall, cpu = self._now()
+        self.seconds = Seconds(wall - self._start[0], cpu - self._start[1])
+
+
+def size_of(pipe: Any, settings: SamplingSettings) -> tuple[int, int]:
+    """Return (height, width) in pixels: the settings' own, else the model's."""
+    native = pipe.unet.config.sample_size * pipe.vae_scale_factor
+    return settings.height or native, settings.width or native
+
+
+def initial_latents(pipe: Any, seeds: Sequence[int], height: int, width: int) -> torch.Tensor:
+    """Return standard normal noise (len(seeds), C, h, w), float32 on the CPU, a generator for each seed."""
+    factor = pipe.vae_scale_factor
+    shape = (pipe.unet.config.in_channels, height // factor, width // factor)
+    return torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+
+
+def warm_up(pipe: Any, method: Method, specs: Sequence[ImageSpec], settings: SamplingSettings) -> None:
+    """Make a batch in two steps at most, whose time would hold what is done only once."""
+    few = replace(method, steps=min(method.steps or settings.steps, 2))
+    with warnings.catch_warnings():
+        # Of two steps neither may be early, and few steps stay whole; that means nothing.
+        warnings.filterwarnings("ignore", "agentsd: ")
+        sample(pipe, few, specs, settings)
+
+
+def sample(
+    pipe: Any,
+    method: Method,
+    specs: Sequence[ImageSpec],
+    settings: SamplingSettings,
+    told: Callable[[str], Any] = lambda summary: None,
+) -> tuple[list[Image.Image], Seconds]:
+    """Return one image for each of `images`, made as one batch under `method`, and the time it took.
+
+    The time is that of the pipeline's call (text encoder, denoising, decoder), not of patching. A
+    image's noise depends on its seed alone; tomesd's random cells also on the batch's first seed. `told` is
+    called with what each call of the run was, where a recipe is in force.
+    """
+    height, width = size_of(pipe, settings)
+    seeds = [spec.seed for spec in specs]
+    device, dtype = pipe.unet.device, pipe.unet.dtype
+    latents = initial_latents(pipe, seeds, height, width).to(device, dtype)
+    # For samplers that add noise at each step; another stream than the one of the initial noise.
+    generators = [torch.Generator().manual_seed(2**32 + seed) for seed in seeds]
+    with method.applied(pipe) as applied:
+        applied.reseed(seeds[0])
+        with Stopwatch(device) as watch:
+            output = applied.call(
+                prompt=[spec.prompt for spec in specs],
+                height=height,
+                width=width,
+                num_inference_steps=method.steps or settings.steps,
+                guidance_scale=settings.guidance_scale,
+                latents=latents,
+                generator=generators,
+            )
+        if handle := handle_of(pipe):
+            told(handle.summary())
+    return output.images, watch.seconds

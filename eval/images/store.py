@@ -1,0 +1,160 @@
+"""A run's folder: images that are whole or not there, and manifests that say how each was made."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from .. import run_file
+from ..errors import EvalError
+from ..files import explain_os_error, png_bytes, write_bytes
+from .methods import Method
+from .prompts import ImageSpec
+from .sampling import Seconds
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of a manifest: an image, its file's SHA-256, and its batch's time."""
+
+    index: int
+    seed: int
+    prompt: str
+    sha256: str
+    batch: int
+    batch_images: int
+    seconds: float
+    cpu_seconds: float
+    session: str
+    """Names the process that made it; times are compared within one only."""
+
+
+class Store:
+    """The images of one run, in `folder/images/<method>/00000.png`."""
+
+    def __init__(self, folder: Path, rank: int = 0) -> None:
+        self.folder = folder
+        self._rank = rank
+
+    def claim(self, fingerprint: dict[str, Any], environment: dict[str, Any] | None = None) -> None:
+        """Mark the folder as a run's, and who makes its images; EvalError names how another run differs."""
+        run = run_file.read(self.folder)
+        found = run.get("images") or fingerprint
+        if different := [key for key in fingerprint if found.get(key) != fingerprint[key]]:
+            changes = "; ".join(
+                f"{key}: {found.get(key)!r} there, {fingerprint[key]!r} now" for key in different
+            )
+            raise EvalError(f"{self.folder} holds another run's images ({changes}); choose another --out")
+        known: dict[str, Any] = run.get("environments", {})
+        if "images" not in run or (environment and environment not in known.values()):
+            new = {str(len(known) + 1): environment} if environment else {}
+            run_file.update(self.folder, images=fingerprint, environments=new)
+
+    def path(self, method: Method, index: int) -> Path:
+        """Return where an image is, or will be."""
+        return self.folder / "images" / method.key / f"{index:05d}.png"
+
+    def intact(self, method: Method) -> dict[int, Entry]:
+        """Return the entries of all images that are on disk as they were written, by index."""
+        entries = {}
+        digests: dict[int, str | None] = {}
+        for entry in self._entries(method):
+            if entry.index not in digests:
+                digests[entry.index] = _digest(self.path(method, entry.index))
+            if digests[entry.index] == entry.sha256:
+                entries[entry.index] = entry
+        return entries
+
+    def timings(self, method: Method) -> dict[tuple[int, str], Entry]:
+        """Return an entry for each (batch, session) in which a batch was made."""
+        return {(entry.batch, entry.session): entry for entry in self._entries(method)}
+
+    def _entries(self, method: Method) -> Iterator[Entry]:
+        for manifest in sorted(self.path(method, 0).parent.glob("manifest-*.jsonl")):
+            for line in manifest.read_bytes().splitlines():
+                try:
+                    yield _read_entry(line)
+                except (ValueError, TypeError):
+                    continue  # a line cut off when the run was killed: its image is made again
+
+    def save(
+        self,
+        method: Method,
+        batch: int,
+        specs: Sequence[ImageSpec],
+        images: Sequence[Image.Image],
+        seconds: Seconds,
+        session: str,
+    ) -> None:
+        """Write a batch's images, then its lines. Raises EvalError if the disk is full."""
+        entries = []
+        for spec, image in zip(specs, images, strict=True):
+            path = self.path(method, spec.index)
+            content = png_bytes(image)
+            write_bytes(path, content)
+            entry = Entry(
+                index=spec.index,
+                seed=spec.seed,
+                prompt=spec.prompt,
+                sha256=hashlib.sha256(content).hexdigest(),
+                batch=batch,
+                batch_images=len(specs),
+                seconds=seconds.wall,
+                cpu_seconds=seconds.cpu,
+                session=session,
+            )
+            entries.append(entry)
+        self._append(method, entries)
+
+    def save_time(
+        self, method: Method, batch: int, entries: Sequence[Entry], seconds: Seconds, session: str
+    ) -> None:
+        """Write another time for a batch whose images, of these entries, are kept as they are."""
+        wall, cpu, count = seconds.wall, seconds.cpu, len(entries)
+        again = [
+            replace(e, batch=batch, batch_images=count, seconds=wall, cpu_seconds=cpu, session=session)
+            for e in entries
+        ]
+        self._append(method, again)
+
+    def _append(self, method: Method, entries: Sequence[Entry]) -> None:
+        manifest = self.path(method, 0).with_name(f"manifest-{self._rank}.jsonl")
+        lines = [json.dumps(vars(entry), ensure_ascii=False) for entry in entries]
+        try:
+            with manifest.open("ab") as file:
+                # The line break first: a killed run may have left half a line.
+                file.write("".join(f"\n{line}" for line in lines).encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise explain_os_error(error, manifest) from error
+
+    def image(self, method: Method, index: int) -> Image.Image:
+        """Return an image, RGB."""
+        return Image.open(self.path(method, index)).convert("RGB")
+
+
+def _read_entry(line: bytes) -> Entry:
+    """Raises ValueError or TypeError on a line that is none of ours."""
+    entry = Entry(**json.loads(line))
+    whole, numbers = (
+        (entry.index, entry.seed, entry.batch, entry.batch_images),
+        (entry.seconds, entry.cpu_seconds),
+    )
+    if not all(type(value) is int and value >= 0 for value in whole) or entry.batch_images < 1:
+        raise ValueError(line)
+    if not all(isinstance(value, int | float) and value > 0 for value in numbers):
+        raise ValueError(line)
+    return entry
+
+
+def _digest(path: Path) -> str | None:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None

@@ -1,0 +1,160 @@
+"""Validation of the metrics: degradations of known order are put in that order, beyond their errors."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+from PIL import Image, ImageFilter
+from rich.console import Console
+
+from ..environment import describe_run
+from ..errors import EvalError
+from ..files import write_bytes
+from ..images.methods import Method, parse_method
+from ..pages import rows as results
+from ..pages.rows import Column, Row
+from ..quality.measure import Measured, Shown, measure
+from ..quality.metrics import Z95, KernelDistance, standard_error
+from ..studies.table import make
+from .ordered_pairs import draw_pairs, pair_of
+from .settings import ValidationSettings
+
+BLURS, NOISES = (0.5, 1.0, 2.0), (4, 10, 25)
+RATIOS = (0.25, 0.5, 0.75)
+INTERVALS = (2, 3, 5, 10)
+NOTE = (
+    "Each pair names a smaller and a greater loss. Of perceptual distances the ratio of the greater one's to "
+    "the smaller one's, a geometric mean over the same seeds; of KIDs (x1000) their difference; "
+    "with a 95% interval. Seen: the interval lies on the right side."
+)
+
+
+def command(settings: ValidationSettings, console: Console) -> None:
+    """Print the ordered pairs, and write them."""
+    methods, chains = methods_of(settings)
+    made = make(settings, methods, "metric-validation", console, costs=False)
+    if made is None:
+        return
+    if made.references.reference is None:
+        raise EvalError("metric-validation: give --reference-steps")
+    shown = [made.shown(method) for method in methods]
+    for name, degradation in DEGRADATIONS.items():
+        shown.append(Shown(name, [degradation(image) for image in shown[0].images], made.metrics))
+    found = {one.key: measure(one, made.asked, made.references, made.metrics) for one in shown}
+    pairs = pairs_of(found, chains | DEGRADED)
+    facts = describe_run(settings, made.device)
+    results.write_rows(settings.out, "metric-validation", pairs, [COLUMNS], facts, NOTE)
+    singles = [single for measured in found.values() for single in measured.singles]
+    results.write_singles(settings.out / "metric-validation-images.csv", singles)
+    title = f"what the metrics see, {len(made.asked)} images a row"
+    write_bytes(settings.out / "metric-validation.png", draw_pairs(pairs, title))
+    console.print(results.to_terminal(title, pairs, COLUMNS))
+    console.print(NOTE)
+    console.print(f"figures: {settings.out}", soft_wrap=True)
+
+
+def methods_of(settings: ValidationSettings) -> tuple[list[Method], dict[str, list[str]]]:
+    """Return every method that is run, baseline first, and the chains of their keys, from least to most
+    loss."""
+    baseline = parse_method("baseline", None, settings)
+    chains = {
+        "steps": [
+            baseline if count == settings.steps else parse_method(f"baseline@{count}", None, settings)
+            for count in settings.chain_steps
+        ],
+        "tomesd": [parse_method("tomesd", ratio, settings) for ratio in RATIOS],
+        "DeepCache": [parse_method(f"deepcache-{interval}", None, settings) for interval in INTERVALS],
+    }
+    methods = dict.fromkeys([baseline, *(method for chain in chains.values() for method in chain)])
+    return list(methods), {name: [method.key for method in chain] for name, chain in chains.items()}
+
+
+def blur(radius: float, image: Image.Image) -> Image.Image:
+    """Return the image under a Gaussian of this radius, in pixels."""
+    return image.filter(ImageFilter.GaussianBlur(radius))
+
+
+def noise(sigma: float, image: Image.Image) -> Image.Image:
+    """Return the image with white noise of this standard deviation, in levels of 0..255."""
+    added = np.random.default_rng(0).normal(0, sigma, (image.height, image.width, 3))
+    return Image.fromarray((np.asarray(image) + added).round().clip(0, 255).astype(np.uint8))
+
+
+_DEGRADATIONS: dict[str, tuple[Callable[..., Image.Image], Sequence[float]]] = {
+    "blur": (blur, BLURS),
+    "noise": (noise, NOISES),
+}
+DEGRADATIONS: Mapping[str, Callable[[Image.Image], Image.Image]] = {
+    f"{name} {strength:g}": partial(degradation, strength)
+    for name, (degradation, strengths) in _DEGRADATIONS.items()
+    for strength in strengths
+}
+DEGRADED = {name: [f"{name} {strength:g}" for strength in s] for name, (_, s) in _DEGRADATIONS.items()}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The measure of a greater loss beside a smaller one's: its value, and a 95% interval."""
+
+    value: float
+    low: float
+    high: float
+    none: float
+    """What it is where nothing is lost: a ratio of 1, a difference of 0."""
+
+    @property
+    def verdict(self) -> str:
+        """Whether the loss is seen."""
+        if self.low > self.none:
+            return "seen"
+        return "out of order" if self.high < self.none else "not told apart"
+
+
+def ratio(less: Sequence[float], more: Sequence[float]) -> Pair:
+    """Return the ratio of two losses' perceptual distances, paired by seed."""
+    logs = np.log(np.maximum(more, 1e-12)) - np.log(np.maximum(less, 1e-12))
+    middle, half = logs.mean(), Z95 * standard_error(logs)
+    low, high = float(np.exp(middle - half)), float(np.exp(middle + half))
+    return Pair(float(np.exp(middle)), low, high, none=1.0)
+
+
+def difference(less: KernelDistance, more: KernelDistance) -> Pair:
+    """Return the difference of two losses' KIDs x1000, paired by seed."""
+    middle, half = 1e3 * (more.value - less.value), 1e3 * Z95 * more.difference_error(less)
+    return Pair(middle, middle - half, middle + half, none=0.0)
+
+
+def pairs_of(found: Mapping[str, Measured], chains: Mapping[str, Sequence[str]]) -> list[Row]:
+    """Return a row for each pair of neighbours in a chain, by each metric that both have."""
+    rows = []
+    for chain, keys in chains.items():
+        for less, more in pairwise(keys):
+            pairs: dict[str, Pair] = {}
+            for name, key in (
+                ("to reference image", "reference_distance"),
+                ("to the baseline", "baseline_distance"),
+            ):
+                values = [[single[key] for single in found[one].singles] for one in (less, more)]
+                if None not in values[0] + values[1] and (chain, key) != ("steps", "baseline_distance"):
+                    pairs[name] = ratio(*values)
+            smaller, greater = found[less].kid, found[more].kid
+            if smaller and greater:
+                pairs["kid"] = difference(smaller, greater)
+            for name, pair in pairs.items():
+                values_of = {"value": pair.value, "low": pair.low, "high": pair.high, "verdict": pair.verdict}
+                rows.append({"chain": chain, "less": less, "more": more, "measure": name} | values_of)
+    return rows
+
+
+def _interval(row: Row) -> str:
+    return f"{row['value']:.3g} ({row['low']:.3g} to {row['high']:.3g})"
+
+
+COLUMNS = [
+    Column("smaller < greater loss", pair_of),
+    Column("measure", lambda row: row["measure"]),
+    Column("greater / smaller, or difference", _interval),
+    Column("", lambda row: row["verdict"]),
+]

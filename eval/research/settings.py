@@ -1,0 +1,111 @@
+"""The settings of the studies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from ..settings import (
+    CommandSettings,
+    CostSettings,
+    FeatureName,
+    ReferenceSteps,
+    RunSettings,
+    SchedulerName,
+    ShowSettings,
+    Steps,
+)
+
+
+class ValidationSettings(RunSettings):
+    """Validate the metrics on known degradations: fewer steps, more merging, longer caches, blur, noise."""
+
+    hidden: ClassVar[tuple[str, ...]] = (*RunSettings.hidden, "methods", "ratios", "fewer_steps")
+    unused: ClassVar[tuple[str, ...]] = ("methods", "ratios", "fewer_steps")
+    scheduler: SchedulerName = "dpm++karras"
+    steps: Steps = 25
+    reference_steps: ReferenceSteps = 100
+    chain_steps: tuple[Annotated[int, Field(ge=1)], ...] = (50, 25, 12, 8, 6)
+    """Numbers of steps, falling."""
+
+
+class MediatorSettings(RunSettings):
+    """Search when the number of pooled agents should grow: distance against MACs, drawn."""
+
+    hidden: ClassVar[tuple[str, ...]] = (*RunSettings.hidden, "methods", "ratios")
+    unused: ClassVar[tuple[str, ...]] = ("methods", "ratios")
+    scheduler: SchedulerName = "ddpm"
+    """Sampler. As the paper's, it adds noise; under a deterministic one latents don't move less and less."""
+    counts: tuple[Annotated[int, Field(ge=1)], ...] = Field((16, 64, 256), min_length=1)
+    """Agents in each stage, few first."""
+    threshold_step: float = Field(0.25, gt=0, le=1)
+    """Thresholds are tried at 1, 1 - step, ... 0 of the first distance; the paper's step is 0.1."""
+
+
+class ProfileSettings(CostSettings):
+    """Print where the time of one U-Net call goes, part by part, under each method."""
+
+    hidden: ClassVar[tuple[str, ...]] = ("named", "scheduler", "steps")
+    phases: tuple[Literal["early", "late"], ...] = ("early", "late")
+    """early or late steps."""
+    baseline: bool = True
+    """Measure baseline too; at 2048 px that takes minutes a call."""
+    out: Path = Path("outputs/profile")
+    """Folder for profile.jsonl, .csv and .md."""
+
+
+class RedundancySettings(ShowSettings):
+    """Measure how alike the queries of each self-attention layer are at each step, and draw the map."""
+
+    hidden: ClassVar[tuple[str, ...]] = ("named", "backend", "agent")
+    measured_steps: int = Field(10, ge=1)
+    """Steps that are measured, spread evenly from the first to the last; `steps` or more measures all."""
+    exact_tokens: int = Field(1024, ge=0)
+    """Layers of so many tokens at most are measured on all pairs of queries, the others on a sample."""
+    pairs: int = Field(4096, ge=2)
+    """Size of the sample for each layer, step and image, spread over the heads."""
+    out: Path = Path("outputs/redundancy")
+    """Folder for redundancy.png, .jsonl, .csv and .md."""
+
+
+class FidSettings(CommandSettings):
+    """Measure the FD and KID between two folders of images."""
+
+    positional: ClassVar[tuple[str, ...]] = ("first", "second")
+    has_config: ClassVar[bool] = False
+    first: Path
+    """A folder of images."""
+    second: Path
+    """Another."""
+    features: FeatureName = "inception"
+    """The network; inception is that of real FID."""
+    inception_weights: Path | None = None
+    """pytorch-fid's weights file; without it, pytorch-fid downloads it."""
+    cache: Path = Path("outputs/features")
+    """Folder for features, computed once."""
+    device: str | None = None
+    """cpu, cuda, cuda:1 ...; without it the first CUDA device, else the CPU."""
+
+
+class FrontierSettings(CommandSettings):
+    """Draw several tables' methods in one image: distance against cost, beside fewer steps."""
+
+    runs: tuple[Path, ...] = Field((), min_length=1, validate_default=True)
+    """Folders with a table. Of rows of one method and sampler the first folder's stands."""
+    methods: tuple[str, ...] = ()
+    """Rows' labels; without them, all rows."""
+    title: str = ""
+    """What stands above the image."""
+    out: Path = Path("runs/frontier")
+    """Folder for the image and its table."""
+
+
+class DetailsSettings(CommandSettings):
+    """Measure high-frequency energy, place, size and style of a table's images."""
+
+    positional: ClassVar[tuple[str, ...]] = ("folder",)
+    has_config: ClassVar[bool] = False
+    folder: Path
+    """The folder of a table of the bundled toy model."""
