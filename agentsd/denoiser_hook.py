@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from diffusers.utils import logging
 from diffusers.utils.torch_utils import unwrap_module
 from torch import Tensor
 from torch.nn import Module
@@ -29,18 +29,20 @@ from .recipe import Recipe
 from .run_state import RunState
 from .schedule import Phases
 
+logger = logging.get_logger(__name__)
+
 
 class WarnOnce:
-    """Warns of each thing once."""
+    """Logs each warning once."""
 
     def __init__(self) -> None:
         self._warned: set[str] = set()
 
     def __call__(self, message: str) -> None:
-        """Warn, unless it was said before."""
+        """Log it, unless it was logged before."""
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(message, stacklevel=4)
+            logger.warning(message)
 
 
 class Graph:

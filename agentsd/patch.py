@@ -8,6 +8,7 @@ from typing import Any
 
 from .attention import Agents
 from .handle import AgentSDHandle
+from .hosts.files import find_saved
 from .hosts.models import find_model
 from .modules.adapter import FILE_NAME as WEIGHTS
 from .recipe import FILE_NAME, MODES, Recipe
@@ -42,8 +43,8 @@ def apply_agentsd(
             grids of fewer than 4,096 tokens step caching alone. "downsample": the same with downsampled keys
             in place of agents. "step-caching": step caching alone, on every grid. "paper": AgentSD to the
             letter of the paper, agents in the early steps and merged tokens later, in every step.
-        recipe: in place of all the others, a `Recipe`, or a folder or file that holds one (`agentsd.yaml`;
-            trained weights beside it, `agentsd.safetensors`, are loaded).
+        recipe: in place of all the others, a `Recipe`, or a file, folder or hub repository that holds one
+            (`agentsd.yaml`; trained weights beside it, `agentsd.safetensors`, are loaded).
         seed: of the destinations sampled at random.
 
     Returns:
@@ -66,7 +67,7 @@ def apply_agentsd(
             kind = type(recipe).__name__
             raise TypeError(f"recipe={recipe!r} is a {kind}: pass a Recipe, or its file or folder")
         if not isinstance(recipe, Recipe):
-            recipe, trained = _load(Path(recipe))
+            recipe, trained = _load(find_saved(recipe, [FILE_NAME, WEIGHTS]))
     else:
         if changed.pop("mode", mode) not in MODES:
             raise ValueError(f"mode={mode!r}: choose {' or '.join(map(repr, MODES))}")

@@ -13,6 +13,7 @@ import yaml
 from .attention import Agents, Downsample, Merge, Operator, ResidualSharing
 from .cache import GuidanceCache, StepCache
 from .checks import check, check_types
+from .hosts.files import find_saved
 from .schedule import ByDistance, Phases, Schedule, stages_of, timing_of, with_setting
 from .serialization import (
     check_known,
@@ -215,13 +216,17 @@ class Recipe:
         return path
 
     @classmethod
-    def load(cls, path: str | Path) -> Recipe:
-        """Read what `save` wrote.
+    def load(cls, source: str | Path) -> Recipe:
+        """Read what `save` wrote: a file, or the `agentsd.yaml` of a folder or hub repository.
+
+        Args:
+            source: a path, or "name/repository" on the hub.
 
         Raises:
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: there is no such file, folder or repository.
             ValueError: it is not YAML, or not a recipe.
         """
+        path = find_saved(source, [FILE_NAME])
         try:
             file = _file(path)
             content = read_mapping(file)

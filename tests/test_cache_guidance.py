@@ -4,6 +4,7 @@ import diffusers
 import pytest
 import torch
 from callers import RUN, Guided, deep_unet
+from logs import warned
 from tiny import BETAS, WIDTH, make_sdxl_unet, make_unet, snapshot
 
 from agentsd import Agents, Downsample, GuidanceCache, Phases, Recipe, StepCache, apply_agentsd
@@ -144,11 +145,11 @@ def test_without_guidance_nothing_is_halved_and_it_is_said(make_pipeline):
     for settings in ({"guidance_scale": 1.0}, two):  # two prompts on the same latents, as guidance has them
         baseline = run(pipe, **settings)
         with apply_agentsd(pipe, recipe=HALVES) as handle:
-            with pytest.warns(UserWarning, match="no guidance of two passes was found"):
+            with warned("no guidance of two passes was found"):
                 assert torch.equal(run(pipe, **settings), baseline)
             assert handle.summary() == "FFFFFFFFFF  (10 calls: 10 computed)"
         alone = apply_agentsd(pipe.unet, recipe=HALVES)  # it knows no pipeline to ask
-        with alone, pytest.warns(UserWarning, match="no guidance of two passes was found"):
+        with alone, warned("no guidance of two passes was found"):
             assert torch.equal(run(pipe, **settings), baseline)
 
 

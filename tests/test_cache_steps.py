@@ -6,6 +6,7 @@ import diffusers
 import pytest
 import torch
 from callers import RUN, Caller, deep_unet
+from logs import warned
 from tiny import BETAS, make_sdxl_unet, make_unet, snapshot
 
 from agentsd import Agents, Downsample, Phases, Recipe, StepCache, apply_agentsd
@@ -252,7 +253,7 @@ def test_few_steps_stay_whole_and_say_so_once(make_pipeline, sample):
     pipe = make_pipeline()
     baseline = sample(pipe, num_inference_steps=7)
     handle = apply_agentsd(pipe, mode="step-caching")
-    with pytest.warns(UserWarning, match="a run of 7 steps has none to spare"):
+    with warned("a run of 7 steps has none to spare"):
         picture = pipe(
             "a cat",
             num_inference_steps=7,

@@ -12,6 +12,7 @@ from diffusers.models.attention_processor import (
     AttnProcessor2_0,
     PAGIdentitySelfAttnProcessor2_0,
 )
+from logs import warned
 from recipes import AGENTS_THEN_KEYS
 from tiny import BETAS, PHASES, call, make_controlnet, make_sdxl_unet, make_unet, snapshot
 
@@ -168,7 +169,6 @@ def test_upcast_attention_takes_the_softmax_inputs_to_float32(monkeypatch):
     assert set(seen[3:]) == {torch.float32}
 
 
-@pytest.mark.filterwarnings("ignore:agentsd. timestep 999 is not")
 def test_same_seed_same_bits_and_guidance_branches_share_cells(pipe, sample):
     apply_agentsd(pipe, recipe=cells("random"))
     torch.manual_seed(1)
@@ -239,7 +239,7 @@ def test_a_run_without_an_early_step_is_said_once(make_pipeline):
     def run(strength):
         pipe("a cat", image=image, strength=strength, num_inference_steps=10, output_type="latent")
 
-    with pytest.warns(UserWarning, match="no early step") as caught:
+    with warned("no early step") as caught:
         run(0.5)
     assert len(caught) == 1
     run(0.5)  # a second warning would be an error here
