@@ -33,12 +33,12 @@ from .hosts.schedulers import Sampler
 from .hosts.timesteps import Step
 from .run_state import RunState
 
-_JUMPS = (
+_SKIPS_TIMESTEPS = (
     "agentsd: the U-Net is called on timesteps that skip some of the scheduler's list; what is left of the "
-    "run is planned anew there, and cached steps are not corrected"
+    "run is planned again there, and cached steps are not corrected"
 )
 _OFF_LIST = (
-    "agentsd: a timestep is not one of the scheduler's list, so its call is computed in whole; pass elements "
+    "agentsd: a timestep is not one of the scheduler's list, so its call computes all layers; pass elements "
     "of scheduler.timesteps to the U-Net"
 )
 _UNKNOWN = (
@@ -99,13 +99,13 @@ class Caching:
         if step.first_call or step.skips_timesteps or not run.is_open:
             self._open(unet, run)
             if step.skips_timesteps:
-                self._warn(_JUMPS)
+                self._warn(_SKIPS_TIMESTEPS)
         context.kind = COMPUTED if self._residual is None else replace(COMPUTED, attention=FULL)
         if step.off_list and run.kinds:
             self._warn(_OFF_LIST)
         if not run.kinds or step.off_list or not self._may_keep(run):
             return
-        entry = self._entry(run, context, self._is_off(pipe, run.scheduler))
+        entry = self._entry(run, context, pipe)
         if entry is None:
             return
         reader, step_index = run.reader, run.reader.step_index
@@ -134,15 +134,15 @@ class Caching:
 
     def end(self, run: RunState, context: StepContext | None, output: Any, recompute: Recompute) -> Any:
         """What the caller gets for what the U-Net gave; None if it raised."""
-        seen = self.stop()
+        computed = self.stop()
         if output is None:
             run.reset()
         if context is None or output is None or context.entry is None:
             return output
         entry, kind = context.entry, context.kind
-        if kind.computed and seen is not None:
+        if kind.computed and computed is not None:
             features = context.features
-            for known, part in zip(features, seen.chunk(len(features)), strict=True):
+            for known, part in zip(features, computed.chunk(len(features)), strict=True):
                 known.keep(context.sigma, [part.clone()])
         if not kind.computed and context.sampler_step is not None:
             # without its entry, which holds it: both are let go as soon as the entry is
@@ -239,39 +239,39 @@ class Caching:
         )
         return False
 
-    def _is_off(self, pipe: Any, scheduler: Any) -> bool:
+    def _is_unguided(self, pipe: Any, scheduler: Any) -> bool:
         """Whether the pipeline says that its calls are not two passes of guidance."""
         if scheduler is None or getattr(pipe, "scheduler", None) is not scheduler:  # the calls are another's
             return False
         perturbed = getattr(pipe, "do_perturbed_attention_guidance", False)
         return bool(perturbed) or getattr(pipe, "do_classifier_free_guidance", None) is False
 
-    def _entry(self, run: RunState, context: StepContext, off: bool) -> CacheEntry | None:
-        """The calls that this one continues; None if it can't be known."""
-        step_index, inputs = run.reader.step_index, context.inputs
-        sample, text = inputs["sample"], inputs.get("encoder_hidden_states")
-        # What was not called in the step before is too old to go on from.
-        oldest = step_index - run.reader.stride
-        run.entries = {key: other for key, other in run.entries.items() if other.step_index >= oldest}
+    def _entry(self, run: RunState, context: StepContext, pipe: Any) -> CacheEntry | None:
+        """The cache entry of the calls on this text and shape; None where calls can't be told apart."""
+        step_index = run.reader.step_index
+        sample, text = context.inputs["sample"], context.inputs.get("encoder_hidden_states")
+        oldest = step_index - run.reader.stride  # what was not called in the step before is too old
+        run.entries = {key: entry for key, entry in run.entries.items() if entry.step_index >= oldest}
         key = (tuple(sample.shape), sample.dtype, sample.device, _identity(text))
         entry = run.entries.get(key)
-        if entry is None:
-            run.unmatched += all(other.step_index < step_index for other in run.entries.values())
-            if run.unmatched == 3:
-                self._give_up(run, "the U-Net gets another text, or its text as a new tensor, in each call")
-                return None
-            guided = self._guidance is not None and not off and is_guided(sample, text)
-            if self._guidance is not None and not guided and not run.entries:
-                self._warn(_UNGUIDED)
-            entry = CacheEntry(text, guided, [])
-            self._begin_anew(run, entry)
-            run.entries[key] = entry
-            return entry
-        run.unmatched = 0
-        if entry.step_index == step_index:
+        if entry is not None and entry.step_index == step_index:
             self._give_up(run, "the U-Net is called more than once in a step on the same text")
             return None
-        return entry
+        if entry is not None:
+            run.unmatched = 0
+            return entry
+        if all(entry.step_index < step_index for entry in run.entries.values()):  # the step's first call
+            run.unmatched += 1
+        if run.unmatched == 3:
+            self._give_up(run, "the U-Net gets another text, or its text as a new tensor, in each call")
+            return None
+        unguided = self._is_unguided(pipe, run.scheduler)
+        guided = self._guidance is not None and not unguided and is_guided(sample, text)
+        if self._guidance is not None and not guided and not run.entries:
+            self._warn(_UNGUIDED)
+        run.entries[key] = CacheEntry(text, guided, [])
+        self._begin_anew(run, run.entries[key])
+        return run.entries[key]
 
     def _begin_anew(self, run: RunState, entry: CacheEntry) -> None:
         """Let an entry hold nothing yet."""

@@ -116,7 +116,7 @@ class DenoiserHook:
         self._owner.clear()
 
     def detach(self) -> None:
-        """Leave the model whole, and nothing kept."""
+        """Skip no layer of the model, and keep nothing."""
         if self.cache is not None:
             self.cache.stop()
         self.reset()

@@ -88,8 +88,8 @@ class Recipe:
             ok = self.steps is not None or self.guidance is not None
             check("attention", None, ok, "the recipe would do nothing: name what it is to do")
         for stages in (stages_of(schedule) for schedule in self.schedules):
-            cores = {stage for stage in stages if stage is not None and stage.needs_module}
-            check("attention", cores, len(cores) <= 1, "a layer has one trained module: name one")
+            trained = {stage for stage in stages if stage is not None and stage.needs_module}
+            check("attention", trained, len(trained) <= 1, "a layer has one trained module: name one")
 
     def _check_residual(self) -> None:
         some = self.attention is not None or self.layers is not None

@@ -149,7 +149,7 @@ def test_a_timestep_off_the_list_is_told_and_computed():
         handle = apply_agentsd(pipe, recipe=STEPS)
         for t in (900, 800):
             unet(latents, t, text)
-        with warned("is not one of the scheduler's list, so its call is computed"):
+        with warned("is not one of the scheduler's list, so its call computes"):
             unet(latents, 777, text)
         unet(latents, 700, text)
     assert handle.summary().startswith("FfFF")

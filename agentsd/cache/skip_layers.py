@@ -125,7 +125,7 @@ class SkippedLayers:
             module.forward = forward
 
     def end(self) -> Tensor | None:
-        """From here on the model is whole; returns the state that a computed step had."""
+        """From here on the model skips none; returns the state that a computed step had."""
         while self._replaced:
             module, forward = self._replaced.pop()
             if forward is None:

@@ -1,4 +1,4 @@
-"""Which steps compute the whole U-Net; the others compute its last layers on states kept from those."""
+"""Which steps compute all layers of the U-Net; the others compute the last ones on cached features."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StepCache:
     states of the finest level for each image and pass: 320 x 64 x 64 numbers each in SD 1.5 at 512 px.
 
     A computed step shows what the cached steps just before it should have had: the state between two computed
-    steps. Where they are corrected, each is computed once more on that, and the computed step's prediction
+    steps. Where they are corrected, each is computed again on that, and the computed step's prediction
     makes up for what they got wrong (`agentsd.cache.correction`).
 
     A step is a noise level: calls that repeat a timestep (PLMS, Heun) share its decision. A run's first step
