@@ -1,4 +1,4 @@
-"""Images that a run draws: of the class before training, for validation, and a sheet at the end."""
+"""Images that a run draws: of the class before training, for validation, and a grid of them at the end."""
 
 from __future__ import annotations
 
@@ -75,6 +75,6 @@ def fill_class_folder(pipe: Any, config: DreamBoothConfig, on_image: Callable[[]
     generate(pipe, config.class_prompt, max(0, config.num_class_images - have), baseline, write)
 
 
-def save_sheet(images: list[Image.Image], path: Path) -> None:
+def save_grid(images: list[Image.Image], path: Path) -> None:
     """Write images side by side."""
     make_image_grid(images, rows=1, cols=len(images)).save(path)

@@ -22,7 +22,7 @@ from ..patch import apply_agentsd, remove_agentsd
 from .checkpoints import check_space, find_checkpoint, save_checkpoint, step_of
 from .config import DreamBoothConfig
 from .data import SubjectImages, find_images
-from .images import fill_class_folder, generate, save_sheet
+from .images import fill_class_folder, generate, save_grid
 from .step import diffusion_loss
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Run:
         )
 
     def train(self) -> Path:
-        """Train to `max_train_steps`, save the model, its agent settings and a contact sheet."""
+        """Train to `max_train_steps`, save the model, its agent settings and a grid of images."""
         config, accelerator = self.config, self.accelerator
         self.pipe = self._load()
         images = self._images()
@@ -217,7 +217,7 @@ class Run:
             assert config.validation_prompt is not None
             with accelerator.autocast():
                 made = generate(self.pipe, config.validation_prompt, config.num_validation_images, config)
-            save_sheet(made, config.output_dir / f"validation-{self.step}.png")
+            save_grid(made, config.output_dir / f"validation-{self.step}.png")
             for tracker in accelerator.trackers:
                 if tracker.name == "tensorboard":
                     images = np.stack([np.asarray(image) for image in made])
@@ -225,12 +225,12 @@ class Run:
         accelerator.wait_for_everyone()
 
     def _save(self) -> None:
-        """The model (or LoRA weights), `agentsd.yaml` and `sheet.png`."""
+        """The model (or LoRA weights), `agentsd.yaml` and `grid.png`."""
         config, pipe = self.config, self.pipe
         prompt = config.validation_prompt or config.instance_prompt
         with self.accelerator.autocast():
             made = generate(pipe, prompt, config.num_validation_images, config)
-        save_sheet(made, config.output_dir / "sheet.png")
+        save_grid(made, config.output_dir / "grid.png")
         if config.attention != "agent":
             self.handle.save(config.output_dir)
         remove_agentsd(pipe.unet)
