@@ -33,7 +33,7 @@ from rich.console import Console
 
 from agentsd import Agents, Merge, Phases, Recipe
 from agentsd.dreambooth import training
-from agentsd.dreambooth.data import find_images
+from agentsd.dreambooth.data import find_pictures
 
 CONCEPTS = ["strawberry", "panda face", "carrot"]
 
@@ -275,7 +275,7 @@ def test_images_are_judged_by_views_and_references(make_pipeline: Any, tmp_path:
         (("--learning-rate", "0"), "learning_rate = 0.0: Input should be greater than 0"),
         (("--agent", "early_frac=0.5"), "['early_frac'] can't be trained with; known: k, scale"),
         (("--agent", "scale=0.5"), "scale=0.5: it is the exponent"),
-        (("--model", "EMPTY"), "subject: the embedded subject is for the toy model; give --subject"),
+        (("--model", "EMPTY"), "subject: the bundled subject is for the toy model; give --subject"),
         (("--out", "/proc/no/such"), "choose another place with --out"),
     ],
 )
@@ -301,7 +301,7 @@ def test_the_preset_is_valid() -> None:
 
 
 def test_the_views_that_ship() -> None:
-    images = [Image.open(path) for path in find_images(SUBJECT)]
+    images = [Image.open(path) for path in find_pictures(SUBJECT)]
     assert 4 <= len(images) <= 6
     assert {(image.size, image.mode) for image in images} == {((64, 64), "RGB")}
     assert len({image.tobytes() for image in images}) == len(images)

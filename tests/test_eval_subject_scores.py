@@ -107,7 +107,7 @@ def test_a_real_model_is_scored_where_weights_are_given_and_else_says_so(
 def test_what_is_missing_is_told_before_any_training(
     model_folder: str, photographs: Path, tmp_path: Path
 ) -> None:
-    assert "subject: the embedded subject is for the toy model; give --subject" in run(
+    assert "subject: the bundled subject is for the toy model; give --subject" in run(
         "--model", model_folder, code=2
     )
     printed = run("--model", model_folder, "--subject", photographs, "--class-prompt", "a", code=2)

@@ -1,6 +1,6 @@
 """Prompt accuracy: is a generated picture's nearest reference of the prompted concept?
 
-`python -m agentsd_demo.training.accuracy` prints it for the bundled toy model.
+`python -m agentsd_demo.training.accuracy` prints it for the embedded model.
 """
 
 from collections.abc import Callable, Sequence
