@@ -118,7 +118,7 @@ def test_states_take_the_memory_that_the_docs_say(ddim, sample):
 
     def count(*_):
         for entry in kept(handle).values():
-            tensors = [state for known in entry.features for _, state in known._kept]
+            tensors = [x for known in entry.features for _, features in known._kept for x in features]
             most.append(sum(t.untyped_storage().nbytes() for t in tensors))
 
     ddim.unet.register_forward_hook(count)
