@@ -103,7 +103,7 @@ def test_a_run_trains_saves_and_says_how_to_apply(settings, model):
     config = settings(validation_prompt="a sks cat", validation_steps=2)
     folder = Run(config).train()
     assert not equal(weights(folder), weights(model))
-    assert Image.open(folder / "sheet.png").size == (64, 32)
+    assert Image.open(folder / "grid.png").size == (64, 32)
     assert (folder / "validation-2.png").exists()
     pipe = StableDiffusionPipeline.from_pretrained(folder)
     assert apply_agentsd(pipe, recipe=folder).recipe == IN_EVERY_STEP
@@ -114,7 +114,7 @@ def test_the_three_ways_to_apply_differ_as_they_should(settings, tmp_path):
     for apply in ("train+generate", "generate", "none"):
         out = tmp_path / apply
         Run(settings(apply=apply, output_dir=out)).train()
-        results[apply] = weights(out), (out / "sheet.png").read_bytes(), (out / "agentsd.yaml").exists()
+        results[apply] = weights(out), (out / "grid.png").read_bytes(), (out / "agentsd.yaml").exists()
     assert equal(results["generate"][0], results["none"][0])
     assert not equal(results["generate"][0], results["train+generate"][0])
     assert results["generate"][1] != results["none"][1]
@@ -291,7 +291,7 @@ def test_a_transparent_picture_stands_on_white(tmp_path):
 
 BAD = [
     (["--instance_data_dir", "nowhere"], "nowhere is not a folder"),
-    (["--instance_data_dir", "EMPTY"], "has no picture"),
+    (["--instance_data_dir", "EMPTY"], "has no image"),
     (["--instance_data_dir", "BROKEN"], "broken.png cannot be read"),
     (["--resolution", "33"], "resolution=33"),
     (["--ratio", "1.5"], "ratio=1.5"),
