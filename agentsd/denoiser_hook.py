@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from diffusers.utils import logging
 from diffusers.utils.torch_utils import unwrap_module
-from torch import Tensor
 from torch.nn import Module
 
-from .attention.operator import Plan
 from .attention.residual import FULL, SHARE
 from .cache.plan import StepKind, describe
 from .caching import Caching
+from .checkpointing import PendingBackward
 from .context import StepContext
-from .hosts.models import checkpoints, latent_and_timestep, named_arguments, regroup
+from .hosts.models import latent_and_timestep, named_arguments, regroup
 from .hosts.schedulers import find_scheduler, schedulers_of
 from .hosts.timesteps import Step
 from .layers import PatchedLayers
@@ -45,16 +44,6 @@ class WarnOnce:
             logger.warning(message)
 
 
-class Graph:
-    """Lives as long as a call's graph does; `computed` once its backward has begun."""
-
-    computed = False
-
-    def begin(self, grad: Tensor) -> None:
-        """Hook of the output's gradient."""
-        self.computed = True
-
-
 class DenoiserHook:
     """Hooks around the calls of a U-Net, which run outside of a compiled graph: tensors may be read here.
 
@@ -75,7 +64,7 @@ class DenoiserHook:
         self, recipe: Recipe, unet: Module, pipe: Any, layers: PatchedLayers, warn: Callable[[str], None]
     ) -> None:
         self._patched = None if pipe is unet else weakref.ref(pipe)
-        self._schedulers: list[weakref.ref[Any]] = []
+        self._schedulers: list[weakref.ref[Any]] = []  # that were met
         self._layers, self._warn = layers, warn
         self.cache = None
         if recipe.steps or recipe.guidance or recipe.residual:
@@ -90,13 +79,11 @@ class DenoiserHook:
         self._context: StepContext | None = None
         self._last: tuple[str, list[StepKind]] = "", []  # of the last call's run, whichever thread it was of
         self._recomputes = False  # a cached step is computed again
-        self._checkpoints = False
-        self._awaited: weakref.ref[Graph] | None = None
-        self._plans: list[Plan | None] = []  # of a call whose backward is still to come
+        self._backward = PendingBackward()
 
     def __getstate__(self) -> dict[str, Any]:
-        gone = dict.fromkeys(("_patched", "_awaited", "_context"))
-        return self.__dict__ | gone | {"_owner": {}, "_plans": [], "_recomputes": False, "_schedulers": []}
+        gone = {"_patched": None, "_context": None, "_recomputes": False}
+        return self.__dict__ | gone | {"_owner": {}, "_schedulers": []}
 
     def summary(self) -> str:
         """What each call of the thread's last run was; of the last run of any, where it had none."""
@@ -129,14 +116,17 @@ class DenoiserHook:
         self._enter(unet)
         latent, timestep = latent_and_timestep(unet, args, kwargs)
         run, pipe = self.run, self._pipe()
-        known = self._known_schedulers(pipe)
+        own = [] if pipe is None else schedulers_of(pipe)
+        met = [scheduler for reference in self._schedulers if (scheduler := reference()) is not None]
+        known = [*own, *met]
         step = run.reader.read(timestep, known[0] if known else None)
         self._warn_of_early_steps(step)
         context = StepContext(latent, step.timestep, run.stages(step, latent))
         if self.cache is not None:
             if step.first_call:
                 run.scheduler = find_scheduler(run.reader.source, known)
-                self._remember(run.scheduler)
+                if run.scheduler is not None and all(one is not run.scheduler for one in met):
+                    self._schedulers.append(weakref.ref(run.scheduler))
             context.inputs = named_arguments(unet, args, kwargs)
             self.cache.begin(unet, run, context, step, pipe)
         if step.first_call:
@@ -150,19 +140,10 @@ class DenoiserHook:
         patched = self._patched() if self._patched is not None else None
         return None if isinstance(patched, Module) else patched
 
-    def _known_schedulers(self, pipe: Any) -> list[Any]:
-        """The pipeline's own, and those that were met before and live."""
-        met = [scheduler for reference in self._schedulers if (scheduler := reference()) is not None]
-        return met if pipe is None else [*schedulers_of(pipe), *met]
-
-    def _remember(self, scheduler: Any) -> None:
-        if scheduler is not None and all(reference() is not scheduler for reference in self._schedulers):
-            self._schedulers.append(weakref.ref(scheduler))
-
     def _enter(self, unet: Module) -> None:
         """Refuse a call that can't be served beside another; else take note of it."""
         me = threading.get_ident()
-        owner = self._owner.setdefault("thread", me)
+        owner = self._owner.setdefault("thread", me)  # at once, for all threads
         if owner != me and owner in sys._current_frames():  # the ids of the threads that live
             raise RuntimeError(
                 "agentsd: this U-Net is in a call of another thread; let threads take turns (a lock around "
@@ -172,16 +153,7 @@ class DenoiserHook:
         self._owner["thread"] = me
         self._context = None
         self._layers.lift_limits()  # the last call may have died before its end
-        graph = self._awaited() if self._awaited is not None else None
-        awaits = graph is not None and not graph.computed
-        self._checkpoints = checkpoints(unet)
-        self._plans = self._layers.plans() if awaits else []
-        if awaits and torch.is_grad_enabled():
-            raise RuntimeError(
-                "agentsd: a second forward before the backward of the first, under gradient checkpointing "
-                "which would compute the first again with the second's tokens; call backward() after each "
-                "forward (gradients add up), or unet.disable_gradient_checkpointing()"
-            )
+        self._backward.enter(unet, self._layers)
 
     def _warn_of_early_steps(self, step: Step) -> None:
         phases = self._timing
@@ -211,7 +183,8 @@ class DenoiserHook:
             shared = SHARE if self._layers.share else FULL
             self.run.history.append(replace(context.kind, attention=shared))
             self._layers.keep_residuals(context)
-        self._let_go(output)
+        self._layers.let_go(raised=output is None)
+        self._backward.leave(output, self._layers)
         try:
             if self.cache is None:
                 return None
@@ -237,7 +210,8 @@ class DenoiserHook:
             output = self._called(unet)(*args, **kwargs)
         finally:
             self._recomputes = False
-            self._let_go(output)
+            self._layers.let_go(raised=output is None)
+            self._backward.leave(output, self._layers)
         return output
 
     def _called(self, unet: Module) -> Any:
@@ -245,18 +219,3 @@ class DenoiserHook:
         patched = self._patched() if self._patched is not None else None
         own = patched if isinstance(patched, Module) else getattr(patched, "unet", None)
         return own if isinstance(own, Module) and unwrap_module(own) is unet else unet
-
-    def _let_go(self, output: Any) -> None:
-        """Forget what the layers hold of a call that gave this; None if it raised.
-
-        Plans are kept where checkpointing may compute the layers again after the call.
-        """
-        self._layers.let_go(raised=output is None)
-        first = output[0] if isinstance(output, tuple) else getattr(output, "sample", None)
-        if isinstance(first, Tensor) and first.requires_grad:
-            if self._checkpoints:
-                graph = Graph()
-                first.register_hook(graph.begin)
-                self._awaited = weakref.ref(graph)
-            return
-        self._layers.set_plans(self._plans)
