@@ -29,7 +29,9 @@ def written(name: str, folder: Path) -> dict[str, str]:
         tables, note = [cost_table.columns_of(some, run["clock"])], ""
     rows.write_rows(folder, name, some, tables, run, note)
     page = report.write_report(folder, 4).read_text(encoding="utf-8")
-    body = re.sub(r"<svg.*?</svg>", "<svg/>", page.partition("<body>")[2].partition("<script>")[0], flags=re.S)
+    body = re.sub(
+        r"<svg.*?</svg>", "<svg/>", page.partition("<body>")[2].partition("<script>")[0], flags=re.S
+    )
     table = (folder / f"{name}.md").read_text(encoding="utf-8")
     return {f"{name}.md": table, f"{name}_report.html": re.sub(r"\n\s*\n+", "\n", body).strip() + "\n"}
 

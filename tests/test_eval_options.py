@@ -10,7 +10,7 @@ from importlib.metadata import version
 import pytest
 from agentsd_eval.cli import COMMANDS, main
 from agentsd_eval.options import settings_of
-from agentsd_eval.settings import RunSettings
+from agentsd_eval.table_settings import RunSettings
 from click.testing import CliRunner
 
 

@@ -33,8 +33,9 @@ from agentsd_eval.images.sampling import initial_latents, sample, warm_up
 from agentsd_eval.images.store import Store
 from agentsd_eval.pages import output, quality_table
 from agentsd_eval.pages import rows as results
-from agentsd_eval.settings import AblateSettings, CompareSettings, RedundancySettings, RunSettings
+from agentsd_eval.settings import CompareSettings, RedundancySettings
 from agentsd_eval.studies import ablate, table
+from agentsd_eval.table_settings import AblateSettings, RunSettings
 
 PICTURES = from_prompts(["a cat", "a dog"], 7, 10)
 SETTINGS = RunSettings(

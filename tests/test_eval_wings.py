@@ -6,12 +6,13 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "eval"
-BASE = {"errors", "names", "settings", "files", "run_file", "environment"}
+BASE = {"errors", "names", "settings", "table_settings", "files", "run_file", "environment"}
 WINGS = BASE | {"pages", "images", "cost", "quality", "studies"}
 MAY_IMPORT = {
     "errors": set(),
     "names": set(),
     "settings": {"errors", "names"},
+    "table_settings": {"names", "settings"},
     "files": {"errors"},
     "run_file": {"errors", "files"},
     "environment": {"settings"},

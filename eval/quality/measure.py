@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from ..images.prompts import ImageSpec
-from ..settings import RunSettings
+from ..table_settings import RunSettings
 from . import fidelity, metrics
 from .clip import ClipScore
 from .features import Network, features_of, load_network

@@ -11,12 +11,13 @@ from ..settings import (
     CommandSettings,
     CostSettings,
     FeatureName,
+    FewerSteps,
     ReferenceSteps,
-    RunSettings,
     SchedulerName,
     ShowSettings,
     Steps,
 )
+from ..table_settings import RunSettings
 
 
 class ValidationSettings(RunSettings):
@@ -54,6 +55,14 @@ class ProfileSettings(CostSettings):
     """Measure baseline too; at 2048 px that takes minutes a call."""
     out: Path = Path("outputs/profile")
     """Folder for profile.jsonl, .csv and .md."""
+
+
+class PricedSettings(CostSettings):
+    """Measure a whole run's seconds from one U-Net call of each kind, where a run would take an hour."""
+
+    fewer_steps: FewerSteps = (0.8, 0.6, 0.4)
+    out: Path = Path("outputs/priced")
+    """Folder for latency.jsonl, .csv and .md."""
 
 
 class RedundancySettings(ShowSettings):
