@@ -3,14 +3,14 @@
 from .attention import Agents, Downsample, Merge, PooledAgents, ResidualSharing
 from .cache import GuidanceCache, StepCache
 from .calibration import calibrate
-from .patch import AgentHandle, apply_agentsd, remove_agentsd
+from .patch import AgentSDHandle, apply_agentsd, remove_agentsd
 from .recipe import Recipe
 from .schedule import ByDistance, Phases
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "AgentHandle",
+    "AgentSDHandle",
     "Agents",
     "ByDistance",
     "Downsample",

@@ -26,13 +26,13 @@ from .cache.features import CachedFeatures
 from .cache.guidance import GuidanceCache
 from .cache.plan import COMPUTED, StepKind, plan_run
 from .cache.residuals import Residuals
-from .cache.skipped import SkippedLayers
+from .cache.skip_layers import SkippedLayers
 from .cache.steps import StepCache
-from .cache.suited import why_uncached
+from .cache.support import unsupported_reason
 from .context import CacheEntry, StepContext
 from .hosts.schedulers import Sampler
+from .hosts.timesteps import Step
 from .run_state import RunState
-from .steps.run import Step
 
 _JUMPS = (
     "agentsd: the U-Net is called on timesteps that skip some of the scheduler's list; what is left of the "
@@ -96,9 +96,9 @@ class Caching:
             pipe: the pipeline, where it is known.
         """
         self.stop()  # a call that died
-        if step.opens or step.jumps or not run.is_open:
+        if step.first_call or step.skips_timesteps or not run.is_open:
             self._open(unet, run)
-            if step.jumps:
+            if step.skips_timesteps:
                 self.warnings.append(_JUMPS)
         context.kind = COMPUTED if self._residual is None else replace(COMPUTED, attention=FULL)
         if step.off_list and run.kinds:
@@ -205,7 +205,7 @@ class Caching:
         run.kinds, run.sampler_steps, run.corrected = {}, [], 0
         ahead = reader.levels[reader.place :: reader.stride]
         run.sampler = sampler = Sampler(scheduler, reader.levels)
-        reason = why_uncached(unet, len(set(ahead)), sampler)
+        reason = unsupported_reason(unet, len(set(ahead)), sampler)
         if reader.guesses:
             reason = (
                 "the run's steps are not known (pass elements of scheduler.timesteps to the U-Net, or apply "

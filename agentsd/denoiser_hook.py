@@ -21,13 +21,13 @@ from .attention.residual import FULL, SHARE
 from .cache.plan import StepKind, describe
 from .caching import Caching
 from .context import StepContext
-from .hosts.models import Site, checkpoints, latent_and_timestep, named_arguments, regroup
+from .hosts.models import AttentionLayer, checkpoints, latent_and_timestep, named_arguments, regroup
 from .hosts.schedulers import find_scheduler, schedulers_of
+from .hosts.timesteps import Step
 from .layers import Group, PatchedLayers
 from .recipe import Recipe
 from .run_state import RunState
 from .schedule import Phases
-from .steps.run import Step
 
 
 class WarnOnce:
@@ -68,7 +68,7 @@ class DenoiserHook:
         recipe: Recipe,
         unet: Module,
         pipe: Any,
-        sites: list[Site],
+        sites: list[AttentionLayer],
         states: list[LayerState],
         groups: list[Group],
         compiled: Any = None,
@@ -130,14 +130,14 @@ class DenoiserHook:
         self._warn_of_early_steps(step)
         context = StepContext(latent, step.timestep, run.stages(step, latent))
         if self.cache is not None:
-            if step.opens:
+            if step.first_call:
                 run.scheduler = find_scheduler(run.reader.source, known)
                 self._remember(run.scheduler)
             context.inputs = named_arguments(unet, args, kwargs)
             self.cache.begin(unet, run, context, step, pipe)
             while self.cache.warnings:
                 self._warn_once(self.cache.warnings.pop(0))
-        if step.opens:
+        if step.first_call:
             run.history = []
         self._context = context
         self.layers.plan(context)
@@ -179,7 +179,7 @@ class DenoiserHook:
         phases = self._timing
         if not isinstance(phases, Phases) or not 0 < phases.early_frac < 1:
             return
-        if step.opens_without_early:
+        if step.has_no_early_step:
             self._warn_once(
                 "agentsd: this run has no early step (img2img of low strength has none), so what runs early "
                 f"never runs in it; raise early_frac={phases.early_frac:g} (1.0: every step)"

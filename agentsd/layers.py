@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from .attention import Operator, PooledAgents
-from .attention.operator import Place, Plan
+from .attention.operator import GridContext, Plan
 from .attention.processor import AgentAttnProcessor, LayerState, Work, is_ours
 from .attention.residual import FULL, KEEP, PLAIN, SHARE
-from .cache.skipped import SkippedLayers
+from .cache.skip_layers import SkippedLayers
 from .context import StepContext
-from .hosts.models import Site, is_plain
+from .hosts.models import AttentionLayer, is_plain
 
 
 @dataclass
@@ -28,16 +28,16 @@ class Group:
         site: the group's first layer.
         index: its number; part of the key of its random cells.
         stages: what it runs in each stage of a run.
-        coarseness: side of its tokens, in tokens of the finest patched level.
+        downsampling_factor: side of its tokens, in tokens of the finest patched level.
         seed: of the random cells.
         deep: a cached step skips all of its layers.
         work: of the call under way.
     """
 
-    site: Site
+    site: AttentionLayer
     index: int
     stages: tuple[Operator | None, ...]
-    coarseness: int
+    downsampling_factor: int
     seed: int
     deep: bool = False
     work: Work = field(default_factory=Work)
@@ -55,7 +55,7 @@ class Group:
         each = [self.stages[stage if len(self.stages) > 1 else 0] for stage in stages for _ in range(frames)]
         key = (self.seed, self.index, timestep)
         half = len(stages) < latent.shape[0]
-        place = Place(grid, self.coarseness, len(each), latent.device, key, half)
+        place = GridContext(grid, self.downsampling_factor, len(each), latent.device, key, half)
         self.work.grid = grid
         operator = each[0]
         if len(set(each)) > 1 and isinstance(operator, PooledAgents):
@@ -78,7 +78,7 @@ class PatchedLayers:
 
     def __init__(
         self,
-        sites: list[Site],
+        sites: list[AttentionLayer],
         states: list[LayerState],
         groups: list[Group],
         least_tokens: int,
@@ -143,7 +143,7 @@ class PatchedLayers:
 
     def _is_small(self, group: Group, context: StepContext) -> bool:
         """Whether the grid is too small for residuals to be shared."""
-        tokens = math.prod(group.site.grid(context.latent)) * group.coarseness**2
+        tokens = math.prod(group.site.grid(context.latent)) * group.downsampling_factor**2
         return context.kind.attention == KEEP and tokens < self._least_tokens
 
     @property

@@ -12,16 +12,23 @@ import torch
 from torch.nn import Module
 
 from .attention import Agents
-from .attention.operator import CORE
+from .attention.operator import MODULE
 from .attention.processor import LayerState, is_ours
 from .cache.plan import StepKind
 from .denoiser_hook import DenoiserHook
-from .hosts.models import EVERY_LEVEL, Site, find_model, find_sites, is_plain, is_tomesd_block
+from .hosts.models import (
+    EVERY_LEVEL,
+    AttentionLayer,
+    find_attention_layers,
+    find_model,
+    is_plain,
+    is_tomesd_block,
+)
 from .layers import Group
 from .modules.adapter import FILE_NAME as WEIGHTS
 from .modules.adapter import (
     LoadedWeights,
-    build_core,
+    build_module,
     check_fit,
     check_plain,
     read_weights,
@@ -43,7 +50,7 @@ def apply_agentsd(
     mode: str = "agentsd",
     recipe: Recipe | str | Path | None = None,
     seed: int = 0,
-) -> AgentHandle:
+) -> AgentSDHandle:
     """Make a Stable Diffusion U-Net faster by step caching and agent attention on shared residuals.
 
     No training, no change to the weights. A pipeline that is patched already gets the new recipe. A setting
@@ -91,8 +98,8 @@ def apply_agentsd(
             raise ValueError(f"mode={mode!r}: choose {' or '.join(map(repr, MODES))}")
         recipe = MODES[mode].with_settings(**changed)
     unet = find_model(pipe)
-    handle = AgentHandle(recipe, pipe, unet, trained)
-    outer: AgentHandle | None = getattr(unet, "_agentsd", None)
+    handle = AgentSDHandle(recipe, pipe, unet, trained)
+    outer: AgentSDHandle | None = getattr(unet, "_agentsd", None)
     if outer is not None:
         outer._detach(unet)
     try:
@@ -120,13 +127,13 @@ def remove_agentsd(pipe: Any) -> None:
         handle._detach(unet)
 
 
-def handle_of(pipe: Any) -> AgentHandle | None:
+def handle_of(pipe: Any) -> AgentSDHandle | None:
     """The handle of the recipe in force on a pipeline (or U-Net); None if it is not patched."""
-    handle: AgentHandle | None = getattr(find_model(pipe), "_agentsd", None)
+    handle: AgentSDHandle | None = getattr(find_model(pipe), "_agentsd", None)
     return handle
 
 
-class AgentHandle:
+class AgentSDHandle:
     """What `apply_agentsd` returns: the recipe, the patched layers, and the way back.
 
     Attributes:
@@ -139,7 +146,6 @@ class AgentHandle:
         sites = _sites_of(unet, recipe)
         for site in sites:
             _check_free(site)
-            _check_feed_forward(site, recipe)
         self.recipe = recipe
         self.layer_names = [site.name for site in sites]
         self._sites = sites
@@ -155,24 +161,24 @@ class AgentHandle:
         compiled = pipe if isinstance(pipe, Module) and pipe is not unet else None
         self._hook = DenoiserHook(recipe, unet, owner, self._sites, self._layers, self._groups, compiled)
         self._unet: weakref.ref[Module] | None = None
-        self._outer: AgentHandle | None = None
+        self._outer: AgentSDHandle | None = None
         self._entered = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._loaded: LoadedWeights | None = None
 
     def _make_groups(self, unet: Any) -> None:
         recipe = self.recipe
-        finest = min((site.span for site in self._sites), default=1)
+        finest = min((site.downsampling_factor for site in self._sites), default=1)
         groups: dict[Any, Group] = {}
         for i, site in enumerate(self._sites):
             stages = stages_of(recipe.attention if recipe.layers is None else recipe.layers[site.name])
             operators = [stage for stage in stages if stage is not None]
             own = any(operator.own_ranking for operator in operators)
-            group = Group(site, i, stages, site.span // finest, recipe.seed)
-            group = groups.setdefault(i if own else (site.span, stages), group)
+            group = Group(site, i, stages, site.downsampling_factor // finest, recipe.seed)
+            group = groups.setdefault(i if own else (site.downsampling_factor, stages), group)
             self._layers.append(LayerState(site.name, group.work))
             trained = [operator for operator in operators if isinstance(operator, TrainedOperator)]
-            self._cores.append(build_core(site, trained[0], recipe.seed, unet) if trained else None)
+            self._cores.append(build_module(site, trained[0], recipe.seed, unet) if trained else None)
         self._groups.extend(groups.values())
 
     def remove(self) -> None:
@@ -243,7 +249,7 @@ class AgentHandle:
         self._hook.reset()
         self._hook.enabled = bool(value)
 
-    def __enter__(self) -> AgentHandle:
+    def __enter__(self) -> AgentSDHandle:
         self._entered = True
         return self
 
@@ -258,7 +264,7 @@ class AgentHandle:
             self._outer._attach(unet)
 
     def __repr__(self) -> str:
-        return f"AgentHandle({self.recipe}, {len(self.layer_names)} layers)"
+        return f"AgentSDHandle({self.recipe}, {len(self.layer_names)} layers)"
 
     def __getstate__(self) -> dict[str, Any]:
         unet = self._unet() if self._unet is not None else None
@@ -279,11 +285,8 @@ class AgentHandle:
             attn._agentsd = layer
             self._hook.layers.claim(attn, layer)
             if core is not None:
-                attn.add_module(CORE, core)
+                attn.add_module(MODULE, core)
             self._hooks.append(site.block.norm1.register_forward_pre_hook(layer.see))
-            if any(getattr(operator, "feed_forward", False) for operator in self.recipe.operators):
-                self._hooks.append(site.block.norm3.register_forward_hook(layer.merge_feed_forward))
-                self._hooks.append(site.block.ff.register_forward_hook(layer.unmerge_feed_forward))
         if self._trained is not None:
             self._loaded = LoadedWeights(self._named_layers(), self._trained)
         cache = self._hook.cache
@@ -316,10 +319,10 @@ class AgentHandle:
             attn: Any = site.attn
             if not hasattr(attn, "_agentsd"):
                 continue
-            if hasattr(attn, CORE):
-                delattr(attn, CORE)
+            if hasattr(attn, MODULE):
+                delattr(attn, MODULE)
             if is_ours(attn.processor):
-                attn.set_processor(attn.processor.wrapped)
+                attn.set_processor(attn.processor.fallback)
             del attn._agentsd
             layer.work.plan = None
         # fuse_qkv_projections keeps the processors it found, to put them back
@@ -333,40 +336,33 @@ class AgentHandle:
 def _load(path: Path) -> tuple[Recipe, Path | None]:
     """A saved recipe, and the folder of the weights that were saved with it, if any were."""
     recipe, folder = Recipe.load(path), path if path.is_dir() else path.parent
-    needed = any(operator.needs_core for operator in recipe.operators)
+    needed = any(operator.needs_module for operator in recipe.operators)
     saved = (folder / WEIGHTS).exists() and (path.is_dir() or path.name == FILE_NAME or needed)
     if needed and not saved:
         raise ValueError(
             f"recipe={str(path)!r} has an operator that is trained, and {folder} holds no {WEIGHTS}: "
-            "AgentHandle.save writes both; pass Recipe.load(path) to train it anew"
+            "AgentSDHandle.save writes both; pass Recipe.load(path) to train it anew"
         )
     return recipe, folder if saved else None
 
 
-def _sites_of(unet: Any, recipe: Recipe) -> list[Site]:
+def _sites_of(unet: Any, recipe: Recipe) -> list[AttentionLayer]:
     """The layers that a recipe speaks of; raises ValueError for one that the model lacks."""
     if recipe.layers is None:
         if recipe.attention is None:
             return []
-        return find_sites(unet, recipe.levels or 2, at_most=recipe.levels is None)
-    every = find_sites(unet, EVERY_LEVEL, at_most=True)
+        return find_attention_layers(unet, recipe.levels or 2, at_most=recipe.levels is None)
+    every = find_attention_layers(unet, EVERY_LEVEL, at_most=True)
     if missing := sorted(set(recipe.layers) - {site.name for site in every}):
         raise ValueError(f"layers={missing}: {type(unet).__name__} has no such self-attention layer")
     return [site for site in every if site.name in recipe.layers]
 
 
 def _unwrapped(processor: Any) -> Any:
-    return processor.wrapped if is_ours(processor) else processor
+    return processor.fallback if is_ours(processor) else processor
 
 
-def _check_feed_forward(site: Site, recipe: Recipe) -> None:
-    merged = any(getattr(operator, "feed_forward", False) for operator in recipe.operators)
-    if merged and not hasattr(site.block, "norm3"):
-        kind = type(site.block).__name__
-        raise ValueError(f"feed_forward=True: the {kind} of {site.name} has no norm3 before it, leave it out")
-
-
-def _check_free(site: Site) -> None:
+def _check_free(site: AttentionLayer) -> None:
     if is_tomesd_block(site.block):
         raise ValueError(f"{site.name} is patched by tomesd: call tomesd.remove_patch(pipe) first")
     processor = _unwrapped(site.attn.processor)

@@ -14,8 +14,15 @@ from .attention import Agents, Downsample, Merge, Operator, ResidualSharing
 from .cache import GuidanceCache, StepCache
 from .cache.guidance import check_renewed
 from .checks import check, check_types
-from .plain import check_known, plain_values, read_schedule, read_settings, write_changed, write_schedule
 from .schedule import ByDistance, Phases, Schedule, stages_of, timing_of, with_setting
+from .serialization import (
+    check_known,
+    plain_values,
+    read_schedule,
+    read_settings,
+    write_changed,
+    write_schedule,
+)
 from .yaml_file import read_mapping
 
 VERSION = 1
@@ -82,14 +89,12 @@ class Recipe:
             ok = self.steps is not None or self.guidance is not None
             check("attention", None, ok, "the recipe would do nothing: name what it is to do")
         for stages in (stages_of(schedule) for schedule in self.schedules):
-            cores = {stage for stage in stages if stage is not None and stage.needs_core}
+            cores = {stage for stage in stages if stage is not None and stage.needs_module}
             check("attention", cores, len(cores) <= 1, "a layer has one trained module: name one")
 
     def _check_residual(self) -> None:
         some = self.attention is not None or self.layers is not None
         check("residual", self.residual, some, "it is of attention's operators: name some, or leave it out")
-        merged = [o for o in self.operators if getattr(o, "feed_forward", False)]
-        check("residual", self.residual, not merged, "it holds nothing of feed_forward=True: leave one out")
 
     def _check_layers(self) -> None:
         layers = self.layers
@@ -103,7 +108,7 @@ class Recipe:
         if baseline := [name for name, schedule in layers.items() if schedule is None]:
             raise ValueError(f"layers={baseline} would run full attention: leave them out")
         if odd := [name for name in layers if not isinstance(name, str)]:
-            raise ValueError(f"layers={odd}: name each by a string, as in AgentHandle.layer_names")
+            raise ValueError(f"layers={odd}: name each by a string, as in AgentSDHandle.layer_names")
         if len(timings := {timing_of(schedule) for schedule in layers.values()} - {None}) > 1:
             raise ValueError(f"layers differ in their steps, {sorted(map(str, timings))}: give all the same")
         object.__setattr__(self, "layers", MappingProxyType(dict(layers)))

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
+from .by_distance import LatentDistance
 from .cache.plan import StepKind, describe
 from .context import CacheEntry
 from .hosts.schedulers import Sampler, SigmaStep
+from .hosts.timesteps import RunReader, Step
 from .schedule import ByDistance, Phases
-from .steps.distance import LatentDistance
-from .steps.run import RunReader, Step
 
 
 class RunState(threading.local):
@@ -53,7 +53,7 @@ class RunState(threading.local):
     def stages(self, step: Step, latent: Tensor) -> tuple[int, ...]:
         """The stage of each image."""
         if self._distance is not None:
-            return self._distance.read(latent, step.opens, step.repeats)
+            return self._distance.read(latent, step.first_call, step.repeated_timestep)
         return (0 if step.early or self._timing is None else 1,) * latent.shape[0]
 
     def describe(self) -> str:

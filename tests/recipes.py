@@ -6,7 +6,5 @@ from agentsd import Agents, Downsample, Phases, Recipe
 
 AGENTS_THEN_KEYS = Recipe(Phases(Agents(), Downsample()))
 """Agents in the early steps, downsampled keys later, on two levels."""
-MERGED_FEED_FORWARD = Recipe(Phases(Agents(feed_forward=True), Downsample()))
-"""The same, and early feed-forward layers on merged tokens."""
 TODO = Recipe(Downsample())
 """Downsampled keys in every step."""

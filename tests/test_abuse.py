@@ -14,8 +14,8 @@ from tiny import call, make_unet
 
 from agentsd import Agents, Downsample, Phases, Recipe, apply_agentsd, remove_agentsd
 from agentsd.attention.formula import agent_attention
-from agentsd.attention.matching import draw_cells, rank_tokens, split_grid
-from agentsd.attention.merging import cut_ranking, merge, unmerge
+from agentsd.attention.matching import rank_tokens, sample_destinations, split_grid
+from agentsd.attention.merging import make_merge_map, merge, unmerge
 
 
 @settings(max_examples=1500, deadline=None)
@@ -37,8 +37,8 @@ def test_every_token_is_accounted_for(height, width, stride, batch, channels, dt
     x = torch.randn(batch, tokens, channels, generator=torch.Generator().manual_seed(seed)).to(dtype)
     if zeros:
         x[:, :: max(1, tokens // 3)] = 0
-    partition = split_grid(height, width, stride, draw_cells(height, width, stride, (seed, 0, 1.0)))
-    cut = cut_ranking(rank_tokens(x, partition), int(tokens * ratio), dtype)
+    partition = split_grid(height, width, stride, sample_destinations(height, width, stride, (seed, 0, 1.0)))
+    cut = make_merge_map(rank_tokens(x, partition), int(tokens * ratio), dtype)
     merged = merge(x, cut)
     left = tokens - min(int(tokens * ratio), partition.src.numel())
     assert merged.shape == (batch, left, channels)
@@ -46,12 +46,12 @@ def test_every_token_is_accounted_for(height, width, stride, batch, channels, dt
     back = unmerge(merged, cut)
     assert back.shape == x.shape
     # each merged token is the mean of the tokens that get its value back
-    homes = cut.home.view(batch, tokens)
+    homes = cut.assignment.view(batch, tokens)
     assert sorted(set(homes.flatten().tolist())) == list(range(batch * left))
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 0.05)
     assert (back.double().sum(1) - x.double().sum(1)).abs().max() <= tolerance * tokens
     # what was not merged is untouched
-    alone = torch.bincount(cut.home)[cut.home].view(batch, tokens) == 1
+    alone = torch.bincount(cut.assignment)[cut.assignment].view(batch, tokens) == 1
     assert torch.equal(back[alone], x[alone])
 
 
@@ -140,7 +140,7 @@ def test_a_deep_copy_has_a_patch_of_its_own():
 def test_a_picture_does_not_depend_on_its_place_in_the_batch(position):
     """The property holds for the baseline model up to rounding; so for the patched one."""
     unet = make_unet()
-    apply_agentsd(unet, recipe=Recipe(Phases(Agents(cells="random"), Downsample())))
+    apply_agentsd(unet, recipe=Recipe(Phases(Agents(destinations="random"), Downsample())))
     rng = torch.Generator().manual_seed(0)
     latent, text = torch.randn(2, 4, 16, 16, generator=rng), torch.randn(2, 7, 16, generator=rng)
     with torch.no_grad():

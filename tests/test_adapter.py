@@ -88,8 +88,8 @@ def test_a_module_of_another_size_runs(pipe):
     ("damage", "message"),
     [
         ("cut", "cannot be read"),
-        ("not a number", r"attn1\.to_q\.weight is not finite: save it again with AgentHandle\.save"),
-        ("integers", r"attn1\.to_q\.weight is torch\.int8: save it again with AgentHandle\.save"),
+        ("not a number", r"attn1\.to_q\.weight is not finite: save it again with AgentSDHandle\.save"),
+        ("integers", r"attn1\.to_q\.weight is torch\.int8: save it again with AgentSDHandle\.save"),
         ("other operator", "does not fit this model and the recipe beside it: .* differs"),
         ("other model", "does not fit this model and the recipe beside it: .* differs"),
     ],

@@ -64,7 +64,7 @@ TABLE = [
     (lambda: Recipe("agents"), "'agents' is a str: pass Phases, ByDistance or"),
     (lambda: Recipe(Agents(), levels=0), "levels=0: pass 1 (the finest attention level) or more"),
     (lambda: Merge(stride=1), "stride=1: pass 2 or more"),
-    (lambda: Agents(cells="last"), "cells='last': choose 'auto' or 'random' or 'first'"),
+    (lambda: Agents(destinations="last"), "destinations='last': choose 'auto' or 'random' or 'first'"),
     (lambda: Downsample(at_most=0), "at_most=0: pass 1 or more, or None"),
     (lambda: apply_agentsd("model"), "str has no U-Net"),
     (lambda: apply_agentsd(torch.nn.Linear(1, 1)), "Linear has no U-Net"),

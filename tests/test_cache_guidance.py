@@ -205,7 +205,7 @@ def test_a_cached_conditional_only_step_has_the_conditional_passs_own_states():
 
 
 @pytest.mark.parametrize(
-    "attention", [Phases(Agents(), Downsample()), Phases(Agents(cells="random"), None), Downsample()]
+    "attention", [Phases(Agents(), Downsample()), Phases(Agents(destinations="random"), None), Downsample()]
 )
 def test_a_conditional_only_step_draws_the_cells_that_a_guided_one_does(attention):
     unet, twin, caller = make_unet(), make_unet(), Guided(batch=2)

@@ -234,9 +234,7 @@ def test_noise_levels_serve_another_number_of_steps():
         assert all(abs(a - b) <= 1000 / count for a, b in zip(full, (999, 640, 100), strict=True))
 
 
-@pytest.mark.parametrize(
-    "attention", [Phases(Agents(), Downsample()), Agents(feed_forward=True), Phases(Downsample(), None)]
-)
+@pytest.mark.parametrize("attention", [Phases(Agents(), Downsample()), Agents(), Phases(Downsample(), None)])
 def test_attention_runs_where_its_layer_does(make_pipeline, sample, attention):
     """The layers that a cached step computes have the twin's; those that it leaves out warn of nothing."""
     pipe = make_pipeline(unet=deep_unet())

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from recipes import AGENTS_THEN_KEYS, MERGED_FEED_FORWARD
+from recipes import AGENTS_THEN_KEYS
 from tiny import call, make_unet
 from torch._dynamo.testing import CompileCounter
 
@@ -25,7 +25,6 @@ LATER_MERGE = Recipe(Phases(Agents(), Merge()))
 RECIPES = {
     "paper": PAPER,
     "agents, then keys": AGENTS_THEN_KEYS,
-    "merged feed-forward": MERGED_FEED_FORWARD,
     "merge later": LATER_MERGE,
 }
 OTHERS = {
@@ -133,7 +132,7 @@ def test_compile_repeated_blocks(name):
 @pytest.mark.slow
 def test_inductor_gives_the_same_picture():
     unet = make_unet()
-    apply_agentsd(unet, recipe=Recipe(Phases(Agents(cells="first"), Downsample())))
+    apply_agentsd(unet, recipe=Recipe(Phases(Agents(destinations="first"), Downsample())))
     compiled = torch.compile(unet, fullgraph=True)
     for t in (999, 1):
         torch.testing.assert_close(call(compiled, t), call(unet, t), rtol=0, atol=1e-4)

@@ -1,4 +1,4 @@
-"""The embedded model, its pictures and the recipe that makes it."""
+"""The bundled toy model, its pictures and the recipe that makes it."""
 
 import json
 import subprocess

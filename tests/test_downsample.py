@@ -81,7 +81,9 @@ def test_nothing_in_it_is_random():
     unet = make_unet()
     outputs = []
     for seed in (0, 1):
-        with apply_agentsd(unet, recipe=Recipe(Phases(Agents(cells="random"), Downsample()), seed=seed)):
+        with apply_agentsd(
+            unet, recipe=Recipe(Phases(Agents(destinations="random"), Downsample()), seed=seed)
+        ):
             outputs.append(call(unet, t=1))
     assert torch.equal(*outputs)
     assert not torch.equal(outputs[0], call(unet, t=1))

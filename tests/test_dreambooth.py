@@ -25,7 +25,7 @@ from agentsd.dreambooth.training import Run
 from agentsd.modules import AgentModule, FocusedLinear
 
 IN_EVERY_STEP = Recipe(
-    Agents(at_most=None, agent_ratio=0.95, ranking="layer", cells="random"), levels=1
+    Agents(at_most=None, agent_ratio=0.95, ranking="layer", destinations="random"), levels=1
 )  # as the paper trains
 
 

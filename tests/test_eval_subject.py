@@ -74,9 +74,9 @@ def test_agents_generate_as_they_were_trained() -> None:
     ]  # fmt: skip
     applied = [v.method.recipe for v in variants if v.method.parts]
     trained = subject_plan.training_config(variants[4].training, settings)
-    agents = Agents(0.3, 0.05, at_most=None, agent_ratio=0.95, ranking="layer", cells="random")
+    agents = Agents(0.3, 0.05, at_most=None, agent_ratio=0.95, ranking="layer", destinations="random")
     assert trained.recipe == Recipe(agents, levels=1)
-    early = Recipe(Phases(agents, Merge(0.3, ranking="layer", cells="random")), levels=1)
+    early = Recipe(Phases(agents, Merge(0.3, ranking="layer", destinations="random")), levels=1)
     assert applied == [early, trained.recipe, trained.recipe] * 2
     assert [subject_plan.training_config(t, settings).apply for t in subject_plan.TRAININGS[:2]] == [
         "none",

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from recipes import AGENTS_THEN_KEYS, MERGED_FEED_FORWARD
+from recipes import AGENTS_THEN_KEYS
 from tiny import snapshot
 
 from agentsd import Merge, Phases, Recipe, apply_agentsd
@@ -27,7 +27,7 @@ def test_a_block_inside_another_puts_the_outer_patch_back(pipe, sample):
     before, baseline = snapshot(pipe.unet), sample(pipe)
     with apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS) as outer:
         first = sample(pipe)
-        with apply_agentsd(pipe, recipe=MERGED_FEED_FORWARD.with_settings(ratio=0.6)) as inner:
+        with apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS.with_settings(ratio=0.6)) as inner:
             second = sample(pipe)
             with apply_agentsd(pipe, recipe=Recipe(Phases(Merge(), None))):
                 third = sample(pipe)

@@ -169,7 +169,7 @@ def test_weights_beside_a_recipes_file_are_loaded(pipe, make_pipeline, sample, t
     (folder / "agentsd.safetensors").unlink()
     for path in (folder, folder / "agentsd.yaml"):
         with pytest.raises(
-            ValueError, match=r"trained, and .* holds no agentsd.safetensors: AgentHandle.save"
+            ValueError, match=r"trained, and .* holds no agentsd.safetensors: AgentSDHandle.save"
         ):
             apply_agentsd(twin, recipe=path)
     assert torch.equal(sample(pipe), sample(twin))

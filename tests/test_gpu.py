@@ -6,7 +6,7 @@ from recipes import AGENTS_THEN_KEYS
 from tiny import make_unet
 
 from agentsd import Agents, Downsample, Phases, Recipe, apply_agentsd, remove_agentsd
-from agentsd.steps.run import RunReader
+from agentsd.hosts.timesteps import RunReader
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,7 +36,7 @@ def test_same_bits_in_every_call(dtype, t):
 @pytest.mark.parametrize("t", [999, 1])
 def test_cuda_agrees_with_the_cpu(t):
     unet = make_unet()
-    apply_agentsd(unet, recipe=Recipe(Phases(Agents(cells="first"), Downsample())))
+    apply_agentsd(unet, recipe=Recipe(Phases(Agents(destinations="first"), Downsample())))
     rng = torch.Generator().manual_seed(0)
     latent, text = torch.randn(2, 4, 32, 32, generator=rng), torch.randn(2, 7, 16, generator=rng)
     with torch.no_grad():

@@ -132,7 +132,7 @@ def test_modular_sdxl_calls_the_unet_once_for_each_guidance_branch(tokenizer):
         return pipe(generator=rng, output="images", output_type="latent", **inputs)
 
     baseline = run()
-    handle = apply_agentsd(pipe, recipe=Recipe(Phases(Agents(cells="random"), Downsample())))
+    handle = apply_agentsd(pipe, recipe=Recipe(Phases(Agents(destinations="random"), Downsample())))
     seen = watch_phases(handle)
     patched = run()
     assert not torch.equal(patched, baseline)

@@ -56,7 +56,7 @@ def test_later_steps_with_fewer_keys_add_one_launch_a_layer(unet):
 
 
 def test_early_steps_with_agents_are_counted_op_by_op(unet):
-    layers, levels = 10, 2  # two levels, each ranked once and cut for tokens and for agents in one pass
+    layers, levels = 10, 2  # two levels, each ranked once, with a map for tokens and one for agents
     each_layer = {
         "_embedding_bag_forward_only": 1,  # tokens and agents are merged
         "_scaled_dot_product_flash_attention_for_cpu": 1,  # gather beside broadcast
@@ -74,11 +74,9 @@ def test_early_steps_with_agents_are_counted_op_by_op(unet):
         "max": 1,  # the best
         "sort": 1,
     }
-    each_pair_of_cuts = {
-        "arange": 1,  # rows of merged tokens and agents
-        "stack": 1,  # those of the destinations, in either
+    each_map = {
+        "arange": 1,  # rows of merged tokens, or of agents
         "gather": 1,  # the destination that each source joins
-        "scatter_": 1,  # but for the sources that stay
         "index_copy_": 2,  # sources and destinations in the tokens' order
         "sort": 1,  # the members of a row side by side
         "searchsorted": 1,  # where they begin and end
@@ -87,11 +85,17 @@ def test_early_steps_with_agents_are_counted_op_by_op(unet):
         "reciprocal": 1,
         "index_select": 1,  # the weight of each
     }
+    each_pair_of_maps = {"scatter_": 1, "cat": 3, "add": 1}  # sources that stay; both maps as one
     expected: Counter[str] = Counter()
-    for counts, times in ((each_layer, layers), (each_ranking, levels), (each_pair_of_cuts, levels)):
+    for counts, times in (
+        (each_layer, layers),
+        (each_ranking, levels),
+        (each_map, 2 * levels),
+        (each_pair_of_maps, levels),
+    ):
         expected.update({name: count * times for name, count in counts.items()})
     assert added(unet, EARLY) == expected
-    assert expected.total() == 72
+    assert expected.total() == 98
 
 
 @pytest.mark.parametrize(("operator", "each_layer"), [(Downsample(4), 3), (Agents(), 5)])

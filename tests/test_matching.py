@@ -5,15 +5,15 @@ import torch
 from tomesd.merge import bipartite_soft_matching_random2d as tomesd_matching
 
 from agentsd.attention import matching
-from agentsd.attention.matching import draw_cells, rank_tokens, split_grid
-from agentsd.attention.merging import cut_ranking, merge, unmerge
+from agentsd.attention.matching import rank_tokens, sample_destinations, split_grid
+from agentsd.attention.merging import make_merge_map, merge, unmerge
 
 GRIDS = [(8, 8, 2), (8, 8, 4), (9, 13, 4), (33, 25, 2), (7, 4, 3)]
 
 
 @pytest.mark.parametrize(("height", "width", "stride"), GRIDS)
 def test_each_whole_cell_holds_one_destination_and_nothing_is_lost(height, width, stride):
-    src, dst = split_grid(height, width, stride, draw_cells(height, width, stride, (0, 0, 981.0)))
+    src, dst = split_grid(height, width, stride, sample_destinations(height, width, stride, (0, 0, 981.0)))
     assert sorted([*src.tolist(), *dst.tolist()]) == list(range(height * width))
     cells = [(p // width // stride, p % width // stride) for p in dst.tolist()]
     assert sorted(cells) == list(itertools.product(range(height // stride), range(width // stride)))
@@ -21,15 +21,15 @@ def test_each_whole_cell_holds_one_destination_and_nothing_is_lost(height, width
 
 def test_cells_are_a_function_of_seed_layer_and_step_alone():
     # recorded: the same on every machine and in every process
-    assert draw_cells(8, 8, 4, (0, 0, 981.0)).tolist() == [[6, 7], [11, 6]]
+    assert sample_destinations(8, 8, 4, (0, 0, 981.0)).tolist() == [[6, 7], [11, 6]]
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    assert draw_cells(8, 8, 4, (0, 0, 981.0)).tolist() == [[6, 7], [11, 6]]
+    assert sample_destinations(8, 8, 4, (0, 0, 981.0)).tolist() == [[6, 7], [11, 6]]
     assert torch.equal(torch.get_rng_state(), before)
     keys = [(1, 0, 981.0), (0, 1, 981.0), (0, 0, 961.0), (0, 0, 961.5)]
-    draws = [draw_cells(64, 64, 4, key) for key in keys]
+    draws = [sample_destinations(64, 64, 4, key) for key in keys]
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(draws, 2))
-    assert draw_cells(64, 64, 4, None).eq(0).all()
+    assert sample_destinations(64, 64, 4, None).eq(0).all()
 
 
 @pytest.mark.parametrize(("height", "width", "stride"), GRIDS)
@@ -45,7 +45,7 @@ def test_merge_and_unmerge_are_those_of_the_tomesd_package(height, width, stride
         metric, width, height, stride, stride, r, generator=torch.Generator().manual_seed(7)
     )
 
-    cut = cut_ranking(rank_tokens(metric, split_grid(height, width, stride, cells)), r)
+    cut = make_merge_map(rank_tokens(metric, split_grid(height, width, stride, cells)), r)
     # positions themselves are merged, so that equal outputs mean equal index sets
     places = torch.eye(n_tokens).expand(2, -1, -1)
     ours, theirs = merge(places, cut), their_merge(places)
@@ -62,7 +62,7 @@ def test_merge_and_unmerge_are_those_of_the_tomesd_package(height, width, stride
 
 def test_sources_are_ordered_by_similarity_to_their_best_destination():
     metric = torch.randn(3, 30, 8, generator=torch.Generator().manual_seed(0))
-    partition = split_grid(5, 6, 3, draw_cells(5, 6, 3, (0, 0, 1.0)))
+    partition = split_grid(5, 6, 3, sample_destinations(5, 6, 3, (0, 0, 1.0)))
     ranking = rank_tokens(metric, partition)
     for image, points in enumerate(metric.double()):
         unit = points / points.norm(dim=1, keepdim=True)
@@ -78,7 +78,7 @@ def test_sources_are_ordered_by_similarity_to_their_best_destination():
 
 def test_score_matrix_in_slices_gives_the_same_ranking(monkeypatch):
     metric = torch.randn(2, 256, 16, generator=torch.Generator().manual_seed(0))
-    partition = split_grid(16, 16, 4, draw_cells(16, 16, 4, None))
+    partition = split_grid(16, 16, 4, sample_destinations(16, 16, 4, None))
     whole = rank_tokens(metric, partition)
     monkeypatch.setattr(matching, "SCORE_BUDGET", 2 * 16 * 7)
     sliced = rank_tokens(metric, partition)
@@ -90,9 +90,9 @@ def test_score_matrix_in_slices_gives_the_same_ranking(monkeypatch):
 def test_zero_norm_tokens_are_alike_to_none(dtype):
     metric = torch.randn(1, 64, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     metric[0, 5:9] = 0
-    partition = split_grid(8, 8, 2, draw_cells(8, 8, 2, None))
+    partition = split_grid(8, 8, 2, sample_destinations(8, 8, 2, None))
     ranking = rank_tokens(metric, partition)
-    cut = cut_ranking(ranking, 20)
+    cut = make_merge_map(ranking, 20)
     assert merge(metric, cut).isfinite().all()
     assert not set(partition.src[ranking.order[0, :20]].tolist()) & {
         5,

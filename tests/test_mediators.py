@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounter
 from agentsd import Agents, ByDistance, Downsample, PooledAgents, Recipe, apply_agentsd
 from agentsd.attention.formula import agent_attention
 from agentsd.attention.pooling import make_pool, pool_tokens
-from agentsd.steps.distance import LatentDistance
+from agentsd.by_distance import LatentDistance
 
 
 def latents(*moves):
@@ -22,7 +22,7 @@ def latents(*moves):
 
 def test_stages_follow_the_distance():
     distance = LatentDistance((0.6, 0.3), per_sample=False)
-    stages = [distance.read(x, opens=i == 0) for i, x in enumerate(latents(10, 7, 6, 5, 3, 2, 8))]
+    stages = [distance.read(x, first_call=i == 0) for i, x in enumerate(latents(10, 7, 6, 5, 3, 2, 8))]
     # the first call has no distance; 10 is the first; 6 and 3 are at their thresholds
     assert stages == [(0,), (0,), (0,), (1,), (1,), (2,), (2,), (0,)]
 
@@ -30,16 +30,16 @@ def test_stages_follow_the_distance():
 def test_a_new_run_starts_over():
     distance = LatentDistance((0.5,), per_sample=False)
     a, b, c = latents(10, 1)
-    assert [distance.read(x, opens=False) for x in (a, b, c)] == [(0,), (0,), (1,)]
-    assert [distance.read(x, opens=x is a) for x in (a, c, b)] == [(0,), (0,), (1,)]
-    assert distance.read(torch.zeros(2, 1, 2, 2), opens=False) == (0, 0)  # another batch
+    assert [distance.read(x, first_call=False) for x in (a, b, c)] == [(0,), (0,), (1,)]
+    assert [distance.read(x, first_call=x is a) for x in (a, c, b)] == [(0,), (0,), (1,)]
+    assert distance.read(torch.zeros(2, 1, 2, 2), first_call=False) == (0, 0)  # another batch
 
 
 def test_a_repeated_timestep_stays_in_its_stage():
     distance = LatentDistance((0.5,), per_sample=False)
     a, b, c, d, e = latents(10, 1, 2, 9)
     calls = [(a, False), (b, False), (c, True), (d, False), (e, False)]  # PLMS takes its second step twice
-    stages = [distance.read(x, opens=x is a, repeats=repeats) for x, repeats in calls]
+    stages = [distance.read(x, first_call=x is a, repeated_timestep=repeated) for x, repeated in calls]
     assert stages == [(0,), (0,), (0,), (1,), (0,)]
 
 
@@ -48,8 +48,8 @@ def test_each_sample_or_the_batch():
     both = [torch.cat(pair) for pair in zip(still, moving, strict=True)]
     each = LatentDistance((0.5,), per_sample=True)
     whole = LatentDistance((0.5,), per_sample=False)
-    assert [each.read(x, opens=False) for x in both][-1] == (1, 0)
-    assert [whole.read(x, opens=False) for x in both][-1] == (1, 1)  # 5 of 10
+    assert [each.read(x, first_call=False) for x in both][-1] == (1, 0)
+    assert [whole.read(x, first_call=False) for x in both][-1] == (1, 1)  # 5 of 10
 
 
 def test_pooling_against_a_loop():
@@ -93,7 +93,7 @@ def test_a_sample_of_a_batch_gets_what_it_gets_alone(ratio):
     start, step = torch.randn(2, 4, 16, 16, generator=rng), torch.randn(2, 4, 16, 16, generator=rng)
     moves = torch.tensor([[10, 1], [10, 9]]).view(2, 2, 1, 1, 1)  # of each sample
     seen = [start, start + moves[:, 0] * step, start + moves.sum(1) * step]
-    few, many = (PooledAgents(n, ratio=ratio, cells="first" if ratio else "auto") for n in (4, 16))
+    few, many = (PooledAgents(n, ratio=ratio, destinations="first" if ratio else "auto") for n in (4, 16))
     together = run(unet, seen, ByDistance((few, many), (0.5,), "sample"))[-1]
     for i, fixed in enumerate((many, few)):
         text = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(1))[i : i + 1]
@@ -133,7 +133,7 @@ def test_the_last_stage_is_the_later_phase(pipe, sample, late):
 
 
 def test_merged_agents_follow_the_distance_too(pipe, sample):
-    stages = tuple(Agents(stride=2, at_most=n, cells="first") for n in (4, 16))
+    stages = tuple(Agents(stride=2, at_most=n, destinations="first") for n in (4, 16))
     with apply_agentsd(pipe, recipe=Recipe(ByDistance(stages, (0.0,)))):
         few = sample(pipe)
     with apply_agentsd(pipe, recipe=Recipe(ByDistance(stages, (1000.0,)))):
@@ -141,7 +141,7 @@ def test_merged_agents_follow_the_distance_too(pipe, sample):
     with apply_agentsd(pipe, recipe=Recipe(stages[0])) as handle:
         assert torch.equal(sample(pipe), few)
         handle._groups[0].begin(torch.empty(2, 4, 16, 16), 999.0, (0, 0))
-        assert handle._groups[0].work.plan.drawn.dst.numel() == 4  # cells of 8 x 8
+        assert handle._groups[0].work.plan.partition.dst.numel() == 4  # cells of 8 x 8
     assert not torch.equal(few, many)
 
 

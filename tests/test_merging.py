@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from agentsd.attention.matching import Ranking
-from agentsd.attention.merging import cut_ranking, first_of, merge, second_of, unmerge
+from agentsd.attention.merging import join, make_merge_map, merge, merge_rows, unmerge
 
 # Two images of six tokens; destinations 0 and 3.
 RANKING = Ranking(
@@ -15,13 +15,13 @@ X = torch.arange(12.0).view(2, 6, 1)
 
 
 def test_merge_by_hand():
-    merged = merge(X, cut_ranking(RANKING, 3))
+    merged = merge(X, make_merge_map(RANKING, 3))
     # image 0: 5 and 4 join 3, 1 joins 0, 2 stays; image 1 (values 6..11): 2 and 4 join 0, 1 joins 3, 5 stays
     assert merged.flatten().tolist() == [2, 0.5, 4, 11, (6 + 8 + 10) / 3, (9 + 7) / 2]
 
 
 def test_unmerge_by_hand():
-    cut = cut_ranking(RANKING, 3)
+    cut = make_merge_map(RANKING, 3)
     back = unmerge(torch.tensor([[[20.0], [21.0], [22.0]], [[30.0], [31.0], [32.0]]]), cut)
     assert back[0].flatten().tolist() == [21, 21, 20, 22, 22, 22]
     assert back[1].flatten().tolist() == [31, 32, 31, 32, 31, 30]
@@ -29,20 +29,17 @@ def test_unmerge_by_hand():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("r", "further"), [(3, 4), (0, 4), (1, 2)])
-def test_two_cuts_are_formed_in_one_pass(r, further, dtype):
-    x, both = X.to(dtype), cut_ranking(RANKING, r, dtype, further)
-    alone = [cut_ranking(RANKING, n, dtype) for n in (r, further)]
-    rows = 2 * (6 - r)
-    expected = [merge(x, cut) for cut in alone]
-    assert torch.equal(merge(x, both), torch.cat([part.flatten(0, 1) for part in expected])[None])
-    for cut, part in zip((first_of(both, rows), second_of(both, rows)), expected, strict=True):
-        assert torch.equal(merge(x, cut), part)
-    assert torch.equal(unmerge(expected[0], first_of(both, rows)), unmerge(expected[0], alone[0]))
+def test_two_maps_are_merged_in_one_pass(r, further, dtype):
+    x, maps = X.to(dtype), [make_merge_map(RANKING, n, dtype) for n in (r, further)]
+    expected = [merge(x, each) for each in maps]
+    joined = join(*maps)
+    assert torch.equal(merge_rows(x, joined), torch.cat([part.flatten(0, 1) for part in expected]))
+    assert torch.equal(unmerge(expected[0], joined), unmerge(expected[0], maps[0]))
 
 
 @pytest.mark.parametrize("r", [0, 1, 4, 99])
 def test_a_cut_takes_at_most_all_sources_and_keeps_the_mass(r):
-    cut = cut_ranking(RANKING, r)
+    cut = make_merge_map(RANKING, r)
     merged = merge(X, cut)
     assert merged.shape[1] == max(6 - r, 2)
     # every token is counted once: what is unmerged, weighted by how often it was copied, sums to the whole
@@ -51,7 +48,7 @@ def test_a_cut_takes_at_most_all_sources_and_keeps_the_mass(r):
 
 def test_merging_is_differentiable():
     x = torch.randn(2, 6, 3, dtype=torch.float64, requires_grad=True)
-    cut = cut_ranking(RANKING, 3)
+    cut = make_merge_map(RANKING, 3)
     assert torch.autograd.gradcheck(lambda x: unmerge(merge(x, cut), cut), x)
 
 
@@ -62,4 +59,4 @@ def test_half_precision_sums_are_taken_in_float32_whatever_was_ranked(dtype):
     order, src = torch.arange(n - 1)[None], torch.arange(1, n)
     ranking = Ranking(order, torch.zeros_like(order), src, torch.tensor([0]))
     x = torch.ones(1, n, 1, dtype=torch.float16)
-    assert merge(x, cut_ranking(ranking, n, dtype)).item() == 1
+    assert merge(x, make_merge_map(ranking, n, dtype)).item() == 1

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from recipes import AGENTS_THEN_KEYS, MERGED_FEED_FORWARD, TODO
+from recipes import AGENTS_THEN_KEYS, TODO
 from tiny import call, make_unet
 
 from agentsd import Agents, Downsample, Merge, Phases, Recipe, apply_agentsd
-from agentsd.attention.matching import draw_cells, rank_tokens, split_grid
-from agentsd.attention.merging import cut_ranking, merge, unmerge
-from agentsd.attention.operator import Place
+from agentsd.attention.matching import rank_tokens
+from agentsd.attention.merging import merge
+from agentsd.attention.operator import GridContext
 from agentsd.recipe import PAPER
 
 
@@ -62,37 +62,9 @@ def test_a_recipe_takes_the_levels_there_are():
         apply_agentsd(one_level, recipe=replace(AGENTS_THEN_KEYS, levels=2))
 
 
-def test_feed_forward_runs_on_merged_tokens_in_early_steps():
-    unet = make_unet()
-    handle = apply_agentsd(unet, recipe=replace(MERGED_FEED_FORWARD, levels=1))
-    block = unet.down_blocks[0].attentions[0].transformer_blocks[0]
-    seen = {}
-    hooks = [
-        block.norm3.register_forward_pre_hook(lambda m, args: seen.update(x=args[0])),
-        block.register_forward_hook(lambda m, args, out: seen.update(out=out)),
-        block.ff.register_forward_pre_hook(lambda m, args: seen.update(tokens=args[0].shape[1])),
-    ]
-    for t, tokens in ((999, 256 - int(256 * 0.4)), (1, 256)):
-        call(unet, t)
-        assert seen["tokens"] == tokens
-    cells = draw_cells(16, 16, 4, (0, 0, 999.0))
-    block.norm1.register_forward_pre_hook(lambda m, args: seen.update(block_input=args[0]))
-    call(unet, 999)
-    cut = cut_ranking(rank_tokens(seen["block_input"], split_grid(16, 16, 4, cells)), int(256 * 0.4))
-    for hook in hooks:
-        hook.remove()
-    handle.remove()
-    with torch.no_grad():
-        expected = unmerge(block.ff(merge(block.norm3(seen["x"]), cut)), cut) + seen["x"]
-    torch.testing.assert_close(seen["out"], expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("side", "agents"), [(16, 4 * 4), (64, 16 * 16), (65, 16 * 16), (96, 19 * 19), (256, 19 * 19)]
-)
 def test_agents_are_bounded(side, agents):
-    plan = Agents().plan(Place((side, side), 1, 2, "cpu", (0, 0, 999.0)))
-    assert plan.drawn.dst.numel() == agents
+    plan = Agents().plan(GridContext((side, side), 1, 2, "cpu", (0, 0, 999.0)))
+    assert plan.partition.dst.numel() == agents
     tokens = torch.randn(1, side * side, 2, generator=torch.Generator().manual_seed(0))
     plan.rank(tokens)
     assert merge(tokens, plan.agents).shape == (1, agents, 2)
@@ -101,8 +73,8 @@ def test_agents_are_bounded(side, agents):
 def test_the_papers_mode_bounds_no_agents():
     early, late = PAPER.attention.stages
     for operator, strides in ((early, 4), (late, 2)):
-        plan = operator.plan(Place((96, 96), 1, 2, "cpu", (0, 0, 999.0)))
-        assert plan.drawn.dst.numel() == (96 // strides) ** 2
+        plan = operator.plan(GridContext((96, 96), 1, 2, "cpu", (0, 0, 999.0)))
+        assert plan.partition.dst.numel() == (96 // strides) ** 2
 
 
 def test_an_operator_alone_runs_in_every_step():

@@ -89,7 +89,7 @@ def test_a_missing_embedded_model_says_how_to_get_it(code: str) -> None:
     setup = "sys.argv = ['agentsd-eval', 'compare', '--images', '1', '--out', '/tmp/x.png']\n"
     done = run(HIDE.format(hidden=["agentsd_demo"]) + setup + code)
     assert done.returncode != 0
-    assert "the embedded model is a distribution of its own" in done.stderr + done.stdout
+    assert "the bundled toy model is a separate package" in done.stderr + done.stdout
     assert "pip install ./demo" in done.stderr + done.stdout
     if "cli" in code:
         assert "Traceback" not in done.stderr

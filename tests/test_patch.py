@@ -17,8 +17,8 @@ from tiny import BETAS, PHASES, call, make_controlnet, make_sdxl_unet, make_unet
 
 from agentsd import Agents, Downsample, Merge, Phases, Recipe, apply_agentsd, remove_agentsd
 from agentsd.attention.formula import agent_attention
-from agentsd.attention.matching import draw_cells, rank_tokens, split_grid
-from agentsd.attention.merging import cut_ranking, merge, unmerge
+from agentsd.attention.matching import rank_tokens, sample_destinations, split_grid
+from agentsd.attention.merging import make_merge_map, merge, unmerge
 from agentsd.attention.processor import is_ours
 from agentsd.recipe import AGENTSD, MODES, PAPER, STEP_CACHING
 
@@ -27,7 +27,7 @@ EXACT_AGENTS = {"ranking": "layer", "at_most": None, "agent_ratio": 0.95}
 
 def cells(how):
     """Agents, then downsampled keys, with cells drawn so."""
-    return Recipe(Phases(Agents(cells=how), Downsample()))
+    return Recipe(Phases(Agents(destinations=how), Downsample()))
 
 
 def test_remove_leaves_no_trace(pipe, sample):
@@ -75,7 +75,7 @@ def test_token_merging_alone_is_the_tomesd_packages(pipe, sample, ratio):
     tomesd.apply_patch(pipe, ratio=ratio, use_rand=False)
     their_call, theirs = call(pipe.unet), sample(pipe)
     tomesd.remove_patch(pipe)
-    merge_all = Recipe(Merge(ratio, ranking="layer", cells="first"), levels=1)
+    merge_all = Recipe(Merge(ratio, ranking="layer", destinations="first"), levels=1)
     with apply_agentsd(pipe, recipe=merge_all):
         ours_call, ours = call(pipe.unet), sample(pipe)
     torch.testing.assert_close(ours_call, their_call, rtol=0, atol=2e-6)
@@ -98,10 +98,10 @@ def test_one_layer_is_equation_9_on_the_blocks_own_tensors(ratio):
     assert handle.layer_names[0] == "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
 
     x, attn = seen["x"], block.attn1
-    ranking = rank_tokens(x, split_grid(16, 16, 4, draw_cells(16, 16, 4, (5, 0, 999.0))))
-    cut = cut_ranking(ranking, int(256 * ratio))
+    ranking = rank_tokens(x, split_grid(16, 16, 4, sample_destinations(16, 16, 4, (5, 0, 999.0))))
+    cut = make_merge_map(ranking, int(256 * ratio))
     with torch.no_grad():
-        tokens, agents = (merge(block.norm1(x), c) for c in (cut, cut_ranking(ranking, 240)))
+        tokens, agents = (merge(block.norm1(x), c) for c in (cut, make_merge_map(ranking, 240)))
         assert agents.shape[1] == 16
         q, k, v, a = (
             project(rows).unflatten(2, (2, 8)).transpose(1, 2)
@@ -291,13 +291,13 @@ def test_tomesd_and_strange_processors_are_refused(pipe):
     assert isinstance(attn.processor, PAGIdentitySelfAttnProcessor2_0)
 
 
-@pytest.mark.parametrize("operator", [Merge(0.5, cells="first"), Downsample()])
+@pytest.mark.parametrize("operator", [Merge(0.5, destinations="first"), Downsample()])
 def test_the_processor_that_was_there_does_the_later_steps(pipe, sample, operator):
-    recipe = Recipe(Phases(Agents(0.5, cells="first"), operator, early_frac=0))
+    recipe = Recipe(Phases(Agents(0.5, destinations="first"), operator, early_frac=0))
     baseline = sample(pipe)
     pipe.unet.set_attn_processor(AttnProcessor())
     apply_agentsd(pipe, recipe=recipe)
-    kinds = {type(p.wrapped) for p in pipe.unet.attn_processors.values() if is_ours(p)}
+    kinds = {type(p.fallback) for p in pipe.unet.attn_processors.values() if is_ours(p)}
     assert kinds == {AttnProcessor}
     with_unfused = sample(pipe)
     remove_agentsd(pipe)
@@ -347,7 +347,7 @@ def test_gradient_checkpointing_recomputes_the_same_cells(settings):
     grads = {}
     for checkpointing in (False, True):
         unet = make_unet().train()
-        apply_agentsd(unet, recipe=Recipe(Agents(cells="random", **settings)))
+        apply_agentsd(unet, recipe=Recipe(Agents(destinations="random", **settings)))
         if checkpointing:
             unet.enable_gradient_checkpointing()
         rng = torch.Generator().manual_seed(0)

@@ -12,7 +12,7 @@ import torch
 from cache_twin import Twin
 from calibrating import distance, work
 from quantized import BLOCK, PACKAGES, STAND_IN, dequantized, wide_unet
-from recipes import AGENTS_THEN_KEYS, MERGED_FEED_FORWARD, TODO
+from recipes import AGENTS_THEN_KEYS, TODO
 from tiny import call, snapshot, watch_phases
 
 from agentsd import GuidanceCache, Merge, Recipe, StepCache, apply_agentsd, calibrate, remove_agentsd
@@ -25,7 +25,6 @@ BOTH = {"steps": StepCache(2, extrapolation_order=0), "guidance": GuidanceCache(
 RECIPES = {
     "paper": PAPER,
     "agents, then keys": AGENTS_THEN_KEYS,
-    "merged feed-forward": MERGED_FEED_FORWARD,
     "downsampled keys": TODO,
     "step-caching": STEP_CACHING,
     "guidance": Recipe(guidance=GuidanceCache()),

@@ -27,14 +27,14 @@ from agentsd import (
     apply_agentsd,
 )
 from agentsd.modules import AgentModule, AttnZero, FocusedLinear
-from agentsd.plain import OPERATORS
 from agentsd.recipe import AGENTSD, MODES, PAPER, STEP_CACHING
+from agentsd.serialization import OPERATORS
 
 DOWN = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
 MID = "mid_block.attentions.0.transformer_blocks.0.attn1"
 UP = "up_blocks.2.attentions.1.transformer_blocks.0.attn1"
-MERGE_ALL = Phases(Merge(0.5, cells="first"), Merge(0.3, cells="first"))
-AGENTS = Phases(Agents(0.0, cells="first"), None)
+MERGE_ALL = Phases(Merge(0.5, destinations="first"), Merge(0.3, destinations="first"))
+AGENTS = Phases(Agents(0.0, destinations="first"), None)
 UNTOUCHED = Phases(Merge(0.0), None)
 POOLED = (PooledAgents(4), PooledAgents(16))
 
@@ -79,8 +79,7 @@ def test_what_runs_depends_on_the_mode():
         (Downsample, "at_most", -1, ValueError, "1 or more, or None"),
         (Agents, "ranking", "model", ValueError, "'level' or 'layer'"),
         (Merge, "ranking", 1, TypeError, "pass a str"),
-        (Agents, "cells", "last", ValueError, "'first'"),
-        (Agents, "feed_forward", 1, TypeError, "pass a bool"),
+        (Agents, "destinations", "last", ValueError, "'first'"),
         (PooledAgents, "count", 0, ValueError, "1 or more, or None"),
         (PooledAgents, "count", 4.5, TypeError, "pass a int"),
         (AgentModule, "count", 0, ValueError, "1 or more, or None"),
@@ -134,8 +133,11 @@ def test_bad_value_names_itself_and_the_way_out(kind, name, value, error, way_ou
             ValueError,
             "per='sample' needs PooledAgents",
         ),
-        (lambda: PooledAgents(cells="first"), ValueError, "ranking and cells are of merged tokens"),
-        (lambda: Agents(feed_forward=True, ranking="layer"), ValueError, "it needs ranking='level'"),
+        (
+            lambda: PooledAgents(destinations="first"),
+            ValueError,
+            "ranking and destinations are of merged tokens",
+        ),
         (lambda: Recipe("paper"), TypeError, "'paper' is a str: pass Phases"),
         (lambda: Recipe(layers={MID: "agents"}), TypeError, "'agents' is a str: pass Phases"),
         (lambda: Recipe(), ValueError, "the recipe would do nothing"),
@@ -165,7 +167,7 @@ def test_numpy_numbers_and_integers_are_numbers(tmp_path):
     "recipe",
     [
         *MODES.values(),
-        Recipe(Phases(None, Merge(0.7, cells="first"), 0.25), levels=3, seed=7),
+        Recipe(Phases(None, Merge(0.7, destinations="first"), 0.25), levels=3, seed=7),
         Recipe(ByDistance((PooledAgents(4), PooledAgents(16), None), (0.6, 0.3))),
         Recipe(ByDistance((PooledAgents(4, ratio=0.4), PooledAgents(16, ratio=0.4)), (0.6,), "sample")),
         Recipe(Phases(FocusedLinear(convolution=False), Agents(at_most=None))),
@@ -203,7 +205,10 @@ def test_a_file_holds_what_differs_and_reads_back_the_same(tmp_path):
     assert list(content) == ["version", "layers", "measured"]
     assert content["version"] == 1
     assert list(content["layers"]) == [UP, DOWN]
-    merges = [{"merge": {"ratio": 0.5, "cells": "first"}}, {"merge": {"ratio": 0.3, "cells": "first"}}]
+    merges = [
+        {"merge": {"ratio": 0.5, "destinations": "first"}},
+        {"merge": {"ratio": 0.3, "destinations": "first"}},
+    ]
     assert content["layers"][UP] == {"early": merges[0], "late": merges[1], "early_frac": 0.4}
     pools = {"pooled_agents": {"count": 9, "ratio": 0.4}}
     assert content["layers"][DOWN] == {"early": pools, "late": {"downsample": {}}, "early_frac": 0.4}
@@ -368,7 +373,7 @@ def output_of(unet, name, schedule, t):
 
 @pytest.mark.parametrize("t", [999, 1])
 def test_each_layer_runs_its_own_settings(t):
-    more = Phases(Merge(0.7, cells="first"), MERGE_ALL.late)
+    more = Phases(Merge(0.7, destinations="first"), MERGE_ALL.late)
     unet, settings = make_unet(), {DOWN: AGENTS, MID: MERGE_ALL, UP: more}
     apply_agentsd(unet, recipe=Recipe(layers=settings))
     for name, schedule in settings.items():
@@ -384,7 +389,7 @@ def test_each_layer_runs_its_own_settings(t):
 
 def test_layers_of_other_settings_share_no_ranking_in_fast_mode():
     unet = make_unet()
-    other = replace(MERGE_ALL, early=Merge(0.2, cells="first"))
+    other = replace(MERGE_ALL, early=Merge(0.2, destinations="first"))
     handle = apply_agentsd(unet, recipe=Recipe(layers={DOWN: MERGE_ALL, UP: other}))
     assert len({id(layer.work) for layer in handle._layers}) == len(handle._groups) == 2
     call(unet)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from recipes import AGENTS_THEN_KEYS, MERGED_FEED_FORWARD, TODO
+from recipes import AGENTS_THEN_KEYS, TODO
 from recordings import CASES, COARSE, FILE, FINE, run
 from safetensors.torch import load_file
 
@@ -44,7 +44,6 @@ def _pooled(*counts: int) -> list[PooledAgents]:
 RECIPES: dict[str, Recipe] = {
     "paper": PAPER,
     "agents, then keys": AGENTS_THEN_KEYS,
-    "merged feed-forward": MERGED_FEED_FORWARD,
     "downsampled keys": TODO,
     "k 0": _paper(ratio=0.5, k=0.0),
     "k 0.15": _paper(ratio=0.5, k=0.15),
@@ -62,8 +61,8 @@ RECIPES: dict[str, Recipe] = {
     "few agents, paper": _paper(stride=2, at_most=9, agent_ratio=None),
     "agent ratio": _paper(agent_ratio=0.8),
     "strides": _paper(Merge(0.3, stride=4, ranking="layer"), stride=2, ratio=0.3),
-    "first cells": _agents(Merge(cells="first"), Agents(cells="first")),
-    "random cells, odd batch": _agents(early=Agents(cells="random")),
+    "first cells": _agents(Merge(destinations="first"), Agents(destinations="first")),
+    "random cells, odd batch": _agents(early=Agents(destinations="random")),
     "odd batch": _agents(Merge()),
     "odd grid": _agents(Merge()),
     "seed 3": _agents(seed=3),

@@ -26,8 +26,8 @@ from agentsd import (
     remove_agentsd,
 )
 from agentsd.attention.matching import rank_tokens
-from agentsd.attention.merging import cut_ranking, merge, of_last, together, unmerge
-from agentsd.attention.ranking import partition
+from agentsd.attention.merging import make_merge_map, merge, of_last, unmerge
+from agentsd.attention.ranking import sample_partition
 from agentsd.hosts.schedulers import training_sigma
 from agentsd.modules import AgentModule
 from agentsd.recipe import STEP_CACHING
@@ -229,18 +229,15 @@ def test_tokens_are_matched_once_a_run(operator, monkeypatch):
 def test_cuts_of_the_last_images_of_a_batch(images):
     x = torch.randn(4, 64, 6, generator=torch.Generator().manual_seed(0))
     place = type(
-        "Place", (), {"grid": (8, 8), "half": False, "batch": 4, "key": (0, 0, 1.0), "device": "cpu"}
+        "GridContext", (), {"grid": (8, 8), "half": False, "batch": 4, "key": (0, 0, 1.0), "device": "cpu"}
     )
-    ranking = rank_tokens(x, partition(place, 4, "random"))
-    one, two = cut_ranking(ranking, 20), cut_ranking(ranking, 50)
+    ranking = rank_tokens(x, sample_partition(place, 4, "random"))
+    one, two = make_merge_map(ranking, 20), make_merge_map(ranking, 50)
     for cut in (one, two):
         small = of_last(cut, 4, images)
         assert torch.equal(merge(x[-images:], small), merge(x, cut)[-images:])
         merged = merge(x, cut)
         assert torch.equal(unmerge(merged[-images:], small), unmerge(merged, cut)[-images:])
-    both, joined = cut_ranking(ranking, 20, further=50), together(one, two)
-    for made, expected in zip(joined, both, strict=True):
-        assert torch.equal(made[: len(joined.home)] if made is joined.home else made, expected)
 
 
 def test_a_stage_of_another_operator_begins_with_full_attention():
@@ -343,7 +340,6 @@ def test_a_copy_and_a_file(tmp_path, make_pipeline, sample):
         (lambda: ResidualSharing(extrapolation_order=2), "extrapolation_order=2: pass 0"),
         (lambda: ResidualSharing(least_tokens=-1), "least_tokens=-1: pass 0"),
         (lambda: Recipe(residual=ResidualSharing(), steps=StepCache()), "it is of attention's operators"),
-        (lambda: Recipe(Agents(feed_forward=True), residual=ResidualSharing()), "nothing of feed_forward"),
     ],
 )
 def test_settings_of_no_sense_are_refused(make, message):

@@ -6,7 +6,7 @@ import diffusers
 import pytest
 import torch
 
-from agentsd.steps.run import TRAINING_TIMESTEPS, RunReader, early_threshold
+from agentsd.hosts.timesteps import TRAINING_TIMESTEPS, RunReader, early_threshold
 
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 SCHEDULERS = [
@@ -57,7 +57,7 @@ def test_threshold(early_frac, count):
 def test_a_bare_unet_is_scheduled_by_its_training_timesteps():
     reader = RunReader(0.4)
     assert [reader.read(t, None).early for t in (999, 600, 599, 0)] == [True, True, False, False]
-    assert not reader.read(0, None).opens_without_early
+    assert not reader.read(0, None).has_no_early_step
     assert reader.read(torch.tensor([999, 3]), None).early  # of a batch the noisiest counts
 
 
@@ -65,11 +65,11 @@ def test_runs_are_told_apart():
     scheduler = diffusers.DDIMScheduler(**BETAS)
     scheduler.set_timesteps(10)
     reader = RunReader(0.4)
-    assert not any(s.opens_without_early for s in walk(scheduler, reader))
-    assert not any(s.opens_without_early for s in walk(scheduler, reader)[:2])  # the run breaks off here
+    assert not any(s.has_no_early_step for s in walk(scheduler, reader))
+    assert not any(s.has_no_early_step for s in walk(scheduler, reader)[:2])  # the run breaks off here
     late = walk(scheduler, reader, start=5)  # img2img that starts late
-    assert [s.opens_without_early for s in late] == [True] + [False] * 4
-    assert not any(s.opens_without_early for s in walk(scheduler, reader, start=2))
+    assert [s.has_no_early_step for s in late] == [True] + [False] * 4
+    assert not any(s.has_no_early_step for s in walk(scheduler, reader, start=2))
     scheduler.set_timesteps(20)
     assert sum(s.early for s in walk(scheduler, reader)) == 8
 
@@ -87,8 +87,8 @@ def test_a_scheduler_that_makes_its_list_anew_at_each_look_opens_no_new_runs(rea
     reader, scheduler = RunReader(0.4), Fickle()
     steps = [reader.read(read(t), scheduler) for t in scheduler.timesteps]
     assert [s.early for s in steps] == [True] * 4 + [False] * 6
-    assert [s.opens for s in steps] == [True] + [False] * 9
-    assert not any(s.opens_without_early for s in steps)
+    assert [s.first_call for s in steps] == [True] + [False] * 9
+    assert not any(s.has_no_early_step for s in steps)
 
 
 @pytest.mark.parametrize(("kind", "options"), SCHEDULERS)
@@ -117,14 +117,14 @@ def test_a_copy_of_an_element_is_found_on_the_schedulers_list(kind, options):
     ):
         reader = RunReader(0.4)
         assert [reader.read(copied(t), scheduler) for t in scheduler.timesteps] == known
-    assert [s.opens for s in known] == [True] + [False] * (len(known) - 1)
+    assert [s.first_call for s in known] == [True] + [False] * (len(known) - 1)
     assert [s.off_list for s in known] == [False] * len(known)
 
 
 def test_repeats_are_told():
     scheduler = diffusers.PNDMScheduler(**BETAS, skip_prk_steps=True, steps_offset=1)
     scheduler.set_timesteps(5)
-    assert [s.repeats for s in walk(scheduler)] == [False, False, True, False, False, False]
+    assert [s.repeated_timestep for s in walk(scheduler)] == [False, False, True, False, False, False]
 
 
 def test_a_list_that_is_changed_in_place_is_read_again():

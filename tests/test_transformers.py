@@ -3,7 +3,7 @@
 import diffusers
 import pytest
 import torch
-from recipes import AGENTS_THEN_KEYS, MERGED_FEED_FORWARD
+from recipes import AGENTS_THEN_KEYS
 from tiny import BETAS, WIDTH, make_vae, watch_phases
 
 from agentsd import apply_agentsd
@@ -77,15 +77,6 @@ def test_a_transformer_of_another_kind_is_refused():
     )  # fmt: skip
     with pytest.raises(ValueError, match="SD3Transformer2DModel has no self-attention"):
         apply_agentsd(model, recipe=AGENTS_THEN_KEYS)
-
-
-def test_merged_feed_forward_layers_are_refused_where_there_is_no_norm_before_them():
-    model = pixart()
-    before = list(model.state_dict())
-    with pytest.raises(ValueError, match=r"feed_forward=True: the BasicTransformerBlock of .* has no norm3"):
-        apply_agentsd(model, recipe=MERGED_FEED_FORWARD)
-    assert list(model.state_dict()) == before
-    assert not hasattr(model, "_agentsd")
 
 
 def test_a_prior_has_no_image_to_merge_tokens_of():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
@@ -11,9 +11,9 @@ from torch import Tensor
 from ..checks import check, check_share
 from .formula import agent_attention
 from .matching import Ranking
-from .merging import Cut, cut_ranking, first_of, merge, of_last, second_of, together, unmerge
-from .operator import Attend, Operator, Place, heads, project, project_out
-from .ranking import RankedPlan, check_cells, partition
+from .merging import MergeMap, join, make_merge_map, merge, merge_rows, of_last, unmerge
+from .operator import Attend, GridContext, Operator, heads, project, project_out
+from .ranking import RankedPlan, check_destinations, sample_partition
 
 _LARGEST_K = 1000.0  # half precision ends at 65,504
 
@@ -27,7 +27,7 @@ def check_formula(k: float, scale: float) -> None:
 
 @dataclass(frozen=True)
 class Agents(Operator):
-    """Tokens are merged by `ratio`, and the same ranking is cut further for the agents.
+    """Tokens are merged by `ratio`, and by the same ranking further for the agents.
 
     Attributes:
         ratio: share of the tokens merged away before attention, in [0, 1).
@@ -39,9 +39,8 @@ class Agents(Operator):
         agent_ratio: share of the tokens merged away to make the agents, in (0, 1); at least the destination
             tokens stay, which are all that stay with None.
         ranking: "level": one for all layers of a level, or "layer": each its own, as in the paper.
-        cells: the destination token of each cell: "random", "first" (top left), or "auto": random for an
-            even batch and first for an odd one, as ToMeSD does.
-        feed_forward: the block's feed-forward layer runs on the merged tokens too.
+        destinations: which token of each cell: "random", "first" (top left), or "auto": random for an even
+            batch and first for an odd one, as ToMeSD does.
     """
 
     name: ClassVar[str] = "agents"
@@ -53,31 +52,30 @@ class Agents(Operator):
     at_most: int | None = 400
     agent_ratio: float | None = None
     ranking: str = "level"
-    cells: str = "auto"
-    feed_forward: bool = False
+    destinations: str = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_share("ratio", self.ratio, below_one=True)
         check_formula(self.k, self.scale)
-        check_cells(self.cells, self.stride, self.at_most)
+        check_destinations(self.destinations, self.stride, self.at_most)
         check_ranking(self.ranking)
         ok = self.agent_ratio is None or 0 < self.agent_ratio < 1
         check("agent_ratio", self.agent_ratio, ok, "pass a share in (0, 1), like 0.95, or None")
-        alone = not (self.feed_forward and self.ranking == "layer")
-        check("feed_forward", self.feed_forward, alone, "it needs ranking='level', which outlives a layer")
 
     @property
     def own_ranking(self) -> bool:
         """Whether each layer ranks its own tokens."""
         return self.ranking == "layer"
 
-    def plan(self, place: Place) -> AgentsPlan | None:
-        """Draw the cells; None where not one is whole."""
-        stride = place.stride(self.stride, self.at_most)
-        if min(place.grid) < stride:
+    def plan(self, context: GridContext) -> AgentsPlan | None:
+        """Sample the destinations; None where no cell is whole."""
+        stride = context.stride(self.stride, self.at_most)
+        if min(context.grid) < stride:
             return None
-        return AgentsPlan(self, partition(place, stride, self.cells), self.ratio, self.own_ranking)
+        return AgentsPlan(
+            self, sample_partition(context, stride, self.destinations), self.ratio, self.own_ranking
+        )
 
 
 def check_ranking(ranking: str) -> None:
@@ -86,70 +84,61 @@ def check_ranking(ranking: str) -> None:
 
 
 class AgentsPlan(RankedPlan):
-    """Merged tokens, and agents from the same ranking; plain attention where agents would not be few."""
+    """Merged tokens, and agents from the same ranking; plain attention where agents would not be few.
 
-    both: Cut | None = None
-    """The cut of the tokens, where they are merged, and then that of the agents."""
+    Attributes:
+        agents: how tokens are merged into agents; None where attention is plain.
+        joined: the maps of tokens and agents as one, where tokens are merged too.
+    """
 
-    def __init__(self, settings: Agents, *args: object) -> None:
-        super().__init__(*args)  # type: ignore[arg-type]
+    agents: MergeMap | None = None
+    joined: MergeMap | None = None
+
+    def __init__(self, settings: Agents, *args: Any) -> None:
+        super().__init__(*args)
         self.settings = settings
 
-    @property
-    def agents(self) -> Cut | None:
-        """How tokens are merged into agents; None where attention is plain."""
-        if self.both is None or self.tokens is None:
-            return self.both
-        return second_of(self.both, self.tokens.edges.numel() - 1)
+    def make_maps(self, ranking: Ranking, block_input: Tensor, n_merged: int) -> None:
+        """Make the merge maps of the tokens and of the agents."""
+        super().make_maps(ranking, block_input, n_merged)
+        n_tokens, n_agents = block_input.shape[1], self.partition.dst.numel()
+        if self.settings.agent_ratio is not None:
+            n_agents = max(n_tokens - int(n_tokens * self.settings.agent_ratio), n_agents)
+        if 2 * n_agents < n_tokens - n_merged:  # as the reference: else attention stays plain
+            self._set_agents(make_merge_map(ranking, n_tokens - n_agents, block_input.dtype))
 
-    def cut(self, ranking: Ranking, block_input: Tensor, n_merged: int) -> None:
-        """Cut the ranking for the tokens and for the agents."""
-        settings, (batch, n_tokens, _), dtype = self.settings, block_input.shape, block_input.dtype
-        n_agents = self.drawn.dst.numel()
-        if settings.agent_ratio is not None:
-            n_agents = max(n_tokens - int(n_tokens * settings.agent_ratio), n_agents)
-        # As the reference: where agents would be no fewer than half the tokens, attention stays plain.
-        few = 2 * n_agents < n_tokens - n_merged
-        if not few:
-            super().cut(ranking, block_input, n_merged)
-        elif n_merged:
-            self.both = cut_ranking(ranking, n_merged, dtype, n_tokens - n_agents)
-            self.tokens = first_of(self.both, batch * (n_tokens - n_merged))
-        else:
-            self.both = cut_ranking(ranking, n_tokens - n_agents, dtype)
-        if settings.feed_forward:
-            self.feed_forward = self.tokens
+    def _set_agents(self, agents: MergeMap) -> None:
+        self.agents = agents
+        self.joined = None if self.tokens is None else join(self.tokens, agents)
 
     def of_last(self, batch: int, images: int) -> AgentsPlan:
-        """The same cuts for the last images of a batch."""
+        """The same maps for the last images of a batch."""
         plan = super().of_last(batch, images)
         assert isinstance(plan, AgentsPlan)
         if self.agents is not None:
-            plan.both = of_last(self.agents, batch, images)
-            if plan.tokens is not None:
-                plan.both = together(plan.tokens, plan.both)
+            plan._set_agents(of_last(self.agents, batch, images))
         return plan
 
     def forget(self) -> None:
-        """Let go of the agents' cut as well."""
+        """Let go of the agents' map as well."""
         super().forget()
         if self.own:
-            self.both = None
+            self.agents = self.joined = None
 
-    def attend(self, attn: Attention, tokens: Tensor, wrapped: Attend) -> Tensor:
+    def attend(self, attn: Attention, tokens: Tensor, fallback: Attend) -> Tensor:
         """Merge, gather and broadcast, unmerge."""
-        cut, both, settings = self.tokens, self.both, self.settings
-        if both is None:
-            out = wrapped(tokens if cut is None else merge(tokens, cut))
-        elif cut is None:
-            out = attend_agents(attn, tokens, merge(tokens, both), settings.k, settings.scale)
+        merge_map, agents, settings = self.tokens, self.agents, self.settings
+        if agents is None:
+            out = fallback(tokens if merge_map is None else merge(tokens, merge_map))
+        elif self.joined is None or merge_map is None:
+            out = attend_agents(attn, tokens, merge(tokens, agents), settings.k, settings.scale)
         else:
-            merged, batch = merge(tokens, both), tokens.shape[0]
-            parts = merged[0].tensor_split([cut.edges.numel() - 1])
-            tokens, agents = (part.unflatten(0, (batch, -1)) for part in parts)
-            out = attend_agents(attn, tokens, agents, settings.k, settings.scale, both=merged)
+            rows, batch = merge_rows(tokens, self.joined), tokens.shape[0]
+            parts = rows.tensor_split([merge_map.offsets.numel() - 1])
+            merged, agent_tokens = (part.unflatten(0, (batch, -1)) for part in parts)
+            out = attend_agents(attn, merged, agent_tokens, settings.k, settings.scale, rows=rows)
         self.forget()
-        return out if cut is None else unmerge(out, cut)
+        return out if merge_map is None else unmerge(out, merge_map)
 
 
 def attend_agents(
@@ -159,18 +148,18 @@ def attend_agents(
     k: float,
     scale: float,
     mask: Tensor | None = None,
-    both: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """The layer's own projections and norms around `agent_attention`: (B, M, C) -> (B, M, C).
 
-    Agents (B, n, C) are projected as queries; in one pass with the tokens where they stand side by side,
-    `both` (1, B * M + B * n, C).
+    Agents (B, n, C) are projected as queries; in one pass with the tokens where `rows` (B * M + B * n, C)
+    holds both.
     """
-    if both is None:
+    if rows is None:
         query, agent = attn.to_q(tokens), attn.to_q(agents)
     else:
         batch, n_tokens, _ = tokens.shape
-        parts = attn.to_q(both)[0].tensor_split([batch * n_tokens])
+        parts = attn.to_q(rows).tensor_split([batch * n_tokens])
         query, agent = (part.unflatten(0, (batch, -1)) for part in parts)
     query, key, value = project(attn, tokens, query)
     agent = heads(attn, agent)

@@ -11,16 +11,16 @@ import torch
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
-from .matching import draw_cells, split_grid
-from .operator import Attend, Operator, Place, Plan, separate
-from .ranking import check_cells
+from .matching import sample_destinations, split_grid
+from .operator import Attend, GridContext, Operator, Plan, separate
+from .ranking import check_destinations
 
 
 @dataclass(frozen=True)
 class Downsample(Operator):
     """All queries, but keys and values of the first token in each cell alone, the same in every step.
 
-    Drawn anew in every step, they would give pictures a grain.
+    Sampled anew in every step, they would give images high-frequency noise.
 
     Attributes:
         stride: side of the cells.
@@ -35,22 +35,24 @@ class Downsample(Operator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_cells("first", self.stride, self.at_most)
+        check_destinations("first", self.stride, self.at_most)
 
-    def plan(self, place: Place) -> DownsamplePlan | None:
+    def plan(self, context: GridContext) -> DownsamplePlan | None:
         """Pick the tokens that are kept; None where no cell is whole."""
-        bound = None if self.at_most is None else max(1, self.at_most // place.coarseness)
-        stride = place.stride(self.stride, bound)
-        if min(place.grid) < stride:
+        bound = None if self.at_most is None else max(1, self.at_most // context.downsampling_factor)
+        stride = context.stride(self.stride, bound)
+        if min(context.grid) < stride:
             return None
-        return DownsamplePlan(_first_of_cells(*place.grid, stride, place.device))
+        return DownsamplePlan(_first_of_cells(*context.grid, stride, context.device))
 
 
 @lru_cache(maxsize=32)
 def _first_of_cells(height: int, width: int, stride: int, device: Any) -> Tensor:
     """Positions (n,) of the first token of each cell: the same in every call."""
     with torch.inference_mode(False):  # else a later call's backward could not keep them
-        return split_grid(height, width, stride, draw_cells(height, width, stride, None)).dst.to(device)
+        return split_grid(height, width, stride, sample_destinations(height, width, stride, None)).dst.to(
+            device
+        )
 
 
 class DownsamplePlan(Plan):
@@ -59,6 +61,6 @@ class DownsamplePlan(Plan):
     def __init__(self, kept: Tensor) -> None:
         self.kept = kept
 
-    def attend(self, attn: Attention, tokens: Tensor, wrapped: Attend) -> Tensor:
+    def attend(self, attn: Attention, tokens: Tensor, fallback: Attend) -> Tensor:
         """Attend from all tokens to the kept ones."""
-        return separate(attn, wrapped)(tokens, tokens.index_select(1, self.kept))
+        return separate(attn, fallback)(tokens, tokens.index_select(1, self.kept))

@@ -39,7 +39,7 @@ class Ranking(NamedTuple):
     dst: Tensor
 
 
-def draw_cells(height: int, width: int, stride: int, key: tuple[int, int, float] | None) -> Tensor:
+def sample_destinations(height: int, width: int, stride: int, key: tuple[int, int, float] | None) -> Tensor:
     """One offset in [0, stride**2) for each whole `stride x stride` cell: (height//stride, width//stride).
 
     `key` is (seed, layer, step): the same key gives the same offsets on every machine and in every call.
@@ -53,14 +53,14 @@ def draw_cells(height: int, width: int, stride: int, key: tuple[int, int, float]
     return torch.randint(stride * stride, shape, generator=generator)
 
 
-def split_grid(height: int, width: int, stride: int, cells: Tensor) -> Partition:
+def split_grid(height: int, width: int, stride: int, destinations: Tensor) -> Partition:
     """Split the tokens of a `height x width` grid: the one at its offset in each cell is a destination.
 
     Rows and columns beyond the last whole cell hold sources only.
     """
     # In numpy: on a GPU a call is bound by what torch is asked to do.
-    rows, cols = cells.shape
-    offsets = cells.numpy()
+    rows, cols = destinations.shape
+    offsets = destinations.numpy()
     y = np.arange(rows)[:, None] * stride + offsets // stride
     x = np.arange(cols)[None, :] * stride + offsets % stride
     dst = np.sort((y * width + x).ravel())

@@ -11,8 +11,8 @@ from torch import Tensor
 from ..checks import check_share
 from .agents import check_ranking
 from .merging import merge, unmerge
-from .operator import Attend, Operator, Place
-from .ranking import RankedPlan, check_cells, partition
+from .operator import Attend, GridContext, Operator
+from .ranking import RankedPlan, check_destinations, sample_partition
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Merge(Operator):
     """Tokens are merged by `ratio` before attention.
 
     Attributes:
-        ratio, ranking, cells: see `Agents`.
+        ratio, ranking, destinations: see `Agents`.
         stride: side of the cells that hold one destination token each.
     """
 
@@ -29,12 +29,12 @@ class Merge(Operator):
     ratio: float = 0.4
     stride: int = 2
     ranking: str = "level"
-    cells: str = "auto"
+    destinations: str = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_share("ratio", self.ratio, below_one=True)
-        check_cells(self.cells, self.stride)
+        check_destinations(self.destinations, self.stride)
         check_ranking(self.ranking)
 
     @property
@@ -42,21 +42,23 @@ class Merge(Operator):
         """Whether each layer ranks its own tokens."""
         return self.ranking == "layer"
 
-    def plan(self, place: Place) -> MergePlan | None:
-        """Draw the cells; None where not one is whole, or nothing is to be merged."""
-        if self.ratio == 0 or min(place.grid) < self.stride:
+    def plan(self, context: GridContext) -> MergePlan | None:
+        """Sample the destinations; None where no cell is whole, or nothing is to be merged."""
+        if self.ratio == 0 or min(context.grid) < self.stride:
             return None
-        return MergePlan(partition(place, self.stride, self.cells), self.ratio, self.own_ranking)
+        return MergePlan(
+            sample_partition(context, self.stride, self.destinations), self.ratio, self.own_ranking
+        )
 
 
 class MergePlan(RankedPlan):
     """Merged tokens."""
 
-    def attend(self, attn: Attention, tokens: Tensor, wrapped: Attend) -> Tensor:
+    def attend(self, attn: Attention, tokens: Tensor, fallback: Attend) -> Tensor:
         """Merge, attend, unmerge."""
-        cut = self.tokens
-        if cut is None:
-            return wrapped(tokens)
-        out = wrapped(merge(tokens, cut))
+        merge_map = self.tokens
+        if merge_map is None:
+            return fallback(tokens)
+        out = fallback(merge(tokens, merge_map))
         self.forget()
-        return unmerge(out, cut)
+        return unmerge(out, merge_map)

@@ -13,115 +13,87 @@ from .matching import Ranking
 _HALF = (torch.float16, torch.bfloat16)  # a weight would be rounded to that
 
 
-class Cut(NamedTuple):
-    """Which tokens form each merged token, when the first `r` sources of a ranking are merged.
-
-    Merged tokens stand in the order: sources that stay (N-n-r), then destinations (n). Rows count through
-    the batch (row = image * tokens + token), so that every move is one flat index operation.
-
-    A second cut of the same ranking may follow in `members`, `edges` and `share`: one pass then forms both.
+class MergeMap(NamedTuple):
+    """Which tokens become one, and the way back: index tensors over all images of a batch.
 
     Attributes:
-        home: (B * N,) row of the merged token that each token is in.
+        assignment: (B * N,) row of the merged token that each token is in; empty where none is unmerged.
         members: (B * N,) rows of the tokens, those of one merged token side by side.
-        edges: (B * (N-r) + 1,) where in `members` each merged token's rows begin, and their end.
-        share: (B * N,) weight of each member in its merged token's mean; None takes the mean as it comes.
+        offsets: (B * (N-r) + 1,) where in `members` each merged token's rows begin, and their end.
+        weights: (B * N,) weight of each member in its merged token's mean; None takes the mean as it comes.
     """
 
-    home: Tensor
+    assignment: Tensor
     members: Tensor
-    edges: Tensor
-    share: Tensor | None
+    offsets: Tensor
+    weights: Tensor | None
 
 
-def cut_ranking(
-    ranking: Ranking, r: int, dtype: torch.dtype = torch.float32, further: int | None = None
-) -> Cut:
-    """Merge the `r` best-matched sources, at most all of them; `dtype` is that of the tokens to be merged.
-
-    A second cut, which merges `further` sources, follows where that is given.
-    """
+def make_merge_map(ranking: Ranking, r: int, dtype: torch.dtype = torch.float32) -> MergeMap:
+    """Merge the `r` best-matched sources, at most all of them; `dtype` is that of the tokens to be merged."""
     order, match, src, dst = ranking
     (batch, sources), targets = order.shape, dst.numel()
-    kept = [sources - min(n, sources) for n in ((r,) if further is None else (r, further))]
-    sizes = [batch * (n + targets) for n in kept]
+    kept = sources - min(r, sources)  # sources that stay tokens of their own; destinations come after them
 
-    rows = torch.arange(sum(sizes) + 1, dtype=torch.int32, device=order.device)
-    slots = [part.view(batch, -1) for part in rows[:-1].split(sizes)]
-    ends = [part[:, n:] for part, n in zip(slots, kept, strict=True)]
-    end = ends[0][None] if further is None else torch.stack(ends)
-    joined = end.gather(2, match.expand(len(kept), -1, -1))
-    for each, part, n in zip(joined, slots, kept, strict=True):
-        if n:
-            each.scatter_(1, order[:, sources - n :], part[:, :n])
-    home = torch.empty(len(kept), batch, sources + targets, dtype=torch.int32, device=order.device)
-    home.index_copy_(2, src, joined).index_copy_(2, dst, end)
+    rows = torch.arange(batch * (kept + targets) + 1, dtype=torch.int32, device=order.device)
+    merged = rows[:-1].view(batch, -1)
+    of_sources = merged[:, kept:].gather(1, match)
+    if kept:
+        of_sources.scatter_(1, order[:, sources - kept :], merged[:, :kept])
+    assignment = torch.empty(batch, sources + targets, dtype=torch.int32, device=order.device)
+    assignment.index_copy_(1, src, of_sources).index_copy_(1, dst, merged[:, kept:])
     # Sorting, not counting with atomics: the same order of summation, and so the same bits, in every call.
-    ordered, members = (x.flatten() for x in home.flatten(1).sort(dim=1, stable=True))
-    edges = torch.searchsorted(ordered, rows)
-    share = None
+    ordered, members = assignment.flatten().sort(stable=True)
+    offsets = torch.searchsorted(ordered, rows)
+    weights = None
     if dtype not in _HALF:
-        share = (edges[1:] - edges[:-1]).to(dtype).reciprocal().index_select(0, ordered)
-    return Cut(home[0].flatten(), members, edges, share)
+        weights = (offsets[1:] - offsets[:-1]).to(dtype).reciprocal().index_select(0, ordered)
+    return MergeMap(assignment.flatten(), members, offsets, weights)
 
 
-def first_of(cut: Cut, merged: int) -> Cut:
-    """The first cut of two, which has `merged` merged tokens in the batch."""
-    tokens = cut.home.numel()
-    share = None if cut.share is None else cut.share[:tokens]
-    return Cut(cut.home, cut.members[:tokens], cut.edges[: merged + 1], share)
+def of_last(merge_map: MergeMap, batch: int, images: int) -> MergeMap:
+    """The map of the last images of a batch."""
+    assignment, members, offsets, weights = merge_map
+    skipped = batch - images
+    tokens, merged = members.numel() // batch * skipped, (offsets.numel() - 1) // batch * skipped
+    return MergeMap(
+        assignment[tokens:] - merged,
+        members[tokens:] - tokens,
+        offsets[merged:] - tokens,
+        None if weights is None else weights[tokens:],
+    )
 
 
-def second_of(cut: Cut, merged: int) -> Cut:
-    """The second cut of two, without its way back; the first has `merged` merged tokens in the batch."""
-    tokens = cut.home.numel()
-    share = None if cut.share is None else cut.share[tokens:]
-    return Cut(cut.home[:0], cut.members[tokens:], cut.edges[merged:] - tokens, share)
+def join(first: MergeMap, second: MergeMap) -> MergeMap:
+    """Two maps of the same tokens as one, for a single pass of `merge`: the rows of the first come first."""
+    weights = None
+    if first.weights is not None and second.weights is not None:
+        weights = torch.cat([first.weights, second.weights])
+    offsets = torch.cat([first.offsets, second.offsets[1:] + first.members.numel()])
+    return MergeMap(first.assignment, torch.cat([first.members, second.members]), offsets, weights)
 
 
-def of_last(cut: Cut, batch: int, images: int) -> Cut:
-    """One cut for the last images of a batch."""
-    tokens = cut.members.numel() // batch
-    merged, skipped = (cut.edges.numel() - 1) // batch, batch - images
-    home = cut.home.view(batch, -1)[skipped:].flatten() - skipped * merged if cut.home.numel() else cut.home
-    members, edges = cut.members[skipped * tokens :], cut.edges[skipped * merged :]
-    share = None if cut.share is None else cut.share[skipped * tokens :]
-    return Cut(home, members - skipped * tokens, edges - skipped * tokens, share)
+def merge_rows(x: Tensor, merge_map: MergeMap) -> Tensor:
+    """Tokens (B, N, C) -> (rows, C), one for each merged token: the mean of its members.
 
-
-def together(first: Cut, second: Cut) -> Cut:
-    """Two cuts of the same tokens in one; the way back is the first's."""
-    share = None
-    if first.share is not None and second.share is not None:
-        share = torch.cat([first.share, second.share])
-    edges = torch.cat([first.edges, second.edges[1:] + first.members.numel()])
-    return Cut(first.home, torch.cat([first.members, second.members]), edges, share)
-
-
-def merge(x: Tensor, cut: Cut) -> Tensor:
-    """Tokens (B, N, C) -> (B, N-r, C): each destination becomes the mean of itself and what joins it.
-
-    Sums are taken in float32 where `x` is of half precision. Of two cuts: (1, B * (N-r) + B * (N-s), C), the
-    merged tokens of all images and then those of the second cut.
+    Sums are taken in float32 where `x` is of half precision.
     """
-    batch, _, channels = x.shape
-    rows = x.reshape(-1, channels)
-    if cut.share is None or x.dtype in _HALF:
-        mean = embedding_bag(cut.members, rows, cut.edges, mode="mean", include_last_offset=True)
-    else:  # twice as fast on a CPU as the mean
-        mean = embedding_bag(
-            cut.members,
-            rows,
-            cut.edges,
-            mode="sum",
-            per_sample_weights=cut.share.to(x.dtype),
-            include_last_offset=True,
-        )
-    two = cut.members.numel() > rows.shape[0]
-    return mean.view(1 if two else batch, -1, channels)
+    rows = x.reshape(-1, x.shape[2])
+    _, members, offsets, weights = merge_map
+    if weights is None or x.dtype in _HALF:
+        return embedding_bag(members, rows, offsets, mode="mean", include_last_offset=True)
+    weights = weights.to(x.dtype)  # a weighted sum is twice as fast on a CPU as the mean
+    return embedding_bag(
+        members, rows, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
+    )
 
 
-def unmerge(x: Tensor, cut: Cut) -> Tensor:
+def merge(x: Tensor, merge_map: MergeMap) -> Tensor:
+    """Tokens (B, N, C) -> (B, N-r, C): each destination becomes the mean of itself and what joins it."""
+    return merge_rows(x, merge_map).view(x.shape[0], -1, x.shape[2])
+
+
+def unmerge(x: Tensor, merge_map: MergeMap) -> Tensor:
     """Merged tokens (B, N-r, C) -> (B, N, C): a merged token gets its destination's value."""
     batch, _, channels = x.shape
-    return x.reshape(-1, channels).index_select(0, cut.home).view(batch, -1, channels)
+    return x.reshape(-1, channels).index_select(0, merge_map.assignment).view(batch, -1, channels)

@@ -11,9 +11,8 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor
 
 from ..checks import check_types
-from .merging import Cut
 
-CORE = "agentsd_core"
+MODULE = "agentsd_core"
 """Name of a layer's trainable module, where it has one."""
 
 Attend = Callable[..., Tensor]
@@ -23,12 +22,12 @@ _SEPARATE = AttnProcessor2_0()  # for layers whose own processor has its project
 
 
 @dataclass(frozen=True)
-class Place:
+class GridContext:
     """Where an operator runs in a call.
 
     Attributes:
         grid: height and width in tokens.
-        coarseness: side of a token, in tokens of the finest patched level.
+        downsampling_factor: side of a token, in tokens of the finest patched level.
         batch: images in the call.
         device: where index tensors go.
         key: (seed, number of the group of layers, timestep) of what is drawn at random.
@@ -36,7 +35,7 @@ class Place:
     """
 
     grid: tuple[int, int]
-    coarseness: int
+    downsampling_factor: int
     batch: int
     device: Any
     key: tuple[int, int, float]
@@ -57,9 +56,6 @@ class Place:
 class Plan:
     """What an operator does in the layers of a group in one call."""
 
-    feed_forward: Cut | None = None
-    """How the tokens of the block's feed-forward layer are merged, where they are."""
-
     @property
     def ranks(self) -> bool:
         """Whether `rank` is to be called before `attend`."""
@@ -75,7 +71,7 @@ class Plan:
         """The plan for the last images of a batch, with the same map of tokens."""
         return self
 
-    def attend(self, attn: Attention, tokens: Tensor, wrapped: Attend) -> Tensor:
+    def attend(self, attn: Attention, tokens: Tensor, fallback: Attend) -> Tensor:
         """Self-attention of a layer on (B, N, C)."""
         raise NotImplementedError
 
@@ -85,7 +81,7 @@ class Operator:
 
     name: ClassVar[str]
     """Its name in a recipe file."""
-    needs_core: ClassVar[bool] = False
+    needs_module: ClassVar[bool] = False
     """Whether it has a module to be trained."""
 
     def __post_init__(self) -> None:
@@ -96,14 +92,14 @@ class Operator:
         """Whether each layer makes a plan of its own; else the layers of a level share one."""
         return False
 
-    def plan(self, place: Place) -> Plan | None:
+    def plan(self, context: GridContext) -> Plan | None:
         """The plan of a call; None is full attention (no whole cell, nothing to merge)."""
         raise NotImplementedError
 
 
-def separate(attn: Attention, wrapped: Attend) -> Attend:
-    """`wrapped`, or what gives it keys and values of other tokens where projections are fused."""
-    return (lambda *args: _SEPARATE(attn, *args)) if attn.fused_projections else wrapped
+def separate(attn: Attention, fallback: Attend) -> Attend:
+    """`fallback`, or what gives it keys and values of other tokens where projections are fused."""
+    return (lambda *args: _SEPARATE(attn, *args)) if attn.fused_projections else fallback
 
 
 def project(attn: Attention, tokens: Tensor, query: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

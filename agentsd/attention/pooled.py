@@ -18,9 +18,9 @@ from ..checks import check, check_share
 from .agents import attend_agents, check_formula, check_ranking
 from .matching import Partition
 from .merging import merge, unmerge
-from .operator import Attend, Operator, Place
+from .operator import Attend, GridContext, Operator
 from .pooling import Pool, make_pool, pool_tokens
-from .ranking import RankedPlan, check_cells, partition
+from .ranking import RankedPlan, check_destinations, sample_partition
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class PooledAgents(Operator):
     Attributes:
         count: how many agents, at most; None takes one for each cell.
         ratio: share of the tokens merged away before attention, in [0, 1).
-        k, scale, stride, at_most, ranking, cells: see `Agents`; the last two are of the merging.
+        k, scale, stride, at_most, ranking, destinations: see `Agents`; the last two are of the merging.
     """
 
     name: ClassVar[str] = "pooled_agents"
@@ -42,55 +42,55 @@ class PooledAgents(Operator):
     stride: int = 4
     at_most: int | None = 400
     ranking: str = "level"
-    cells: str = "auto"
+    destinations: str = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check("count", self.count, self.count is None or self.count >= 1, "pass 1 or more, or None")
         check_share("ratio", self.ratio, below_one=True)
         check_formula(self.k, self.scale)
-        check_cells(self.cells, self.stride, self.at_most)
+        check_destinations(self.destinations, self.stride, self.at_most)
         check_ranking(self.ranking)
-        plain = self.ratio > 0 or (self.ranking, self.cells) == ("level", "auto")
-        check("ratio", self.ratio, plain, "ranking and cells are of merged tokens: pass more than 0")
+        plain = self.ratio > 0 or (self.ranking, self.destinations) == ("level", "auto")
+        check("ratio", self.ratio, plain, "ranking and destinations are of merged tokens: pass more than 0")
 
     @property
     def own_ranking(self) -> bool:
         """Whether each layer ranks its own tokens."""
         return self.ranking == "layer"
 
-    def plan(self, place: Place) -> PooledPlan | None:
+    def plan(self, context: GridContext) -> PooledPlan | None:
         """Plan the pooling; None where no cell is whole."""
-        return self.plan_each(place, [self] * place.batch)
+        return self.plan_each(context, [self] * context.batch)
 
     def plan_each(
-        self, place: Place, each: Sequence[PooledAgents], every: Sequence[PooledAgents] = ()
+        self, context: GridContext, each: Sequence[PooledAgents], every: Sequence[PooledAgents] = ()
     ) -> PooledPlan | None:
         """The same for images with settings of their own, which differ in `count` alone.
 
         All of `every` are computed where images differ, so that shapes do not depend on the images.
         """
-        stride = place.stride(self.stride, self.at_most)
-        if min(place.grid) < stride:
+        stride = context.stride(self.stride, self.at_most)
+        if min(context.grid) < stride:
             return None
-        cells = math.prod(size // stride for size in place.grid)
+        cells = math.prod(size // stride for size in context.grid)
         wanted = [settings.count or cells for settings in each]
-        kept = place.tokens - int(place.tokens * self.ratio)
+        kept = context.tokens - int(context.tokens * self.ratio)
         pool = None
         if 2 * max(wanted) < kept:  # as the reference: else attention stays plain
             counts = [settings.count or cells for settings in every or each]
-            pool = make_pool(*place.grid, counts, wanted, place.device)
-        drawn = partition(place, stride, self.cells) if self.ratio else None
-        return PooledPlan(self, pool, drawn) if drawn or pool else None
+            pool = make_pool(*context.grid, counts, wanted, context.device)
+        partition = sample_partition(context, stride, self.destinations) if self.ratio else None
+        return PooledPlan(self, pool, partition) if partition or pool else None
 
 
 class PooledPlan(RankedPlan):
     """Merged tokens, if any are, and pooled agents, if they are few."""
 
-    def __init__(self, settings: PooledAgents, pool: Pool | None, drawn: Partition | None) -> None:
-        super().__init__(drawn, settings.ratio, settings.own_ranking)  # type: ignore[arg-type]
+    def __init__(self, settings: PooledAgents, pool: Pool | None, partition: Partition | None) -> None:
+        super().__init__(partition, settings.ratio, settings.own_ranking)  # type: ignore[arg-type]
         self.settings, self.pool = settings, pool
-        self.ranked = drawn is None
+        self.ranked = partition is None
 
     def of_last(self, batch: int, images: int) -> PooledPlan:
         """The same for the last images of a batch."""
@@ -99,18 +99,18 @@ class PooledPlan(RankedPlan):
         plan.pool = None if self.pool is None else self.pool.of_last(images)
         return plan
 
-    def attend(self, attn: Attention, tokens: Tensor, wrapped: Attend) -> Tensor:
+    def attend(self, attn: Attention, tokens: Tensor, fallback: Attend) -> Tensor:
         """Merge, gather and broadcast, unmerge."""
-        cut = self.tokens
-        merged = tokens if cut is None else merge(tokens, cut)
+        merge_map = self.tokens
+        merged = tokens if merge_map is None else merge(tokens, merge_map)
         if self.pool is None:
-            out = wrapped(merged)
+            out = fallback(merged)
         else:
             # Averages of tokens, projected, are averages of queries.
             agents = pool_tokens(tokens, self.pool)
             k, scale = self.settings.k, self.settings.scale
             out = attend_agents(attn, merged, agents, k, scale, self.pool.mask)
-        if cut is None:
+        if merge_map is None:
             return out
         self.forget()
-        return unmerge(out, cut)
+        return unmerge(out, merge_map)

@@ -9,7 +9,6 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor
 from torch.nn import Module
 
-from .merging import merge, unmerge
 from .operator import Plan
 from .residual import FULL, KEEP, PLAIN, SHARE
 
@@ -60,18 +59,6 @@ class LayerState:
         if self.held and plan is not None and plan.ranks and self.attention != FULL:
             self.block_input = args[0]
 
-    def merge_feed_forward(self, norm3: Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-        """Forward hook of the block's `norm3`: what the feed-forward layer gets (ToMeSD)."""
-        plan = self.work.plan
-        cut = plan.feed_forward if plan is not None and self.held else None
-        return out if cut is None else merge(out, cut)
-
-    def unmerge_feed_forward(self, ff: Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-        """Forward hook of the block's `ff`: the way back."""
-        plan = self.work.plan
-        cut = plan.feed_forward if plan is not None and self.held else None
-        return out if cut is None else unmerge(out, cut)
-
 
 class AgentAttnProcessor:
     """Stands in for the processor that was there before, and says it is of its class.
@@ -80,15 +67,15 @@ class AgentAttnProcessor:
     All state is the layer's (`LayerState`).
     """
 
-    def __init__(self, wrapped: Any = None) -> None:
-        self.wrapped = AttnProcessor2_0() if wrapped is None else wrapped
+    def __init__(self, fallback: Any = None) -> None:
+        self.fallback = AttnProcessor2_0() if fallback is None else fallback
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return type(self.wrapped)
+        return type(self.fallback)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return AgentAttnProcessor, (self.wrapped,)
+        return AgentAttnProcessor, (self.fallback,)
 
     def __call__(
         self,
@@ -99,12 +86,12 @@ class AgentAttnProcessor:
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Self-attention on `hidden_states` (B, N, C) -> (B, N, C); else `wrapped` is called."""
+        """Self-attention on `hidden_states` (B, N, C) -> (B, N, C); else `fallback` is called."""
         layer: LayerState | None = getattr(attn, "_agentsd", None)
         plan = None if layer is None else layer.work.plan
         plain = encoder_hidden_states is None and attention_mask is None and hidden_states.ndim == 3
         if layer is None or plan is None or not plain or layer.attention == FULL:
-            return self.wrapped(attn, hidden_states, encoder_hidden_states, attention_mask, *args, **kwargs)
+            return self.fallback(attn, hidden_states, encoder_hidden_states, attention_mask, *args, **kwargs)
 
         block_input, layer.block_input = layer.block_input, None
         fits = hidden_states.shape[1] == layer.work.tokens
@@ -112,16 +99,16 @@ class AgentAttnProcessor:
             plan.rank(block_input)
         if not fits or plan.ranks:
             layer.mismatch = hidden_states.shape[1]
-            return self.wrapped(attn, hidden_states, None, None, *args, **kwargs)
+            return self.fallback(attn, hidden_states, None, None, *args, **kwargs)
 
-        def wrapped(tokens: Tensor, context: Tensor | None = None, *more: Any) -> Tensor:
-            return self.wrapped(attn, tokens, context, None, *args, **kwargs)
+        def fallback(tokens: Tensor, context: Tensor | None = None, *more: Any) -> Tensor:
+            return self.fallback(attn, tokens, context, None, *args, **kwargs)
 
         if layer.attention == KEEP:
-            full = wrapped(hidden_states)
-            layer.residual = full - plan.attend(attn, hidden_states, wrapped)
+            full = fallback(hidden_states)
+            layer.residual = full - plan.attend(attn, hidden_states, fallback)
             return full
-        out = plan.attend(attn, hidden_states, wrapped)
+        out = plan.attend(attn, hidden_states, fallback)
         if layer.attention == SHARE and layer.residual is not None:
             out = out + layer.residual
         return out

@@ -12,7 +12,7 @@ from typing import Any
 
 from diffusers.utils import logging
 
-from ..cache.suited import why_uncached
+from ..cache.support import unsupported_reason
 from ..checks import check
 from ..hosts.models import find_model, weights_digest
 from ..hosts.schedulers import Sampler
@@ -73,7 +73,7 @@ def calibrate(
 
     Returns:
         A recipe for `apply_agentsd(pipe, recipe=...)`. Its `measured` has the "goal", the "steps" (a letter a
-        step, as in `AgentHandle.summary`), the "search" metrics on the prompts, the "validation" metrics on
+        step, as in `AgentSDHandle.summary`), the "search" metrics on the prompts, the "validation" metrics on
         the held-out ones with "fewer_steps" beside them and whether one is "beaten_by_fewer_steps", and the
         "environment".
 
@@ -237,7 +237,7 @@ def _check_arguments(
     for recipe in candidates:
         if not isinstance(recipe, Recipe):
             raise TypeError(f"candidates: {recipe!r} is a {type(recipe).__name__}: pass recipes")
-        untrained = not any(operator.needs_core for operator in recipe.operators)
+        untrained = not any(operator.needs_module for operator in recipe.operators)
         check("candidates", recipe, untrained, "it is to be trained; only what runs without is calibrated")
     for name in _OWN:
         if name in call_kwargs:
@@ -255,7 +255,7 @@ def _free_unet(pipe: Any, num_inference_steps: int) -> Any:
         raise ValueError("the U-Net's weights are kept elsewhere by sequential offloading: calibrate first")
     if hasattr(unet, "_agentsd"):
         raise ValueError("the pipeline is patched: call remove_agentsd(pipe) first")
-    if reason := why_uncached(unet, num_inference_steps, Sampler(pipe.scheduler, ())):
+    if reason := unsupported_reason(unet, num_inference_steps, Sampler(pipe.scheduler, ())):
         raise ValueError(f"nothing can be cached in these runs: {reason}")
     return unet
 

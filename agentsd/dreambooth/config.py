@@ -21,7 +21,7 @@ class DreamBoothConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     pretrained_model_name_or_path: str
-    """A folder, a hub id, or "demo" for the embedded model."""
+    """A folder, a hub id, or "demo" for the bundled toy model."""
     instance_data_dir: Path
     instance_prompt: str
     class_data_dir: Path | None = None
@@ -94,7 +94,7 @@ class DreamBoothConfig(BaseModel):
         formula = {"k": self.k, "scale": self.scale}
         own = {"at_most": None, "agent_ratio": 0.95, "ranking": "layer"}  # as the paper trains
         operators: dict[str, Callable[[], Operator]] = {
-            "agent": lambda: Agents(self.ratio, **formula, **own, cells="random"),  # type: ignore[arg-type]
+            "agent": lambda: Agents(self.ratio, **formula, **own, destinations="random"),  # type: ignore[arg-type]
             "module": lambda: AgentModule(**formula),  # type: ignore[arg-type]
             "focused": FocusedLinear,
             "attnzero": AttnZero,

@@ -38,12 +38,12 @@ EVERY_LEVEL = 99
 
 
 @dataclass(frozen=True)
-class Site:
-    """One self-attention layer: its name, its block, and how many latent pixels a token spans on a side."""
+class AttentionLayer:
+    """One self-attention layer: its name, its block, and the latent pixels on a side of a token."""
 
     name: str
     block: BasicTransformerBlock
-    span: int
+    downsampling_factor: int
 
     @property
     def attn(self) -> Attention:
@@ -52,7 +52,7 @@ class Site:
 
     def grid(self, latent: Tensor) -> tuple[int, int]:
         """Height and width in tokens for a latent (..., H, W); halves round up."""
-        height, width = (-(-size // self.span) for size in latent.shape[-2:])
+        height, width = (-(-size // self.downsampling_factor) for size in latent.shape[-2:])
         return height, width
 
 
@@ -79,7 +79,7 @@ def find_model(pipe: Any) -> Any:
     )
 
 
-def find_sites(model: Any, levels: int, at_most: bool = False) -> list[Site]:
+def find_attention_layers(model: Any, levels: int, at_most: bool = False) -> list[AttentionLayer]:
     """The spatial self-attention layers on the `levels` finest attention levels, in the model's order.
 
     Levels are counted from the finest one that has self-attention (latent pixels in SD 1.x, half of them in
@@ -92,14 +92,14 @@ def find_sites(model: Any, levels: int, at_most: bool = False) -> list[Site]:
     for name, block in model.named_modules():
         span = _span(name, model)
         if isinstance(block, BasicTransformerBlock) and span and not block.only_cross_attention:
-            sites.append(Site(f"{name}.attn1", block, span))
-    found = sorted({site.span for site in sites})
+            sites.append(AttentionLayer(f"{name}.attn1", block, span))
+    found = sorted({site.downsampling_factor for site in sites})
     kind = type(model).__name__
     if not found:
         raise ValueError(f"{kind} has no self-attention that agentsd could patch; nothing was changed")
     if levels > len(found) and not at_most:
         raise ValueError(f"levels={levels}: {kind} has attention on {len(found)} levels; pass at most that")
-    return [site for site in sites if site.span in found[:levels]]
+    return [site for site in sites if site.downsampling_factor in found[:levels]]
 
 
 def _span(name: str, model: Any) -> int:
@@ -180,8 +180,8 @@ def foreign_cache(model: Module) -> str:
             if hook._is_stateful:
                 return f"{name or type(model).__name__} has diffusers' hook {kind!r}"
         forward = vars(module).get("forward")
-        wrapped = forward is None or hooks or hasattr(module, "_hf_hook")
-        if name and not wrapped and getattr(forward, "__self__", None) is not module:
+        replaced = forward is None or hooks or hasattr(module, "_hf_hook")
+        if name and not replaced and getattr(forward, "__self__", None) is not module:
             return f"{name} has a forward of another package"
     return ""
 

@@ -12,15 +12,15 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from ..attention.operator import CORE
-from ..hosts.models import Site, is_quantized, size_of
+from ..attention.operator import MODULE
+from ..hosts.models import AttentionLayer, is_quantized, size_of
 from .operators import TrainedOperator
 
 FILE_NAME = "agentsd.safetensors"
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
 
 
-def build_core(site: Site, operator: TrainedOperator, seed: int, model: Any) -> Module:
+def build_module(site: AttentionLayer, operator: TrainedOperator, seed: int, model: Any) -> Module:
     """The trainable module of a layer, made for the model's own size; nothing is changed.
 
     Raises:
@@ -50,7 +50,7 @@ def weights_of(layers: Layers) -> dict[str, Parameter]:
     for name, attn, core in layers:
         parts: list[tuple[str, Module]] = [(part, _linear(attn, part)) for part in PROJECTIONS]
         if core is not None:
-            parts.append((CORE, core))
+            parts.append((MODULE, core))
         for part, module in parts:
             found |= {f"{name}.{part}.{key}": value for key, value in module.named_parameters()}
     return found
@@ -88,11 +88,11 @@ def read_weights(folder: str | Path) -> dict[str, Tensor]:
     try:
         loaded = load(path.read_bytes())  # not mapped: the file may change while its weights are in use
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} cannot be read ({error}): save it again with AgentHandle.save") from None
+        raise ValueError(f"{path} cannot be read ({error}): save it again with AgentSDHandle.save") from None
     for name, weight in loaded.items():
         if not weight.is_floating_point() or not weight.isfinite().all():
             kind = weight.dtype if not weight.is_floating_point() else "not finite"
-            raise ValueError(f"{path}: {name} is {kind}: save it again with AgentHandle.save")
+            raise ValueError(f"{path}: {name} is {kind}: save it again with AgentSDHandle.save")
     return loaded
 
 
@@ -116,7 +116,7 @@ class LoadedWeights:
         self._fused = _fused(layers)
         for name, weight in weights_of(layers).items():
             given = loaded[name].to(weight.device, weight.dtype)
-            if f".{CORE}." not in name:
+            if f".{MODULE}." not in name:
                 self._before[name], self._given[name] = weight.data, given
             weight.data = given.clone()
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..attention.agents import check_formula
-from ..attention.operator import CORE, Attend, Operator, Place, Plan, project, project_out
-from ..attention.ranking import check_cells
+from ..attention.operator import MODULE, Attend, GridContext, Operator, Plan, project, project_out
+from ..attention.ranking import check_destinations
 from ..checks import check
 from .agent import AgentAttention
 from .attnzero import AttnZeroAttention
@@ -22,26 +22,26 @@ from .focused import FocusedLinearAttention
 class TrainedOperator(Operator):
     """An operator with weights of its own in each layer."""
 
-    needs_core: ClassVar[bool] = True
+    needs_module: ClassVar[bool] = True
 
     def build(self, heads: int, head_dim: int, grid: tuple[int, int]) -> Module:
         """An untrained core for the token grid of the model's own size."""
         raise NotImplementedError
 
-    def plan(self, place: Place) -> CorePlan:
+    def plan(self, context: GridContext) -> ModulePlan:
         """The core takes any grid."""
-        return CorePlan(*place.grid)
+        return ModulePlan(*context.grid)
 
 
-class CorePlan(Plan):
+class ModulePlan(Plan):
     """The token grid that a core gets."""
 
     def __init__(self, height: int, width: int) -> None:
         self.height, self.width = height, width
 
-    def attend(self, attn: Attention, tokens: Tensor, wrapped: Attend) -> Tensor:
+    def attend(self, attn: Attention, tokens: Tensor, fallback: Attend) -> Tensor:
         """The layer's own projections and norms around its core."""
-        return project_out(attn, getattr(attn, CORE)(*project(attn, tokens), self.height, self.width))
+        return project_out(attn, getattr(attn, MODULE)(*project(attn, tokens), self.height, self.width))
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class AgentModule(TrainedOperator):
         super().__post_init__()
         check("count", self.count, self.count is None or self.count >= 1, "pass 1 or more, or None")
         check_formula(self.k, self.scale)
-        check_cells("first", self.stride)
+        check_destinations("first", self.stride)
 
     def build(self, heads: int, head_dim: int, grid: tuple[int, int]) -> Module:
         """An `AgentAttention` of so many agents."""

@@ -13,7 +13,7 @@ import tomesd as tomesd_package
 import torch
 
 from agentsd import Downsample, Recipe, apply_agentsd
-from agentsd.hosts.models import EVERY_LEVEL, find_sites
+from agentsd.hosts.models import EVERY_LEVEL, find_attention_layers
 
 from ..errors import EvalError
 
@@ -119,7 +119,7 @@ def no_attention(pipe: Any, ratio: None, levels: int) -> Iterator[Applied]:
 
     Its images mean nothing.
     """
-    layers: list[Any] = [site.attn for site in find_sites(unet_of(pipe), levels, at_most=True)]
+    layers: list[Any] = [site.attn for site in find_attention_layers(unet_of(pipe), levels, at_most=True)]
     before = [layer.processor for layer in layers]
     for layer in layers:
         layer.set_processor(_NoCore())

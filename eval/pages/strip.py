@@ -8,11 +8,11 @@ KINDS = {
     "H": ("computed, conditional-only", "#c4600c"),
     "h": ("cached, conditional-only", "#f6c79a"),
 }
-"""Of each letter of `AgentHandle.summary`: its name and colour."""
+"""Of each letter of `AgentSDHandle.summary`: its name and colour."""
 
 
 def strip_of(summary: str) -> str:
-    """Return a box for each call of `AgentHandle.summary`, and a line that names their colours."""
+    """Return a box for each call of `AgentSDHandle.summary`, and a line that names their colours."""
     calls = [letter for letter in summary.split("  ")[0] if letter in KINDS]
     boxes = "".join(
         f'<i style="flex:1;min-width:2px;background:{KINDS[letter][1]}" title="call {place}: '

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agentsd.attention import agents, merge, pooled, processor, ranking
-from agentsd.hosts.models import EVERY_LEVEL, find_sites
+from agentsd.hosts.models import EVERY_LEVEL, find_attention_layers
 
 from ..cost.latency import load
 from ..cost.workload import Case, forward_call
@@ -31,7 +31,7 @@ REST = "everything else"
 # Functions of the core that have a part of their own, and the modules that call them by that name.
 _FUNCTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "rank_tokens": ("matching: rank", (ranking,)),
-    "cut_ranking": ("matching: cut", (ranking, agents)),
+    "make_merge_map": ("matching: cut", (ranking, agents)),
     "merge": ("merge", (agents, merge, pooled, processor)),
     "unmerge": ("unmerge", (agents, merge, pooled, processor)),
 }
@@ -84,7 +84,7 @@ def parts_of(unet: Any, latent_pixels: int) -> dict[torch.nn.Module, str]:
         module: "residual blocks" for module in unet.modules() if isinstance(module, ResnetBlock2D)
     }
     latent = torch.empty(1, 1, latent_pixels, latent_pixels, device="meta")
-    for site in find_sites(unet, EVERY_LEVEL, at_most=True):
+    for site in find_attention_layers(unet, EVERY_LEVEL, at_most=True):
         height, width = site.grid(latent)
         where = f"{height * width:,} tokens"
         parts[site.attn] = f"self-attention core, {where}"

@@ -14,7 +14,7 @@ from rich.console import Console
 from agentsd import Recipe, StepCache, apply_agentsd
 from agentsd.attention.residual import FULL, PLAIN
 from agentsd.cache.plan import plan_run
-from agentsd.hosts.models import find_sites
+from agentsd.hosts.models import find_attention_layers
 from agentsd.recipe import MODES
 from agentsd.schedule import Phases, stages_of
 
@@ -148,7 +148,7 @@ def prices_of(pipe: Any, recipe: Recipe | None, call: Any) -> dict[Kind, Seconds
 def priced(pipe: Any, methods: Sequence[Method], case: Case, settings: PricedSettings) -> list[Seconds]:
     """Return the seconds of a run of each method, autoencoder and all, from one call of each kind."""
     device, side = pipe.unet.device, case.size // pipe.vae_scale_factor
-    grid = find_sites(pipe.unet, 1, at_most=True)[0].grid(torch.empty(1, 1, side, side))
+    grid = find_attention_layers(pipe.unet, 1, at_most=True)[0].grid(torch.empty(1, 1, side, side))
 
     def timed(run: Any) -> Seconds:
         with Stopwatch(device) as watch:

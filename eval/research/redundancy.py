@@ -18,7 +18,13 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import Module
 
-from agentsd.hosts.models import EVERY_LEVEL, Site, find_model, find_sites, latent_and_timestep
+from agentsd.hosts.models import (
+    EVERY_LEVEL,
+    AttentionLayer,
+    find_attention_layers,
+    find_model,
+    latent_and_timestep,
+)
 
 from ..environment import describe_run
 from ..errors import EvalError
@@ -40,7 +46,7 @@ _THIRDS = ("first third", "middle third", "last third")
 class Score:
     """Pu et al.'s Eq. 6 for one layer in one call of the model, nats; `error` is 0 where all pairs count."""
 
-    site: Site
+    site: AttentionLayer
     step: int
     timestep: float
     tokens: int
@@ -79,7 +85,7 @@ class _Probe:
         self._timestep = timestep
         self._measuring = opens and self._step in self._steps
 
-    def see(self, site: Site, attn: Any, args: tuple[Tensor, ...]) -> None:
+    def see(self, site: AttentionLayer, attn: Any, args: tuple[Tensor, ...]) -> None:
         """Before a layer's call: score it."""
         if not self._measuring:
             return
@@ -131,9 +137,9 @@ def scored(
         yield probe.scores
 
 
-def _sites(model: Module) -> list[Site]:
+def _sites(model: Module) -> list[AttentionLayer]:
     try:
-        return find_sites(model, EVERY_LEVEL, at_most=True)
+        return find_attention_layers(model, EVERY_LEVEL, at_most=True)
     except ValueError:
         raise EvalError(
             f"{type(model).__name__} has no spatial self-attention to measure; use SD 1.x, 2.x or SDXL"
@@ -186,7 +192,7 @@ def measure(
             sample(pipe, baseline, [spec], settings)
         for score in scores:
             groups.setdefault((score.site.name, score.step), []).append(score)
-    spans = sorted({group[0].site.span for group in groups.values()})
+    spans = sorted({group[0].site.downsampling_factor for group in groups.values()})
     return [_row(group, spans) for group in groups.values()]
 
 
@@ -195,8 +201,8 @@ def _row(group: list[Score], spans: list[int]) -> Row:
     one, scores = group[0], [score.nats for score in group]
     return {
         "layer": one.site.name,
-        "level": 1 + spans.index(one.site.span),
-        "span": one.site.span,
+        "level": 1 + spans.index(one.site.downsampling_factor),
+        "span": one.site.downsampling_factor,
         "tokens": one.tokens,
         "heads": one.site.attn.heads,
         "step": one.step,

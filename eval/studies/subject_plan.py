@@ -90,7 +90,7 @@ def variants_of(settings: SubjectSettings) -> list[Variant]:
     baseline = parse_method("baseline", None, settings)
 
     def agents(share: float) -> Method:
-        later = Merge(settings.ratio, ranking="layer", cells="random")
+        later = Merge(settings.ratio, ranking="layer", destinations="random")
         early = every if share == 1 else Recipe(Phases(every.operators[0], later, share), levels=1)
         return Method(("agents",), settings.ratio, settings.backend, recipe=early)
 

@@ -1,4 +1,4 @@
-"""Finetune the patched attention of the embedded model, the same short budget for each kind.
+"""Finetune the patched attention of the bundled toy model, the same short budget for each kind.
 
 `python -m agentsd_demo.training.adapt FOLDER --attention focused` leaves a recipe and weights in FOLDER, for
 `apply_agentsd(pipe, recipe=FOLDER)`. A repeated call resumes.

@@ -11,7 +11,7 @@ FEWEST = 8
 """Steps of a run in which anything is skipped."""
 
 
-def why_uncached(unet: Any, count: int, sampler: Sampler) -> str:
+def unsupported_reason(unet: Any, count: int, sampler: Sampler) -> str:
     """Why nothing can be skipped in a run of so many steps, or nothing."""
     if sampler.for_few_steps:
         return f"{sampler.name} is for few steps, none of which can be spared"

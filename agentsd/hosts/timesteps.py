@@ -36,20 +36,20 @@ class Step:
     Attributes:
         timestep: the noise level, in training timesteps.
         early: whether the step is one of the first `early_frac`.
-        opens: the call is a run's first.
-        repeats: it has the timestep of the call before, in the same run (PLMS, Heun).
-        jumps: it skips timesteps of the list, otherwise than the call before.
-        opens_without_early: and the run has no early step.
+        first_call: the call is a run's first.
+        repeated_timestep: it has the timestep of the call before, in the same run (PLMS, Heun).
+        skips_timesteps: it skips timesteps of the list, otherwise than the call before.
+        has_no_early_step: and the run has no early step.
         off_list: its timestep is not on the list that it was placed by.
     """
 
     timestep: float
     early: bool
-    opens: bool
-    repeats: bool
-    opens_without_early: bool
+    first_call: bool
+    repeated_timestep: bool
+    has_no_early_step: bool
     off_list: bool = False
-    jumps: bool = False
+    skips_timesteps: bool = False
 
 
 class RunReader:
@@ -111,18 +111,20 @@ class RunReader:
             t = float(timestep.max() if isinstance(timestep, Tensor) else timestep)
             self._place = self._nearest(t, before if not renewed else -1)
         off_list = abs(self._list[self._place] - t) > _NEAR * max(1.0, abs(t))
-        opens = renewed or self._place < before
-        repeats = not opens and t == self._previous
+        first_call = renewed or self._place < before
+        repeated_timestep = not first_call and t == self._previous
         moved = self._place - before
-        jumps = not opens and moved not in (0, self._stride)
-        if opens or jumps:
-            self._stride = moved if jumps else 1
+        skips_timesteps = not first_call and moved not in (0, self._stride)
+        if first_call or skips_timesteps:
+            self._stride = moved if skips_timesteps else 1
         self._previous = t
         early = t > self._threshold + _NEAR
         ahead = self._list[self._place :]
         self.guesses = known is None
-        late_run = opens and self.early_frac > 0 and not any(x > self._threshold + _NEAR for x in ahead)
-        return Step(t, early, opens, repeats, late_run and not self.guesses, off_list, jumps)
+        late_run = first_call and self.early_frac > 0 and not any(x > self._threshold + _NEAR for x in ahead)
+        return Step(
+            t, early, first_call, repeated_timestep, late_run and not self.guesses, off_list, skips_timesteps
+        )
 
     def _look_up(self, known: Any, element: Tensor | None) -> bool:
         """Read a list again if it may have changed; returns whether another run has begun by that."""

@@ -33,17 +33,17 @@ class LatentDistance:
         self._first: list[float] | None = None
         self._stages: tuple[int, ...] = ()
 
-    def read(self, latent: Tensor, opens: bool, repeats: bool = False) -> tuple[int, ...]:
+    def read(self, latent: Tensor, first_call: bool, repeated_timestep: bool = False) -> tuple[int, ...]:
         """The stage of each image of a call on `latent` (B, ..., H, W).
 
         Args:
             latent: what the denoiser is called on.
-            opens: the call is a run's first.
-            repeats: it has the timestep of the call before.
+            first_call: the call is a run's first.
+            repeated_timestep: it has the timestep of the call before.
         """
         before, self._previous = self._previous, latent.detach().clone()
         batch = latent.shape[0]
-        if opens or before is None or before.shape[1:] != latent.shape[1:] or before.shape[0] < batch:
+        if first_call or before is None or before.shape[1:] != latent.shape[1:] or before.shape[0] < batch:
             self._first = None
             self._stages = (0,) * batch
             return self._stages
@@ -51,7 +51,7 @@ class LatentDistance:
             before = before[-batch:]
             self._first = self._first and self._first[-batch:]
             self._stages = self._stages[-batch:]
-        if repeats:
+        if repeated_timestep:
             return self._stages
         moved = (self._previous - before).float().abs().flatten(1).mean(1)
         distances = (moved if self.per_sample else moved.mean().expand(batch)).tolist()

@@ -1,1 +1,0 @@
-"""Where in its run a call is, and how far the latent moved."""
