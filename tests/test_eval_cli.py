@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from agentsd_eval.cli import main
-from agentsd_eval.quality.clip import ClipScore
+from agentsd_eval.quality.encoders import ClipScore
 from agentsd_eval.quality.features import features_of, load_network
 from click.testing import CliRunner
 from diffusers import StableDiffusionPipeline

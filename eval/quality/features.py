@@ -1,11 +1,10 @@
 """Images to feature vectors, by a named network; computed once and kept under the images' content."""
 
 import hashlib
-import os
-import uuid
+import io
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from PIL import Image, ImageOps
 
 from ..errors import EvalError
-from ..files import explain_os_error
+from ..files import write_bytes
 from .fidelity import to_tensor
 
 _BATCH = 16
@@ -152,40 +151,16 @@ def features_of(
             return kept
         except (ValueError, EOFError, OSError):
             path.unlink()  # cut off: made again
-    _compute(network, sources, path, crop, tick)
+    found = []
+    with ThreadPoolExecutor() as threads:
+        for start in range(0, len(sources), _BATCH):
+            images = list(threads.map(lambda one: _open(one, crop), sources[start : start + _BATCH]))
+            found.append(_by_size(network, images))
+            tick(len(images))
+    content = io.BytesIO()
+    np.save(content, np.concatenate(found).astype("<f4"))
+    write_bytes(path, content.getvalue())
     return np.load(path, mmap_mode="r")
-
-
-def _compute(
-    network: Network,
-    sources: Sources,
-    path: Path,
-    crop: tuple[int, int] | None,
-    tick: Callable[[int], Any],
-) -> None:
-    """Write the features of images to a file that is whole or not there, batch by batch."""
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")  # runs may share the folder
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file, ThreadPoolExecutor() as threads:
-            for start in range(0, len(sources), _BATCH):
-                batch = sources[start : start + _BATCH]
-                images = list(threads.map(lambda source: _open(source, crop), batch))
-                found = _by_size(network, images)
-                if start == 0:
-                    shape = len(sources), found.shape[1]
-                    header = {"descr": "<f4", "fortran_order": False, "shape": shape}
-                    np.lib.format.write_array_header_1_0(file, header)
-                file.write(found.astype("<f4").tobytes())
-                tick(len(images))
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except OSError as error:
-        raise explain_os_error(error, path) from error
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
 
 
 def _by_size(network: Network, images: list[Image.Image]) -> np.ndarray:

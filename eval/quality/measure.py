@@ -13,7 +13,7 @@ from PIL import Image
 from ..images.prompts import ImageSpec
 from ..table_settings import RunSettings
 from . import fidelity, metrics
-from .clip import ClipScore
+from .encoders import ClipScore
 from .features import Network, features_of, load_network
 from .perceptual import Looks, StageFeatures
 from .projection import frechet_features

@@ -9,8 +9,7 @@ from PIL import Image
 
 from ..images.prompts import ImageSpec
 from ..pages.subject_table import FIT, LIKENESS
-from ..quality.clip import ClipScore
-from ..quality.dino import Dino
+from ..quality.encoders import ClipScore, Dino
 from ..quality.features import load_network
 from ..quality.metrics import unit
 from ..table_settings import SubjectSettings
