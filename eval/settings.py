@@ -59,7 +59,7 @@ class CommandSettings(BaseModel):
     rare: ClassVar[tuple[str, ...]] = ()
     """Options that `--help` only names."""
     hidden: ClassVar[tuple[str, ...]] = ("named",)
-    """Settings without an option; they may stand in YAML."""
+    """Settings without an option; YAML may hold them."""
     unused: ClassVar[tuple[str, ...]] = ()
     """Settings of the class above that the command refuses in YAML."""
     has_config: ClassVar[bool] = True

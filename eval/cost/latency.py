@@ -45,26 +45,26 @@ def suits(method: Method, case: Case) -> bool:
 
 
 def measure(
-    pipe: Any, cases: list[Case], methods: list[Method], settings: LatencySettings, tick: Callable[[], None]
+    pipe: Any, cases: list[Case], methods: list[Method], settings: LatencySettings, report: Callable[[], None]
 ) -> Iterator[dict[str, Any]]:
     """Yield a row of figures for each case and method.
 
     The methods take turns within a case (A B C A B C), after a warm-up round in which MACs are
     counted, if they are; a speed-up is the median over the rounds of the baseline's time over the method's.
     A method
-    that needs more memory than the GPU has gets a row without figures. `tick` is called after each round.
+    that needs more memory than the GPU has gets a row without figures. `report` is called after each round.
     """
     check_schedulers(methods, pipe.scheduler, settings.steps)
     if settings.gradient_checkpointing:
         pipe.unet.enable_gradient_checkpointing()
     for case in cases:
         fitting = [method for method in methods if suits(method, case)]
-        yield from _measure_case(pipe, case, fitting, settings, tick)
+        yield from _measure_case(pipe, case, fitting, settings, report)
 
 
 @torch.no_grad()
 def _measure_case(
-    pipe: Any, case: Case, methods: list[Method], settings: LatencySettings, tick: Callable[[], None]
+    pipe: Any, case: Case, methods: list[Method], settings: LatencySettings, report: Callable[[], None]
 ) -> Iterator[dict[str, Any]]:
     device = pipe.unet.device
     untimed = {method: _untimed(method, pipe, case, settings) for method in methods}
@@ -75,13 +75,13 @@ def _measure_case(
             for method in fitting:
                 with turn_of(method) as run:
                     run()
-        tick()
+        report()
         for _ in range(settings.repeats):
             for method in fitting:
                 with turn_of(method) as run, Stopwatch(device) as watch:
                     run()
                 seconds[method].append(watch.seconds)
-            tick()
+            report()
     for method in methods:
         row = row_of(method, case, settings.repeats, seconds.get(method, [])) | untimed[method]
         for name, backend in (("speedup", method.backend), ("speedup_over_sdpa", "sdpa")):

@@ -134,20 +134,20 @@ def features_of(
     sources: Sources,
     cache: Path,
     crop: tuple[int, int] | None = None,
-    tick: Callable[[int], Any] = lambda count: None,
+    report: Callable[[int], Any] = lambda count: None,
 ) -> np.ndarray:
     """Return features (N, D), float32, in the order of the images (loaded, or paths), mapped from a file.
 
     `crop` (height, width) brings real photographs to the size of generated ones: scaled so that it is
     covered (Lanczos), then cut from the centre. The result is kept in the folder `cache` under a hash of
-    the images' content, the network and the crop; `tick` is called with the number of images done.
+    the images' content, the network and the crop; `report` is called with the number of images done.
     """
     key = _content_key(sources, f"{network.name} {crop}")
     path = cache / f"{network.name}-{key}.npy"
     if path.exists():
         try:
             kept = np.load(path, mmap_mode="r")
-            tick(len(sources))
+            report(len(sources))
             return kept
         except (ValueError, EOFError, OSError):
             path.unlink()  # cut off: made again
@@ -156,7 +156,7 @@ def features_of(
         for start in range(0, len(sources), _BATCH):
             images = list(threads.map(lambda one: _open(one, crop), sources[start : start + _BATCH]))
             found.append(_by_size(network, images))
-            tick(len(images))
+            report(len(images))
     content = io.BytesIO()
     np.save(content, np.concatenate(found).astype("<f4"))
     write_bytes(path, content.getvalue())

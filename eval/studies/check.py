@@ -28,7 +28,7 @@ _PATHS = ("model", "prompts", "classes", "reference", "inception_weights", "clip
 
 
 def command(settings: CheckSettings, console: Console) -> None:
-    """Make the table, then the page and the file of results, and say what is worth having."""
+    """Make the table, then the page and the file of results, and say which rows gain."""
     settings = completed(settings)
     rows = table.show(settings, table.table_methods(settings), "check", console)
     if not rows:

@@ -43,10 +43,10 @@ from .subject_scores import Scores, load_scores
 
 def command(settings: SubjectSettings, console: Console) -> None:
     """Run the study, print its tables, and write them and the images' grid."""
-    rows, told = run(settings, console)
+    rows, remarks = run(settings, console)
     for title, columns in tables_of(rows).items():
         console.print(results.to_terminal(title, rows, columns))
-    console.print(told)
+    console.print(remarks)
     console.print(f"images and figures: {settings.out}", soft_wrap=True)
 
 
@@ -71,10 +71,10 @@ def run(settings: SubjectSettings, console: Console) -> tuple[list[Row], str]:
         generate(pipe, variants, [*own, *others], settings, lambda: bars.advance(task))
     figures, ceiling = measure(pipe, variants, views, settings, scores)
     rows = [*rows_of(variants, figures, settings, pipe.unet.device), ceiling_row(ceiling, len(views))]
-    facts, told = describe_run(settings, pipe.unet.device), note(len(views), scores)
-    results.write_rows(settings.out, "subject", rows, list(tables_of(rows).values()), facts, told)
+    facts, remarks = describe_run(settings, pipe.unet.device), note(len(views), scores)
+    results.write_rows(settings.out, "subject", rows, list(tables_of(rows).values()), facts, remarks)
     save_image(draw(variants, views, rows, settings), settings.out / "subject.png")
-    return rows, told
+    return rows, remarks
 
 
 def _fingerprint(pipe: Any, views: Sequence[Path], settings: SubjectSettings) -> dict[str, Any]:
@@ -110,11 +110,11 @@ def generate(
     variants: Sequence[Variant],
     specs: Sequence[ImageSpec],
     settings: SubjectSettings,
-    tick: Callable[[], None],
+    report: Callable[[], None],
 ) -> None:
     """Make every image that isn't on disk, unharmed, already; the rows take turns at each, for their times.
 
-    The pipeline's U-Net is its own again afterwards. `tick` is called for each row's image.
+    The pipeline's U-Net is its own again afterwards. `report` is called for each row's image.
     """
     unets = {variant.training: pipe.unet for variant in variants}
     for training in TRAININGS:
@@ -136,7 +136,7 @@ def generate(
                     images, seconds = sample(pipe, variant.method, [spec], guided)
                     store = store_of(variant, settings)
                     store.save(variant.method, spec.index, [spec], images, seconds, session)
-                tick()
+                report()
     finally:
         pipe.unet = unets[Training(None)]
 
