@@ -25,8 +25,8 @@ BLURS, NOISES = (0.5, 1.0, 2.0), (4, 10, 25)
 RATIOS = (0.25, 0.5, 0.75)
 INTERVALS = (2, 3, 5, 10)
 NOTE = (
-    "Each pair names a smaller and a greater degradation. Of perceptual distances the ratio of the greater one's to "
-    "the smaller one's, a geometric mean over the same seeds; of KIDs (x1000) their difference; "
+    "Each pair names a smaller and a greater degradation. Of perceptual distances the ratio of the greater "
+    "one's to the smaller one's, a geometric mean over the same seeds; of KIDs (x1000) their difference; "
     "with a 95% interval. Seen: the interval lies on the right side."
 )
 
