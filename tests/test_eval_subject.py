@@ -232,8 +232,8 @@ def test_images_are_judged_by_views_and_references(make_pipeline: Any, tmp_path:
     [
         (("--subject", "no/such"), "subject: no/such is not a folder"),
         (("--subject", "ONE"), "holds 1 image; 2 views or more can be compared"),
-        (("--images", "1"), "--images = '1': Input should be greater than or equal to 2"),
-        (("--learning-rate", "0"), "--learning-rate = '0': Input should be greater than 0"),
+        (("--images", "1"), "--images = 1: Input should be greater than or equal to 2"),
+        (("--learning-rate", "0"), "--learning-rate = 0: Input should be greater than 0"),
         (("--agent", "early_frac=0.5"), "['early_frac'] can't be trained with; known: k, scale"),
         (("--agent", "scale=0.5"), "scale=0.5: it is the exponent"),
         (("--model", "EMPTY"), "subject: the bundled subject is for the toy model; give --subject"),
