@@ -123,7 +123,8 @@ def _explain(kind: type[BaseModel], path: Path | None, typed: set[str], error: V
             continue  # of its parts that were wrong
         first, *rest = map(str, problem["loc"] or ("",))
         within = [part for part in rest if "[key]" in rest or not part.isdigit()]
-        option = first in typed and first not in getattr(kind, "positional", ())
+        field = kind.model_fields.get(first)
+        option = first in typed and not (field and field.is_required())
         key = ".".join([f"--{first.replace('_', '-')}" if option else first, *within])
         if problem["type"] == "extra_forbidden":
             near = difflib.get_close_matches(key, kind.model_fields, 1)

@@ -54,15 +54,12 @@ class CommandSettings(BaseModel):
     """The settings of a command."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-    positional: ClassVar[tuple[str, ...]] = ()
-    """Settings that are arguments."""
-    rare: ClassVar[tuple[str, ...]] = ()
-    """Options that `--help` only names."""
     hidden: ClassVar[tuple[str, ...]] = ("named",)
     """Settings without an option; YAML may hold them."""
     unused: ClassVar[tuple[str, ...]] = ()
     """Settings of the class above that the command refuses in YAML."""
-    has_config: ClassVar[bool] = True
+    has_config: ClassVar[bool] = False
+    """Whether a preset or a YAML file may set it up."""
     resumes: ClassVar[bool] = False
     """Whether the command goes on where it was stopped."""
 
@@ -70,6 +67,7 @@ class CommandSettings(BaseModel):
 class Settings(CommandSettings):
     """What every command shares: a model and how it samples (Appendix B.2 of the paper where it speaks)."""
 
+    has_config: ClassVar[bool] = True
     model: str = "demo"
     """demo (the toy model), a folder, or a hub id."""
     dtype: DType = "float32"
@@ -171,7 +169,6 @@ class ShowSettings(SamplingSettings):
 class CompareSettings(ShowSettings):
     """Make the same images with each method, side by side in one PNG, and print times and differences."""
 
-    rare: ClassVar[tuple[str, ...]] = ("backend", "agent")
     scheduler: SchedulerName = "dpm++karras"
     steps: Steps = 25
     guidance_scale: Guidance = 4.0
@@ -224,7 +221,6 @@ class LatencySettings(CostSettings):
     """Measure cost alone: seconds, MACs and, on a GPU, memory; the methods take turns."""
 
     hidden: ClassVar[tuple[str, ...]] = ("named", "backend")
-    rare: ClassVar[tuple[str, ...]] = ("agent",)
     fewer_steps: FewerSteps = (0.8, 0.6, 0.4)
     backends: tuple[Backend, ...] = ("sdpa",)
     """Attention of the baseline and of layers left alone. Each method is measured under each."""
@@ -248,7 +244,6 @@ class CalibrateSettings(ShowSettings):
     """Find the recipe that meets a goal, among the named ones and variations, on your model and prompts."""
 
     hidden: ClassVar[tuple[str, ...]] = ("named", "agent")
-    rare: ClassVar[tuple[str, ...]] = ("backend",)
     resumes: ClassVar[bool] = True
     steps: Steps = 25
     images: int = Field(3, ge=1)
@@ -280,8 +275,6 @@ class CalibrateSettings(ShowSettings):
 class ReportSettings(CommandSettings):
     """Write one self-contained HTML page: gain and loss, images under a slider, plots, tables."""
 
-    positional: ClassVar[tuple[str, ...]] = ("folder",)
-    has_config: ClassVar[bool] = False
     folder: Path
     """A run's folder."""
     images: int = Field(12, ge=1)

@@ -25,18 +25,6 @@ class RunSettings(SamplingSettings):
     """Make images with each method and ratio, and a row of quality and cost for each (Table 10)."""
 
     hidden: ClassVar[tuple[str, ...]] = ("named", "ablate_ratio", "ablate_values")
-    rare: ClassVar[tuple[str, ...]] = (
-        "backend",
-        "agent",
-        "template",
-        "per_class",
-        "references",
-        "other_seeds",
-        "inception_weights",
-        "clip",
-        "count_on",
-        "bootstrap",
-    )
     resumes: ClassVar[bool] = True
     methods: Methods = ("baseline", "tomesd", "paper", "agentsd")
     fewer_steps: FewerSteps = (0.8, 0.6, 0.4)
@@ -103,7 +91,6 @@ class RunSettings(SamplingSettings):
 class AblateSettings(RunSettings):
     """Vary one setting of mode paper at one ratio, beside the baseline (Tables 11, 12 and 13)."""
 
-    positional: ClassVar[tuple[str, ...]] = ("what",)
     hidden: ClassVar[tuple[str, ...]] = ("named", "methods", "ratios")
     what: Literal["k", "scale", "early"]
     """k (Table 11), scale (Table 12) or early (Table 13)."""
@@ -150,14 +137,6 @@ class SubjectSettings(SamplingSettings):
     steps.
     """
 
-    rare: ClassVar[tuple[str, ...]] = (
-        "backend",
-        "agent",
-        "lr_scheduler",
-        "class_images",
-        "other_prompts",
-        "subject_guidance_scale",
-    )
     resumes: ClassVar[bool] = True
     scheduler: SchedulerName = "ddim"
     steps: Steps = 20

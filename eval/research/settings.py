@@ -82,8 +82,6 @@ class RedundancySettings(ShowSettings):
 class FidSettings(CommandSettings):
     """Measure the FD and KID between two folders of images."""
 
-    positional: ClassVar[tuple[str, ...]] = ("first", "second")
-    has_config: ClassVar[bool] = False
     first: Path
     """A folder of images."""
     second: Path
@@ -101,6 +99,7 @@ class FidSettings(CommandSettings):
 class FrontierSettings(CommandSettings):
     """Draw several tables' methods in one image: distance against cost, beside fewer steps."""
 
+    has_config: ClassVar[bool] = True
     runs: tuple[Path, ...] = Field((), min_length=1, validate_default=True)
     """Folders with a table. Of rows of one method and sampler the first folder's stands."""
     methods: tuple[str, ...] = ()
@@ -114,7 +113,5 @@ class FrontierSettings(CommandSettings):
 class DetailsSettings(CommandSettings):
     """Measure high-frequency energy, place, size and style of a table's images."""
 
-    positional: ClassVar[tuple[str, ...]] = ("folder",)
-    has_config: ClassVar[bool] = False
     folder: Path
     """The folder of a table of the bundled toy model."""
