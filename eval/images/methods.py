@@ -154,7 +154,7 @@ def _has(recipe: Recipe, setting: str, value: Any) -> bool:
     if value is None:
         return False
     if setting == "seed":
-        return any(hasattr(operator, "cells") for operator in recipe.operators)
+        return any(hasattr(operator, "destinations") for operator in recipe.operators)
     try:
         recipe.with_settings(**{setting: value})
     except ValueError:
