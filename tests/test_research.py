@@ -24,7 +24,7 @@ from agentsd_eval.settings import CompareSettings
 from click.testing import CliRunner
 from diffusers import DPMSolverMultistepScheduler
 from PIL import Image
-from sd_folder import stand_in_for_inception
+from sd_folder import save_sd15, stand_in_for_inception
 from tgate import TgateSDLoader
 from tiny import BETAS, fingerprint
 
@@ -264,3 +264,34 @@ def test_tgate_is_its_packages_own_run(make_pipeline: Any) -> None:
     with parse_method("tgate-3", None, CompareSettings()).applied(pipe) as applied:
         assert torch.equal(run(applied.call), theirs)
     assert rows == [2] * 4 + [1] * 3  # PLMS has a call more than steps; later ones are not guided
+
+
+@pytest.mark.slow
+def test_first_gpu_run_on_a_cpu(tokenizer: Any, tmp_path: Path) -> None:
+    """Its stages, on a tiny folder of Stable Diffusion's parts; pytest finds that there is no GPU."""
+    model = save_sd15(tmp_path / "private", tokenizer, "fp16")
+    arguments = (
+        "--model",
+        model,
+        "--device",
+        "cpu",
+        "--limit",
+        2,
+        "--steps",
+        2,
+        "--sizes",
+        64,
+        "--out",
+        tmp_path / "out",
+    )
+    printed = invoke("first-gpu-run", *arguments)
+    text = (tmp_path / "out" / "first-gpu-run.json").read_text()
+    found = json.loads(text)
+    assert found["tests"]["skipped"] > 0
+    assert {row["method"] for row in found["table"]["rows"]} == {"baseline", "tomesd", "paper"}
+    assert {row["method"] for row in found["latency"]["rows"]} >= {"baseline", "agentsd", "baseline@17"}
+    assert (found["training"]["steps"], found["training"]["peak_gb"]) == (3, None)
+    assert all(found[stage]["done"] for stage in ("table", "latency", "training"))
+    assert str(tmp_path) not in text
+    assert "please send in" in printed
+    assert "latency: " not in invoke("first-gpu-run", *arguments)  # what was done is not done again
