@@ -80,7 +80,7 @@ def test_the_slider_goes_by_mouse_touch_and_keyboard(page: Any) -> None:
     assert cut(page) == before + 1
 
 
-def test_a_image_that_is_chosen_is_seen_larger(page: Any) -> None:
+def test_an_image_that_is_chosen_is_seen_larger(page: Any) -> None:
     image = page.locator(".grid tbody tr").nth(2).locator("img").nth(3)
     image.click()
     assert page.locator(".pair .right").get_attribute("src") == image.get_attribute("src")
