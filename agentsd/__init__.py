@@ -1,11 +1,13 @@
 """Stable Diffusion's U-Nets faster without training, in one line."""
 
 from .attention import Agents, Downsample, Merge, PooledAgents, ResidualSharing
+from .by_distance import ByDistance
 from .cache import GuidanceCache, StepCache
 from .calibration import calibrate
-from .patch import AgentSDHandle, apply_agentsd, remove_agentsd
+from .handle import AgentSDHandle
+from .patch import apply_agentsd, remove_agentsd
 from .recipe import Recipe
-from .schedule import ByDistance, Phases
+from .schedule import Phases
 
 __version__ = "0.1.0"
 

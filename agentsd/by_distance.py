@@ -1,4 +1,4 @@
-"""Which stage a step is in by how far the latent moves.
+"""What attention runs by how far the latent moves in a step.
 
 From "Efficient Diffusion Transformer with Step-wise Dynamic Attention Mediators" (ECCV 2024), Eq. 10 and 11.
 """
@@ -6,8 +6,50 @@ From "Efficient Diffusion Transformer with Step-wise Dynamic Attention Mediators
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
+
+from .attention import Operator, PooledAgents
+from .attention.operator import check_operator
+from .checks import check
+
+
+@dataclass(frozen=True)
+class ByDistance:
+    """What runs by how far the latent moves in a step, for samplers that add noise, such as DDPM.
+
+    Attributes:
+        stages: what runs in each stage; None is full attention.
+        thresholds: shares of the first distance at which the next stage begins, falling.
+        per: one stage for the whole "batch", or for each "sample" (needs `PooledAgents` in each stage, which
+            differ in their count alone).
+    """
+
+    stages: tuple[Operator | None, ...]
+    thresholds: tuple[float, ...]
+    per: str = "batch"
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "thresholds"):
+            value = getattr(self, name)
+            check(name, value, isinstance(value, list | tuple), "pass a list or a tuple")
+            object.__setattr__(self, name, tuple(value))
+        for stage in self.stages:
+            check_operator("stages", stage)
+        falls = list(self.thresholds) == sorted(self.thresholds, reverse=True)
+        ok = falls and all(isinstance(x, float | int) and x >= 0 for x in self.thresholds)
+        check("thresholds", self.thresholds, ok, "pass falling shares of the first distance, as (0.6, 0.3)")
+        count = len(self.thresholds) + 1
+        check("stages", self.stages, len(self.stages) == count, f"thresholds make {count}: name so many")
+        check("stages", self.stages, len(set(self.stages)) > 1, "they are all the same: pass that alone")
+        check("per", self.per, self.per in ("batch", "sample"), "choose 'batch' or 'sample'")
+        if self.per == "sample":
+            alike = {replace(s, count=None) if isinstance(s, PooledAgents) else s for s in self.stages}
+            ok = len(alike) == 1 and isinstance(next(iter(alike)), PooledAgents)
+            check(
+                "stages", self.stages, ok, "per='sample' needs PooledAgents that differ in their count alone"
+            )
 
 
 class LatentDistance:

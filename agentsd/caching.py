@@ -14,7 +14,6 @@ from .attention.processor import LayerState
 from .attention.residual import FULL, KEEP, PLAIN, SHARE, ResidualSharing
 from .cache.conditional import (
     both_passes,
-    conditional_arguments,
     difference_of,
     is_guided,
     sample_of,
@@ -34,12 +33,12 @@ from .hosts.schedulers import Sampler
 from .hosts.timesteps import Step
 from .run_state import RunState
 
-_JUMPS = (
+_SKIPS_TIMESTEPS = (
     "agentsd: the U-Net is called on timesteps that skip some of the scheduler's list; what is left of the "
-    "run is planned anew there, and cached steps are not corrected"
+    "run is planned again there, and cached steps are not corrected"
 )
 _OFF_LIST = (
-    "agentsd: a timestep is not one of the scheduler's list, so its call is computed in whole; pass elements "
+    "agentsd: a timestep is not one of the scheduler's list, so its call computes all layers; pass elements "
     "of scheduler.timesteps to the U-Net"
 )
 _UNKNOWN = (
@@ -59,10 +58,10 @@ class Caching:
         unet: the model.
         steps, guidance, residual: the recipe's settings.
         layers: whose residuals are shared.
+        warn: warns the user, once of each thing.
 
     Attributes:
         skipped: the layers that its cached steps skip, where it has any.
-        warnings: what the user is to be told, a line each, since this was last emptied.
 
     Raises:
         ValueError: the model's blocks are not Stable Diffusion's.
@@ -73,8 +72,9 @@ class Caching:
         unet: Any,
         steps: StepCache | None,
         guidance: GuidanceCache | None,
-        residual: ResidualSharing | None = None,
-        layers: Sequence[LayerState] = (),
+        residual: ResidualSharing | None,
+        layers: Sequence[LayerState],
+        warn: Callable[[str], None],
     ) -> None:
         if not hasattr(unet, "up_blocks"):
             raise ValueError(
@@ -83,7 +83,7 @@ class Caching:
             )
         self._steps, self._guidance, self._residual, self._layers = steps, guidance, residual, layers
         self.skipped = None if steps is None else SkippedLayers(unet, steps.layers)
-        self.warnings: list[str] = []
+        self._warn = warn
 
     def begin(self, unet: Module, run: RunState, context: StepContext, step: Step, pipe: Any) -> None:
         """Decide what a call computes, and complete its context.
@@ -95,41 +95,38 @@ class Caching:
             step: where in the run it is.
             pipe: the pipeline, where it is known.
         """
-        self.stop()  # a call that died
+        self.stop()  # the call before may have died before its end
         if step.first_call or step.skips_timesteps or not run.is_open:
             self._open(unet, run)
             if step.skips_timesteps:
-                self.warnings.append(_JUMPS)
+                self._warn(_SKIPS_TIMESTEPS)
         context.kind = COMPUTED if self._residual is None else replace(COMPUTED, attention=FULL)
         if step.off_list and run.kinds:
-            self.warnings.append(_OFF_LIST)
+            self._warn(_OFF_LIST)
         if not run.kinds or step.off_list or not self._may_keep(run):
             return
-        entry = self._entry(run, context, self._is_off(pipe, run.scheduler))
+        entry = self._entry(run, context, pipe)
         if entry is None:
             return
-        reader, place = run.reader, run.reader.place
-        context.kind = self._possible(run, run.kinds[reader.levels[place]], entry, context)
-        context.entry, context.sigma = entry, run.sampler.coordinate(place)
-        context.is_last = place + reader.stride >= len(reader.levels)
-        context.sampler_step = run.sampler_steps[place] if run.sampler_steps else None
-        entry.place = place
+        reader, step_index = run.reader, run.reader.step_index
+        context.kind = self._possible(run, run.kinds[reader.timesteps[step_index]], entry, context)
+        context.entry, context.sigma = entry, run.sampler.coordinate(step_index)
+        context.is_last = step_index + reader.stride >= len(reader.timesteps)
+        context.sampler_step = run.sampler_steps[step_index] if run.sampler_steps else None
+        entry.step_index = step_index
         if not context.kind.guided:
             entry.halved = True
-            context.inputs = conditional_arguments(_inputs(context))
-            context.stages = context.stages[len(context.stages) // 2 :]
+            context.halve()
 
-    def start(self, context: StepContext) -> dict[str, Any]:
+    def skip(self, context: StepContext) -> dict[str, Any]:
         """Skip the layers that a call that `begin` decided on does without; returns its inputs."""
-        inputs, entry = _inputs(context), context.entry
-        if context.kind.computed or self.skipped is None or entry is None:
-            return inputs
-        self.skipped.begin(_together([known.at(context.sigma) for known in _features(entry, context)]))
-        inputs = self.skipped.without_residuals(inputs)
+        if context.kind.computed or self.skipped is None or context.entry is None:
+            return context.inputs
+        self.skipped.begin(_join([known.extrapolate(context.sigma)[0] for known in context.features]))
+        context.inputs = self.skipped.without_residuals(context.inputs)
         if context.sampler_step is not None:
-            inputs["sample"] = inputs["sample"].clone()  # samplers may write into theirs
-        context.inputs = inputs
-        return inputs
+            context.inputs["sample"] = context.inputs["sample"].clone()  # samplers may write into theirs
+        return context.inputs
 
     def stop(self) -> Tensor | None:
         """Skip nothing from here on; returns what a computed step had where the last layers begin."""
@@ -137,16 +134,16 @@ class Caching:
 
     def end(self, run: RunState, context: StepContext | None, output: Any, recompute: Recompute) -> Any:
         """What the caller gets for what the U-Net gave; None if it raised."""
-        seen = self.stop()
+        computed = self.stop()
         if output is None:
             run.reset()
         if context is None or output is None or context.entry is None:
             return output
         entry, kind = context.entry, context.kind
-        if kind.computed and seen is not None:
-            features = _features(entry, context)
-            for known, part in zip(features, seen.chunk(len(features)), strict=True):
-                known.keep(context.sigma, part.clone())
+        if kind.computed and computed is not None:
+            features = context.features
+            for known, part in zip(features, computed.chunk(len(features)), strict=True):
+                known.keep(context.sigma, [part.clone()])
         if not kind.computed and context.sampler_step is not None:
             # without its entry, which holds it: both are let go as soon as the entry is
             entry.cached.append(replace(context, entry=None, prediction=sample_of(output).clone()))
@@ -170,16 +167,17 @@ class Caching:
             return output
         if not context.kind.guided or not all(one.kind.guided for one in cached):
             cached = [one.conditional() if one.kind.guided else one for one in cached]
-        errors = []
+        steps, errors = [], []
         try:
             for one in cached:
                 assert one.sampler_step is not None
                 assert one.prediction is not None
-                errors.append((one.sampler_step, one.prediction - self._recompute(one, entry, recompute)))
+                steps.append(one.sampler_step)
+                errors.append(one.prediction - self._recompute(one, entry, recompute))
         except BaseException:
             run.reset()
             raise
-        change = correction(errors, context.sampler_step)
+        change = correction(steps, errors, context.sampler_step)
         if change is None:
             return output
         run.corrected += len(cached)
@@ -191,9 +189,10 @@ class Caching:
     def _recompute(self, cached: StepContext, entry: CacheEntry, recompute: Recompute) -> Tensor:
         """(B, ...) what a cached step would have given on the features that are known now."""
         assert self.skipped is not None
-        self.skipped.begin(_together([known.between(cached.sigma) for known in _features(entry, cached)]))
+        context = replace(cached, entry=entry)
+        self.skipped.begin(_join([known.interpolate(cached.sigma)[0] for known in context.features]))
         try:
-            return sample_of(recompute(replace(cached, entry=entry)))
+            return sample_of(recompute(context))
         finally:
             self.skipped.end()
 
@@ -203,8 +202,8 @@ class Caching:
         run.is_open, run.unmatched = True, 0
         run.entries.clear()
         run.kinds, run.sampler_steps, run.corrected = {}, [], 0
-        ahead = reader.levels[reader.place :: reader.stride]
-        run.sampler = sampler = Sampler(scheduler, reader.levels)
+        ahead = reader.timesteps[reader.step_index :: reader.stride]
+        run.sampler = sampler = Sampler(scheduler, reader.timesteps)
         reason = unsupported_reason(unet, len(set(ahead)), sampler)
         if reader.guesses:
             reason = (
@@ -212,7 +211,7 @@ class Caching:
                 "agentsd to the pipeline)"
             )
         if reason:
-            self.warnings.append(f"agentsd: {reason}; nothing is skipped in this run")
+            self._warn(f"agentsd: {reason}; nothing is skipped in this run")
             return
         kinds = plan_run(self._steps, self._guidance, ahead, self._residual)
         if all(kind.computed and kind.guided and kind.attention in (PLAIN, FULL) for kind in kinds.values()):
@@ -220,13 +219,13 @@ class Caching:
         run.kinds = kinds
         if self._steps is not None and self._steps.correct:
             if scheduler is None:
-                self.warnings.append(_UNKNOWN)
+                self._warn(_UNKNOWN)
             elif reader.stride == 1:  # else its steps are not from one call to the next
                 steps = sampler.steps()
                 run.sampler_steps = steps if any(steps) else []
         if sampler.adds_noise():
-            self.warnings.append(
-                f"agentsd: {sampler.name} adds noise in each step, under which caching changes pictures "
+            self._warn(
+                f"agentsd: {sampler.name} adds noise in each step, under which caching changes images "
                 "more; a deterministic sampler loses less"
             )
 
@@ -234,45 +233,45 @@ class Caching:
         if not torch.is_grad_enabled():
             return True
         run.entries.clear()
-        self.warnings.append(
+        self._warn(
             "agentsd: gradients are on, under which no layer and no pass is skipped; call the U-Net under "
             "torch.no_grad() to skip some"
         )
         return False
 
-    def _is_off(self, pipe: Any, scheduler: Any) -> bool:
+    def _is_unguided(self, pipe: Any, scheduler: Any) -> bool:
         """Whether the pipeline says that its calls are not two passes of guidance."""
         if scheduler is None or getattr(pipe, "scheduler", None) is not scheduler:  # the calls are another's
             return False
         perturbed = getattr(pipe, "do_perturbed_attention_guidance", False)
         return bool(perturbed) or getattr(pipe, "do_classifier_free_guidance", None) is False
 
-    def _entry(self, run: RunState, context: StepContext, off: bool) -> CacheEntry | None:
-        """The calls that this one continues; None if it can't be known."""
-        place, inputs = run.reader.place, _inputs(context)
-        sample, text = inputs["sample"], inputs.get("encoder_hidden_states")
-        # What was not called in the step before is too old to go on from.
-        oldest = place - run.reader.stride
-        run.entries = {key: other for key, other in run.entries.items() if other.place >= oldest}
+    def _entry(self, run: RunState, context: StepContext, pipe: Any) -> CacheEntry | None:
+        """The cache entry of the calls on this text and shape; None where calls can't be told apart."""
+        step_index = run.reader.step_index
+        sample, text = context.inputs["sample"], context.inputs.get("encoder_hidden_states")
+        oldest = step_index - run.reader.stride  # what was not called in the step before is too old
+        run.entries = {key: entry for key, entry in run.entries.items() if entry.step_index >= oldest}
         key = (tuple(sample.shape), sample.dtype, sample.device, _identity(text))
         entry = run.entries.get(key)
-        if entry is None:
-            run.unmatched += all(other.place < place for other in run.entries.values())
-            if run.unmatched == 3:
-                self._give_up(run, "the U-Net gets another text, or its text as a new tensor, in each call")
-                return None
-            guided = self._guidance is not None and not off and is_guided(sample, text)
-            if self._guidance is not None and not guided and not run.entries:
-                self.warnings.append(_UNGUIDED)
-            entry = CacheEntry(text, guided, [])
-            self._begin_anew(run, entry)
-            run.entries[key] = entry
-            return entry
-        run.unmatched = 0
-        if entry.place == place:
+        if entry is not None and entry.step_index == step_index:
             self._give_up(run, "the U-Net is called more than once in a step on the same text")
             return None
-        return entry
+        if entry is not None:
+            run.unmatched = 0
+            return entry
+        if all(entry.step_index < step_index for entry in run.entries.values()):  # the step's first call
+            run.unmatched += 1
+        if run.unmatched == 3:
+            self._give_up(run, "the U-Net gets another text, or its text as a new tensor, in each call")
+            return None
+        unguided = self._is_unguided(pipe, run.scheduler)
+        guided = self._guidance is not None and not unguided and is_guided(sample, text)
+        if self._guidance is not None and not guided and not run.entries:
+            self._warn(_UNGUIDED)
+        run.entries[key] = CacheEntry(text, guided, [])
+        self._begin_anew(run, run.entries[key])
+        return run.entries[key]
 
     def _begin_anew(self, run: RunState, entry: CacheEntry) -> None:
         """Let an entry hold nothing yet."""
@@ -282,26 +281,26 @@ class Caching:
         entry.features = [CachedFeatures(order, count) for _ in range(passes)]
         entry.difference, entry.cached = None, []
         if self._residual is not None:
-            entry.residuals = Residuals(self._layers, passes, self._residual.extrapolation_order)
+            entry.residuals = Residuals(self._layers, self._residual.extrapolation_order)
 
     def _give_up(self, run: RunState, reason: str) -> None:
         run.kinds = {}
         run.entries.clear()
-        self.warnings.append(f"agentsd: {reason}; nothing more is skipped in this run")
+        self._warn(f"agentsd: {reason}; nothing more is skipped in this run")
 
     def _possible(self, run: RunState, kind: StepKind, entry: CacheEntry, context: StepContext) -> StepKind:
         """What is planned, or more where not enough is known yet."""
-        inputs, stages = _inputs(context), context.stages
+        inputs, stages = context.inputs, context.stages
         guided = kind.guided or not entry.guided or entry.difference is None
         if not guided and (name := unknown_argument(inputs)):
-            self.warnings.append(
+            self._warn(
                 f"agentsd: a call has {name}, of which it is not known how it is halved; it stays guided"
             )
             guided = True
         if not guided and not entry.halved and not torch.equal(*inputs["sample"].chunk(2)):
             entry.guided, guided = False, True  # equal images at the start, and no guidance
             self._begin_anew(run, entry)
-            self.warnings.append(_UNGUIDED)
+            self._warn(_UNGUIDED)
         features = entry.features if guided else entry.features[-1:]
         computed, attention = kind.computed or not all(features), kind.attention
         if entry.residuals is not None:
@@ -309,15 +308,6 @@ class Caching:
             if attention == SHARE and not fits:  # there are none yet, or another operator's
                 attention = KEEP if computed and guided else FULL
         return StepKind(computed, guided, attention)
-
-
-def _inputs(context: StepContext) -> dict[str, Any]:
-    assert context.inputs is not None
-    return context.inputs
-
-
-def _features(entry: CacheEntry, context: StepContext) -> list[CachedFeatures]:
-    return entry.features if context.kind.guided else entry.features[-1:]
 
 
 def _identity(text: Any) -> Any:
@@ -328,5 +318,5 @@ def _identity(text: Any) -> Any:
     return text.data_ptr(), text.shape, text.stride(), version
 
 
-def _together(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _join(passes: list[Tensor]) -> Tensor:
+    return passes[0] if len(passes) == 1 else torch.cat(passes)

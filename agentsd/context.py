@@ -25,7 +25,7 @@ class CacheEntry:
         residuals: of attention, where they are shared.
         difference: conditional minus unconditional prediction of the last guided step.
         cached: the cached steps since the last computed one that are to be corrected.
-        place: in the scheduler's list, of its last call.
+        step_index: in the scheduler's list, of its last call.
         halved: a conditional-only step was made.
     """
 
@@ -35,7 +35,7 @@ class CacheEntry:
     residuals: Residuals | None = None
     difference: Tensor | None = None
     cached: list[StepContext] = field(default_factory=list)
-    place: int = -1
+    step_index: int = -1
     halved: bool = False
 
 
@@ -59,7 +59,7 @@ class StepContext:
     latent: Tensor
     timestep: float
     stages: tuple[int, ...]
-    inputs: dict[str, Any] | None = None
+    inputs: dict[str, Any] = field(default_factory=dict)
     kind: StepKind = COMPUTED
     sigma: float | None = None
     sampler_step: SigmaStep | None = None
@@ -67,16 +67,27 @@ class StepContext:
     is_last: bool = False
     prediction: Tensor | None = None
 
+    @property
+    def features(self) -> list[CachedFeatures]:
+        """Those of the passes that it computes."""
+        assert self.entry is not None
+        return self.entry.features if self.kind.guided else self.entry.features[-1:]
+
+    @property
+    def residuals(self) -> Residuals | None:
+        """Attention's, where they are shared."""
+        return None if self.entry is None else self.entry.residuals
+
+    def halve(self) -> None:
+        """Make it conditional-only: its inputs and stages are those of the conditional pass."""
+        self.inputs = conditional_arguments(self.inputs)
+        self.stages = self.stages[len(self.stages) // 2 :]
+
     def conditional(self) -> StepContext:
         """The conditional-only step in a guided one whose prediction is known."""
-        assert self.inputs is not None
         batch = self.inputs["sample"].shape[0]
-        inputs = conditional_arguments(self.inputs)
-        inputs["sample"] = inputs["sample"].clone()  # a view would be another graph under torch.compile
-        return replace(
-            self,
-            stages=self.stages[len(self.stages) // 2 :],
-            inputs=inputs,
-            kind=replace(self.kind, guided=False),
-            prediction=conditional_half(self.prediction, batch),
-        )
+        prediction = conditional_half(self.prediction, batch)
+        half = replace(self, kind=replace(self.kind, guided=False), prediction=prediction)
+        half.halve()
+        half.inputs["sample"] = half.inputs["sample"].clone()  # a view would be another compiled graph
+        return half

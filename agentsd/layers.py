@@ -10,14 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from .attention import Operator, PooledAgents
-from .attention.operator import GridContext, Plan
+from .attention.operator import MODULE, GridContext, Plan
 from .attention.processor import AgentAttnProcessor, LayerState, Work, is_ours
 from .attention.residual import FULL, KEEP, PLAIN, SHARE
 from .cache.skip_layers import SkippedLayers
 from .context import StepContext
-from .hosts.models import AttentionLayer, is_plain
+from .hosts.models import EVERY_LEVEL, AttentionLayer, find_attention_layers, is_plain, is_tomesd_block
+from .modules.adapter import NamedLayer, build_module
+from .modules.operators import TrainedOperator
+from .recipe import Recipe
+from .schedule import stages_of
 
 
 @dataclass
@@ -25,21 +30,21 @@ class Group:
     """Layers on one token grid that share a plan: a whole level, or one layer that makes its own.
 
     Attributes:
-        site: the group's first layer.
-        index: its number; part of the key of its random cells.
+        layer: the group's first layer.
+        index: its number; part of the key of its random destinations.
         stages: what it runs in each stage of a run.
         downsampling_factor: side of its tokens, in tokens of the finest patched level.
-        seed: of the random cells.
-        deep: a cached step skips all of its layers.
+        seed: of the random destinations.
+        skipped: a cached step skips all of its layers.
         work: of the call under way.
     """
 
-    site: AttentionLayer
+    layer: AttentionLayer
     index: int
     stages: tuple[Operator | None, ...]
     downsampling_factor: int
     seed: int
-    deep: bool = False
+    skipped: bool = False
     work: Work = field(default_factory=Work)
 
     def begin(self, latent: Tensor, timestep: float, stages: tuple[int, ...]) -> None:
@@ -50,89 +55,131 @@ class Group:
             timestep: its noise level.
             stages: of its images, or of the conditional half of them where only that is computed.
         """
-        grid = self.site.grid(latent)
+        grid = self.layer.grid(latent)
         frames = latent.shape[2] if latent.ndim == 5 else 1  # a video's frames are images to the layers
         each = [self.stages[stage if len(self.stages) > 1 else 0] for stage in stages for _ in range(frames)]
         key = (self.seed, self.index, timestep)
         half = len(stages) < latent.shape[0]
-        place = GridContext(grid, self.downsampling_factor, len(each), latent.device, key, half)
+        context = GridContext(grid, self.downsampling_factor, len(each), latent.device, key, half)
         self.work.grid = grid
         operator = each[0]
         if len(set(each)) > 1 and isinstance(operator, PooledAgents):
             every = [stage for stage in self.stages if isinstance(stage, PooledAgents)]
-            self.work.plan = operator.plan_each(place, each, every)  # type: ignore[arg-type]
+            self.work.plan = operator.plan_each(context, each, every)  # type: ignore[arg-type]
         else:
-            self.work.plan = None if operator is None else operator.plan(place)
+            self.work.plan = None if operator is None else operator.plan(context)
 
 
 class PatchedLayers:
-    """Plans what the patched layers run in a call, holds them, and lets go of what they held.
+    """The layers that a recipe patches: what each runs in a call, and what it holds of the call.
 
     Args:
-        sites: where the layers are.
+        model: the denoiser; nothing of it is changed yet.
+        recipe: says which layers, and what they run.
+        warn: warns the user, once of each thing.
+
+    Attributes:
+        attention_layers: where the layers are.
         states: what each knows.
         groups: those that share a plan.
-        least_tokens: of the finest level, below which residuals are not shared.
-        warn: tells the user something, once.
+        modules: the trained module of each, where it has one.
+
+    Raises:
+        ValueError: the model lacks such a layer, or another package holds it.
     """
 
-    def __init__(
-        self,
-        sites: list[AttentionLayer],
-        states: list[LayerState],
-        groups: list[Group],
-        least_tokens: int,
-        warn: Callable[[str], None],
-    ) -> None:
-        self._sites, self.states, self._groups = sites, states, groups
-        self._least_tokens, self._warn = least_tokens, warn
-        self._skipped: list[bool] = [False] * len(states)
+    def __init__(self, model: Any, recipe: Recipe, warn: Callable[[str], None]) -> None:
+        self.attention_layers = _find_layers(model, recipe)
+        self.states: list[LayerState] = []
+        self.modules: list[Module | None] = []
+        self._warn = warn
+        self._least_tokens = recipe.residual.least_tokens if recipe.residual else 0
+        self._hooks: list[Any] = []
         self._limits: ExitStack | None = None  # what is set for the call under way
+        finest = min((layer.downsampling_factor for layer in self.attention_layers), default=1)
+        groups: dict[Any, Group] = {}
+        for i, layer in enumerate(self.attention_layers):
+            _check_free(layer)
+            stages = stages_of(recipe.attention if recipe.layers is None else recipe.layers[layer.name])
+            operators = [stage for stage in stages if stage is not None]
+            own = any(operator.own_ranking for operator in operators)
+            group = Group(layer, i, stages, layer.downsampling_factor // finest, recipe.seed)
+            group = groups.setdefault(i if own else (layer.downsampling_factor, stages), group)
+            self.states.append(LayerState(layer.name, group.work))
+            trained = [operator for operator in operators if isinstance(operator, TrainedOperator)]
+            self.modules.append(build_module(layer, trained[0], recipe.seed, model) if trained else None)
+        self.groups = list(groups.values())
+        self._skipped = [False] * len(self.states)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_limits": None}
 
+    @property
+    def named(self) -> list[NamedLayer]:
+        """Each layer with its name and its trained module."""
+        layers = zip(self.attention_layers, self.modules, strict=True)
+        return [(layer.name, layer.attn, module) for layer, module in layers]
+
+    def attach(self) -> None:
+        """Put a processor, a trained module and a hook into each layer."""
+        for layer, state, module in zip(self.attention_layers, self.states, self.modules, strict=True):
+            attn: Any = layer.attn
+            attn._agentsd = state
+            self._claim(attn, state)
+            if module is not None:
+                attn.add_module(MODULE, module)
+            self._hooks.append(layer.block.norm1.register_forward_pre_hook(state.note_input))
+
+    def detach(self) -> None:
+        """Take them out again, also after an attachment that broke off."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        for layer, state in zip(self.attention_layers, self.states, strict=True):
+            attn: Any = layer.attn
+            if not hasattr(attn, "_agentsd"):
+                continue
+            if hasattr(attn, MODULE):
+                delattr(attn, MODULE)
+            if is_ours(attn.processor):
+                attn.set_processor(attn.processor.fallback)
+            del attn._agentsd
+            state.work.plan = None
+
     def find_skipped(self, skipped: SkippedLayers) -> None:
         """Note the layers, and the groups, that a cached step skips."""
-        self._skipped = [skipped.holds(site.block) for site in self._sites]
-        for group in self._groups:
-            own = [
-                gone
-                for gone, state in zip(self._skipped, self.states, strict=True)
-                if state.work is group.work
-            ]
-            group.deep = all(own)
+        self._skipped = [skipped.holds(layer.block) for layer in self.attention_layers]
+        for group in self.groups:
+            states = zip(self._skipped, self.states, strict=True)
+            group.skipped = all(gone for gone, state in states if state.work is group.work)
 
-    def plan(self, context: StepContext, between: bool = False) -> None:
+    def plan(self, context: StepContext, interpolate: bool = False) -> None:
         """Make the plans of a call, and hold its layers.
 
         Args:
             context: of the call.
-            between: it is computed again, at a noise level between those that residuals are known at.
+            interpolate: it is computed again, at a noise level between those that residuals are known at.
         """
         computed, attention = context.kind.computed, context.kind.attention
-        for index, group in enumerate(self._groups):
-            if computed or not group.deep:
+        for index, group in enumerate(self.groups):
+            if computed or not group.skipped:
                 self._plan_group(index, group, context)
-        for site, state in zip(self._sites, self.states, strict=True):
-            state.held = self.claim(site.attn, state)
+        for layer, state in zip(self.attention_layers, self.states, strict=True):
+            state.held = self._claim(layer.attn, state)
             state.attention, state.residual = attention, None
-        entry = context.entry
-        if attention == SHARE and entry is not None and entry.residuals is not None:
+        if attention == SHARE and (residuals := context.residuals) is not None:
             run = [computed or not gone for gone in self._skipped]
-            entry.residuals.give(context.sigma, len(context.stages), between, run)
-        if any(group.site.block._compiled_call_impl is not None for group in self._groups):
+            residuals.give(context.sigma, len(context.stages), interpolate, run)
+        if any(group.layer.block._compiled_call_impl is not None for group in self.groups):
             # Blocks that are compiled one by one run the same code, and each kind of block is a recompilation
             # of it: of a group the one that ranks and the others, in either phase.
-            limit = torch._dynamo.config.recompile_limit + 4 * len(self._groups)
+            limit = torch._dynamo.config.recompile_limit + 4 * len(self.groups)
             self._limits = ExitStack()
             self._limits.enter_context(torch._dynamo.config.patch(recompile_limit=limit))
 
     def _plan_group(self, index: int, group: Group, context: StepContext) -> None:
-        attention, stages = context.kind.attention, context.stages
-        residuals = None if context.entry is None else context.entry.residuals
+        attention, stages, residuals = context.kind.attention, context.stages, context.residuals
         if residuals is not None and attention in (SHARE, KEEP) and residuals.fit(stages):
-            group.work.grid = group.site.grid(context.latent)
+            group.work.grid = group.layer.grid(context.latent)
             group.work.plan = residuals.plan_of(index, len(stages))
         elif attention == FULL or self._is_small(group, context):
             group.work.plan = None
@@ -143,7 +190,7 @@ class PatchedLayers:
 
     def _is_small(self, group: Group, context: StepContext) -> bool:
         """Whether the grid is too small for residuals to be shared."""
-        tokens = math.prod(group.site.grid(context.latent)) * group.downsampling_factor**2
+        tokens = math.prod(group.layer.grid(context.latent)) * group.downsampling_factor**2
         return context.kind.attention == KEEP and tokens < self._least_tokens
 
     @property
@@ -153,18 +200,17 @@ class PatchedLayers:
 
     def keep_residuals(self, context: StepContext) -> None:
         """Keep what the layers found, where the call that ends computed full attention and operators."""
-        entry = context.entry
-        if context.kind.attention == KEEP and entry is not None and entry.residuals is not None:
-            plans = {i: plan for i, group in enumerate(self._groups) if (plan := group.work.plan) is not None}
-            entry.residuals.keep(context.sigma, context.stages, plans)
+        if context.kind.attention == KEEP and context.residuals is not None:
+            plans = {i: plan for i, plan in enumerate(self.plans()) if plan is not None}
+            context.residuals.keep(context.sigma, context.stages, plans)
 
     def plans(self) -> list[Plan | None]:
         """Those of the call under way, one a group."""
-        return [group.work.plan for group in self._groups]
+        return [group.work.plan for group in self.groups]
 
     def set_plans(self, plans: list[Plan | None]) -> None:
         """Put plans in their place; none where the list is empty."""
-        for i, group in enumerate(self._groups):
+        for i, group in enumerate(self.groups):
             group.work.plan = plans[i] if plans else None
 
     def lift_limits(self) -> None:
@@ -190,7 +236,7 @@ class PatchedLayers:
             state.block_input, state.mismatch = None, 0
             state.attention, state.residual = PLAIN, None
 
-    def claim(self, attn: Any, state: LayerState) -> bool:
+    def _claim(self, attn: Any, state: LayerState) -> bool:
         """Hold a layer, also where the host has since put a plain processor there."""
         if not is_ours(attn.processor):
             if not is_plain(attn.processor):
@@ -199,3 +245,31 @@ class PatchedLayers:
                 return False
             attn.set_processor(AgentAttnProcessor(attn.processor))
         return True
+
+
+def _find_layers(model: Any, recipe: Recipe) -> list[AttentionLayer]:
+    """The layers that a recipe names; raises ValueError for one that the model lacks."""
+    if recipe.layers is None:
+        if recipe.attention is None:
+            return []
+        return find_attention_layers(model, recipe.levels or 2, at_most=recipe.levels is None)
+    every = find_attention_layers(model, EVERY_LEVEL, at_most=True)
+    if missing := sorted(set(recipe.layers) - {layer.name for layer in every}):
+        raise ValueError(f"layers={missing}: {type(model).__name__} has no such self-attention layer")
+    return [layer for layer in every if layer.name in recipe.layers]
+
+
+def _check_free(layer: AttentionLayer) -> None:
+    if is_tomesd_block(layer.block):
+        raise ValueError(f"{layer.name} is patched by tomesd: call tomesd.remove_patch(pipe) first")
+    processor = fallback_of(layer.attn.processor)
+    if not is_plain(processor):
+        raise ValueError(
+            f"{layer.name} has a {type(processor).__name__}, which agent attention would replace: "
+            "set it to AttnProcessor2_0 first (unet.set_attn_processor), or leave this pipeline unpatched"
+        )
+
+
+def fallback_of(processor: Any) -> Any:
+    """The processor itself, or the one that ours stands in for."""
+    return processor.fallback if is_ours(processor) else processor

@@ -12,8 +12,8 @@ import yaml
 
 from .attention import Agents, Downsample, Merge, Operator, ResidualSharing
 from .cache import GuidanceCache, StepCache
-from .cache.guidance import check_renewed
 from .checks import check, check_types
+from .hosts.files import find_saved
 from .schedule import ByDistance, Phases, Schedule, stages_of, timing_of, with_setting
 from .serialization import (
     check_known,
@@ -45,7 +45,7 @@ class Recipe:
         guidance: which calls compute the conditional pass alone; None computes both in each.
         residual: in which steps attention is full, and leaves to the others what the operators miss of it;
             None runs the operators as they are.
-        seed: of the cells drawn at random, 0 or more: the same pipeline seed gives the same picture.
+        seed: of the destinations sampled at random, 0 or more: the same pipeline seed gives the same image.
         measured: what was measured when it was found; for the reader.
 
     Raises:
@@ -74,7 +74,6 @@ class Recipe:
                 raise TypeError(
                     f"{name}={value!r} is a {type(value).__name__}: pass {kind.__name__}() or None"
                 )
-        check_renewed(self.steps, self.guidance)
         if self.residual is not None:
             self._check_residual()
         for schedule in [self.attention, *(self.layers or {}).values()]:
@@ -89,8 +88,8 @@ class Recipe:
             ok = self.steps is not None or self.guidance is not None
             check("attention", None, ok, "the recipe would do nothing: name what it is to do")
         for stages in (stages_of(schedule) for schedule in self.schedules):
-            cores = {stage for stage in stages if stage is not None and stage.needs_module}
-            check("attention", cores, len(cores) <= 1, "a layer has one trained module: name one")
+            trained = {stage for stage in stages if stage is not None and stage.needs_module}
+            check("attention", trained, len(trained) <= 1, "a layer has one trained module: name one")
 
     def _check_residual(self) -> None:
         some = self.attention is not None or self.layers is not None
@@ -217,13 +216,17 @@ class Recipe:
         return path
 
     @classmethod
-    def load(cls, path: str | Path) -> Recipe:
-        """Read what `save` wrote.
+    def load(cls, source: str | Path) -> Recipe:
+        """Read what `save` wrote: a file, or the `agentsd.yaml` of a folder or hub repository.
+
+        Args:
+            source: a path, or "name/repository" on the hub.
 
         Raises:
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: there is no such file, folder or repository.
             ValueError: it is not YAML, or not a recipe.
         """
+        path = find_saved(source, [FILE_NAME])
         try:
             file = _file(path)
             content = read_mapping(file)

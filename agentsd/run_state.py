@@ -19,7 +19,7 @@ class RunState(threading.local):
     """The state of a thread's run.
 
     Attributes:
-        reader: tells where in the run a call is.
+        reader: places a call in the run by its timestep.
         scheduler: of the run, where it is known.
         sampler: what that can do.
         is_open: the run's kinds of steps are planned.

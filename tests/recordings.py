@@ -46,7 +46,6 @@ _HALF = {"mode": "exact", "ratio": 0.5}
 CASES: dict[str, Case] = {
     "paper": Case({"mode": "exact"}),
     "agents, then keys": Case({}),
-    "merged feed-forward": Case({"mode": "turbo"}),
     "downsampled keys": Case({"early": "downsample", "late": "downsample"}),
     "k 0": Case(_HALF | {"k": 0.0}),
     "k 0.15": Case(_HALF | {"k": 0.15}),

@@ -3,6 +3,7 @@
 import diffusers
 import pytest
 import torch
+from logs import warned
 from recipes import AGENTS_THEN_KEYS
 from tiny import BETAS
 
@@ -53,7 +54,7 @@ def test_tgate_goes_round_processors_and_that_is_said(pipe):
 
     baseline = run()
     apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
-    with pytest.warns(UserWarning, match="without its attention processor"):
+    with warned("without its attention processor"):
         assert torch.equal(run(), baseline)
     remove_agentsd(pipe)
     assert torch.equal(run(), baseline)

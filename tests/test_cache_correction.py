@@ -56,16 +56,19 @@ def test_on_a_gaussian_the_latent_is_where_it_would_have_been(name, prediction_t
         scheduler = SAMPLERS[name](prediction_type=prediction_type)
         scheduler.set_timesteps(13)
         model, now = Gaussian(scheduler, mean), latents * scheduler.init_noise_sigma
-        levels, lost, seen = Sampler(scheduler, scheduler.timesteps.tolist()).steps(), [], []
+        levels, seen = Sampler(scheduler, scheduler.timesteps.tolist()).steps(), []
+        steps: list = []
+        errors: list = []
         for i, t in enumerate(scheduler.timesteps):
             out = model(now, t)
             if i in cached:
                 error = wrong * torch.randn(out.shape, generator=rng, dtype=torch.float64)
                 out = out + error
-                lost.append((levels[i], error))
-            elif lost:
-                out = out + correction(lost, levels[i])
-                lost = []
+                steps.append(levels[i])
+                errors.append(error)
+            elif errors:
+                out = out + correction(steps, errors, levels[i])
+                steps, errors = [], []
             now = scheduler.step(out, t, now, return_dict=False)[0]
             seen.append(now)
         runs.append(seen)
@@ -77,7 +80,7 @@ def test_on_a_gaussian_the_latent_is_where_it_would_have_been(name, prediction_t
 def test_no_step_before_is_no_correction():
     scheduler = SAMPLERS["DDIM"]()
     scheduler.set_timesteps(10)
-    assert correction([], Sampler(scheduler, scheduler.timesteps.tolist()).steps()[0]) is None
+    assert correction([], [], Sampler(scheduler, scheduler.timesteps.tolist()).steps()[0]) is None
 
 
 @pytest.mark.parametrize(

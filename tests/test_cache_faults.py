@@ -11,6 +11,7 @@ import diffusers
 import pytest
 import torch
 from callers import Guided
+from logs import warned
 from tiny import BETAS, make_text_encoder, make_unet, make_vae, sdxl_parts, sdxl_unet, snapshot
 
 from agentsd import GuidanceCache, Recipe, StepCache, apply_agentsd, remove_agentsd
@@ -93,7 +94,7 @@ def test_states_are_let_go_when_a_run_ends_or_breaks_off(ddim, sample):
     assert kept(handle)
     ddim.maybe_free_model_hooks()
     assert not kept(handle)
-    assert handle._hook.cache.skipped.tap.seen is None
+    assert handle._hook.cache.skipped.feature_hook.computed is None
 
 
 def test_no_reference_cycle_holds_the_model():
@@ -117,7 +118,7 @@ def test_states_take_the_memory_that_the_docs_say(ddim, sample):
 
     def count(*_):
         for entry in kept(handle).values():
-            tensors = [state for known in entry.features for _, state in known._kept]
+            tensors = [x for known in entry.features for _, features in known._kept for x in features]
             most.append(sum(t.untyped_storage().nbytes() for t in tensors))
 
     ddim.unet.register_forward_hook(count)
@@ -148,7 +149,7 @@ def test_a_run_knows_nothing_of_the_run_before(make_pipeline, ddim, sample, name
 def test_a_run_without_guidance_after_one_with_it(make_pipeline, ddim, sample):
     def run(pipe):
         rng = torch.Generator().manual_seed(0)
-        with pytest.warns(UserWarning, match="no guidance of two passes"):
+        with warned("no guidance of two passes"):
             return pipe("a cat", guidance_scale=1.0, output_type="latent", generator=rng, **RUN).images
 
     fresh = make_pipeline(scheduler=ddim.scheduler)
@@ -195,7 +196,7 @@ def test_text_that_is_new_in_each_call_keeps_the_run_whole(ddim):
             caller.text = caller.text.clone()
             assert torch.equal(caller(ddim.unet, i), caller(baseline, i))
 
-    with pytest.warns(UserWarning, match="another text, or its text as a new tensor"):
+    with warned("another text, or its text as a new tensor"):
         run()
     assert handle.summary().startswith("FFFFFFFFFF ")
 
@@ -204,7 +205,7 @@ def test_a_run_without_a_list_of_steps_is_whole(sample):
     unet, baseline, caller = make_unet(), make_unet(), Guided()
     caller.timesteps = [int(t) for t in caller.timesteps]
     apply_agentsd(unet, recipe=BOTH)
-    with pytest.warns(UserWarning, match=r"pass elements of scheduler.timesteps to the U-Net"):
+    with warned(r"pass elements of scheduler.timesteps to the U-Net"):
         outs = [caller(unet, i) for i in range(10)]
     assert all(torch.equal(out, caller(baseline, i)) for i, out in enumerate(outs))
 
@@ -214,7 +215,7 @@ def test_under_gradients_a_call_is_whole():
     handle = apply_agentsd(unet, recipe=BOTH)
     for model in (unet, baseline):
         for i in range(3):
-            with pytest.warns(UserWarning, match="gradients are on") if (model, i) == (unet, 0) else no_op():
+            with warned("gradients are on") if (model, i) == (unet, 0) else no_op():
                 out = model(caller.latents[i], caller.timesteps[i], caller.text).sample
         out.square().mean().backward()
     for ours, theirs in zip(unet.parameters(), baseline.parameters(), strict=True):

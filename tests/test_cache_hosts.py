@@ -3,14 +3,13 @@
 The pipelines whose sampler is left at PLMS get DDIM, under which cached steps are corrected.
 """
 
-import warnings
-
 import accelerate
 import diffusers
 import pytest
 import torch
 from cache_twin import Twin
 from callers import Off
+from logs import silent, warned
 from pipelines import FEATURES, HOSTS, IMAGE
 from recipes import AGENTS_THEN_KEYS
 from tiny import (
@@ -123,10 +122,7 @@ def check(pipe, run, *more, rounds=1):
     """
     before = snapshot(pipe.unet)
     handle = apply_agentsd(pipe, recipe=BOTH)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="agentsd")
-        for expected in ("adds noise", *more):
-            warnings.filterwarnings("ignore", message=f"agentsd.*{expected}")
+    with silent("adds noise", *more):
         picture = run()
     symbols = handle.summary().split()[0]
     summary = handle.summary()
@@ -152,7 +148,6 @@ def test_host(build, name):
 
 
 @pytest.mark.parametrize("name", [*HOSTS, *MORE])
-@pytest.mark.filterwarnings("ignore:agentsd:UserWarning")
 def test_residuals_are_shared_in_each_host(build, name):
     """An operator whose error stays the same gives what cached and conditional-only steps alone give."""
     pipe, run = build(name)
@@ -175,7 +170,7 @@ def test_few_step_models_stay_whole_and_say_so(build, name):
     pipe, run = build(name)
     baseline = run()
     handle = apply_agentsd(pipe, recipe=BOTH)
-    with pytest.warns(UserWarning, match=WHOLE[name]):
+    with warned(WHOLE[name]):
         assert torch.equal(run(), baseline)
     assert set(handle.summary().split()[0]) == {"F"}
 
@@ -315,7 +310,7 @@ def test_panorama_stays_whole_and_says_so(make_pipeline):
 
     baseline = run()
     handle = apply_agentsd(pipe, recipe=BOTH)
-    with pytest.warns(UserWarning, match="nothing more is skipped in this run"):
+    with warned("nothing more is skipped in this run"):
         assert torch.equal(run(), baseline)
     assert set(handle.summary().split()[0]) == {"F"}
 
@@ -329,6 +324,6 @@ def test_a_processor_that_looks_at_each_call_keeps_it_whole(pipe, sample):
     baseline = sample(pipe, num_inference_steps=8)
     apply_agentsd(pipe, recipe=BOTH)
     rng = torch.Generator().manual_seed(0)
-    with pytest.warns(UserWarning, match="mid_block.*has a Watch, which may have to see each call"):
+    with warned("mid_block.*has a Watch, which may have to see each call"):
         picture = pipe("a cat", num_inference_steps=8, output_type="latent", generator=rng).images
     assert torch.equal(picture, baseline)

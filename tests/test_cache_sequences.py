@@ -39,7 +39,7 @@ RECIPES = {
     "both": Recipe(steps=StepCache(2), guidance=GuidanceCache()),
     "levels": Recipe(
         steps=StepCache(computed_timesteps=(999, 600, 200)),
-        guidance=GuidanceCache(computed_timesteps=(999, 200)),
+        guidance=GuidanceCache(interval=3),
     ),
     "residual": Recipe(Agents(stride=2), residual=ResidualSharing(2, 2)),
     "all": Recipe(

@@ -6,6 +6,7 @@ import diffusers
 import pytest
 import torch
 from callers import RUN, Caller, deep_unet
+from logs import warned
 from tiny import BETAS, make_sdxl_unet, make_unet, snapshot
 
 from agentsd import Agents, Downsample, Phases, Recipe, StepCache, apply_agentsd
@@ -132,13 +133,15 @@ def test_noise_levels_are_those_of_karras_sigmas():
 def test_order_1_is_exact_on_states_linear_in_the_noise_level():
     states, slope, base = CachedFeatures(1, 2), torch.randn(2, 3), torch.randn(2, 3)
     for timestep in (981.0, 901.0, 701.0):
-        states.keep(sigma(timestep), base + noise_level(timestep) * slope)
+        states.keep(sigma(timestep), [base + noise_level(timestep) * slope])
         expected = base + noise_level(661) * slope
         if timestep < 981.0:
-            torch.testing.assert_close(states.at(sigma(661.0)), expected, rtol=1e-4, atol=1e-4)
-    states.keep(sigma(701.0), base)  # a repeated timestep takes the place of the call before
-    torch.testing.assert_close(states.at(sigma(701.0)), base)
-    torch.testing.assert_close(states.at(sigma(901.0)), base + noise_level(901) * slope, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(states.extrapolate(sigma(661.0)), [expected], rtol=1e-4, atol=1e-4)
+    states.keep(sigma(701.0), [base])  # a repeated timestep takes the place of the call before
+    torch.testing.assert_close(states.extrapolate(sigma(701.0)), [base])
+    torch.testing.assert_close(
+        states.extrapolate(sigma(901.0)), [base + noise_level(901) * slope], rtol=1e-4, atol=1e-4
+    )
 
 
 def test_order_1_in_a_run():
@@ -250,7 +253,7 @@ def test_few_steps_stay_whole_and_say_so_once(make_pipeline, sample):
     pipe = make_pipeline()
     baseline = sample(pipe, num_inference_steps=7)
     handle = apply_agentsd(pipe, mode="step-caching")
-    with pytest.warns(UserWarning, match="a run of 7 steps has none to spare"):
+    with warned("a run of 7 steps has none to spare"):
         picture = pipe(
             "a cat",
             num_inference_steps=7,

@@ -38,7 +38,6 @@ OTHERS = {
 BLOCK_GRAPHS = {
     "paper": (2, 3),
     "agents, then keys": (5, 7),
-    "merged feed-forward": (5, 7),
     "merge later": (5, 9),
 }
 """Of all blocks in the early steps, and in the whole run."""

@@ -19,7 +19,7 @@ from agentsd import Agents, Recipe, apply_agentsd
 from agentsd.dreambooth.checkpoints import find_checkpoint, list_checkpoints, step_of
 from agentsd.dreambooth.cli import dreambooth
 from agentsd.dreambooth.config import DreamBoothConfig
-from agentsd.dreambooth.data import Batch, Pictures, find_pictures, load_picture
+from agentsd.dreambooth.data import Batch, SubjectImages, find_images, load_image
 from agentsd.dreambooth.step import diffusion_loss
 from agentsd.dreambooth.training import Run
 from agentsd.modules import AgentModule, FocusedLinear
@@ -103,7 +103,7 @@ def test_a_run_trains_saves_and_says_how_to_apply(settings, model):
     config = settings(validation_prompt="a sks cat", validation_steps=2)
     folder = Run(config).train()
     assert not equal(weights(folder), weights(model))
-    assert Image.open(folder / "sheet.png").size == (64, 32)
+    assert Image.open(folder / "grid.png").size == (64, 32)
     assert (folder / "validation-2.png").exists()
     pipe = StableDiffusionPipeline.from_pretrained(folder)
     assert apply_agentsd(pipe, recipe=folder).recipe == IN_EVERY_STEP
@@ -114,7 +114,7 @@ def test_the_three_ways_to_apply_differ_as_they_should(settings, tmp_path):
     for apply in ("train+generate", "generate", "none"):
         out = tmp_path / apply
         Run(settings(apply=apply, output_dir=out)).train()
-        results[apply] = weights(out), (out / "sheet.png").read_bytes(), (out / "agentsd.yaml").exists()
+        results[apply] = weights(out), (out / "grid.png").read_bytes(), (out / "agentsd.yaml").exists()
     assert equal(results["generate"][0], results["none"][0])
     assert not equal(results["generate"][0], results["train+generate"][0])
     assert results["generate"][1] != results["none"][1]
@@ -276,7 +276,7 @@ def test_prior_loss_is_the_class_pictures_share():
 
 def test_pictures_are_drawn_by_step(subject):
     ids = torch.zeros(1, 4, dtype=torch.int64)
-    pictures = Pictures(find_pictures(subject), find_pictures(subject), ids, ids + 1, 16)
+    pictures = SubjectImages(find_images(subject), find_images(subject), ids, ids + 1, 16)
     a, b, other = (pictures.draw(2, seed=0, step=step) for step in (5, 5, 6))
     assert torch.equal(a.pixels, b.pixels)
     assert a.pixels.shape == (4, 3, 16, 16)
@@ -286,12 +286,12 @@ def test_pictures_are_drawn_by_step(subject):
 
 def test_a_transparent_picture_stands_on_white(tmp_path):
     Image.new("RGBA", (20, 30), (255, 0, 0, 0)).save(tmp_path / "a.png")
-    assert load_picture(tmp_path / "a.png", 8).eq(1).all()
+    assert load_image(tmp_path / "a.png", 8).eq(1).all()
 
 
 BAD = [
     (["--instance_data_dir", "nowhere"], "nowhere is not a folder"),
-    (["--instance_data_dir", "EMPTY"], "has no picture"),
+    (["--instance_data_dir", "EMPTY"], "has no image"),
     (["--instance_data_dir", "BROKEN"], "broken.png cannot be read"),
     (["--resolution", "33"], "resolution=33"),
     (["--ratio", "1.5"], "ratio=1.5"),

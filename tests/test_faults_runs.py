@@ -3,12 +3,11 @@
 The run that calls is the one that is followed, also where its timesteps do not fall.
 """
 
-import warnings
-
 import diffusers
 import pytest
 import torch
 from callers import inputs
+from logs import silent, warned
 from recipes import AGENTS_THEN_KEYS
 from tiny import BETAS, call, watch_phases
 
@@ -29,8 +28,7 @@ def denoise(unet, scheduler, steps=5, batch=2, **also):
 @pytest.fixture
 def no_warning():
     """Let a warning of agentsd's be an error."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="agentsd")
+    with silent():
         yield
 
 
@@ -83,10 +81,9 @@ def test_a_pipeline_that_shares_the_unet_is_followed_by_its_own_scheduler(make_p
 def test_a_timestep_off_every_list_is_told_once(pipe):
     apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
     pipe.scheduler.set_timesteps(5)
-    with pytest.warns(UserWarning, match="agentsd: timestep 555 is not one of the scheduler's"):
+    with warned("agentsd: timestep 555 is not one of the scheduler's"):
         call(pipe.unet, 555)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         call(pipe.unet, 555)
 
 

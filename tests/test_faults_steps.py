@@ -4,12 +4,12 @@ Step and guidance caching: whose run a call is of, which step of it, and what ma
 """
 
 import threading
-import warnings
 
 import diffusers
 import pytest
 import torch
 from callers import RUN, Caller, Guided, inputs
+from logs import warned
 from pipelines import ip_adapter_weights
 from tiny import BETAS, WIDTH, make_unet
 
@@ -54,7 +54,7 @@ def test_lcm_is_known_by_its_own_list(make_pipeline, sample, known):
     apply_agentsd(pipe.unet if known == "of no pipeline" else pipe, recipe=STEPS)
     other = diffusers.StableDiffusionPipeline.from_pipe(pipe)
     del pipe
-    with pytest.warns(UserWarning, match="LCMScheduler is for few steps"):
+    with warned("LCMScheduler is for few steps"):
         made = other("a cat", generator=torch.manual_seed(0), output_type="latent", **RUN).images
     assert torch.equal(made, expected)
 
@@ -83,7 +83,7 @@ def test_a_strided_loop_is_planned_by_its_own_stride(every):
     unet, twin = make_unet(), make_unet()
     handle = apply_agentsd(unet, recipe=STEPS)
     scheduler = ddim(40)
-    with pytest.warns(UserWarning, match="skip some of the scheduler's list"):
+    with warned("skip some of the scheduler's list"):
         loop(unet, scheduler, scheduler.timesteps[::every])
     calls = handle.summary().split()[0]
     assert calls.startswith("FFfFfF")
@@ -98,15 +98,13 @@ def test_a_loop_of_ints_on_a_scheduler_that_was_never_set(make_pipeline):
     own = ddim(20)
     baseline = loop(make_unet(), own, [int(t) for t in own.timesteps])
     handle = apply_agentsd(pipe, recipe=STEPS)
-    with pytest.warns(UserWarning, match="skip some of the scheduler's list"):
+    with warned("skip some of the scheduler's list"):
         made = loop(pipe.unet, own, [int(t) for t in own.timesteps])
     assert handle.summary().startswith("FFfFfFfF")  # 50 places of the 1,000 at a time, from the second on
     assert same(made[:2], baseline[:2])
     irregular = [t for t in (999, 900, 820, 650, 610, 333, 300, 120, 11)]
     handle = apply_agentsd(pipe, recipe=STEPS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        made = loop(pipe.unet, own, irregular)
+    made = loop(pipe.unet, own, irregular)
     assert same(made, loop(make_unet(), own, irregular))
     assert handle.summary().startswith("F" * 9)
 
@@ -123,9 +121,7 @@ def test_a_list_that_is_walked_in_another_order(order):
     unet, scheduler = make_unet(), ddim(10)
     apply_agentsd(unet, recipe=STEP_CACHING)
     asked = ORDERS[order](scheduler.timesteps)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        made = loop(unet, scheduler, asked)
+    made = loop(unet, scheduler, asked)
     baseline = loop(make_unet(), scheduler, asked)
     # A list of its own is a run of its own, in whatever order: its first four steps are computed.
     # Numbers that are on no known list stay whole.
@@ -153,7 +149,7 @@ def test_a_timestep_off_the_list_is_told_and_computed():
         handle = apply_agentsd(pipe, recipe=STEPS)
         for t in (900, 800):
             unet(latents, t, text)
-        with pytest.warns(UserWarning, match="is not one of the scheduler's list, so its call is computed"):
+        with warned("is not one of the scheduler's list, so its call computes"):
             unet(latents, 777, text)
         unet(latents, 700, text)
     assert handle.summary().startswith("FfFF")
@@ -167,7 +163,7 @@ def test_prompts_by_turns_are_computed():
     texts = [inputs(seed)[1] for seed in (0, 1)]
     handle = apply_agentsd(unet, recipe=STEP_CACHING)
     turns = {"hook": lambda i, text: texts[i % 2]}
-    with pytest.warns(UserWarning, match="the U-Net gets another text"):
+    with warned("the U-Net gets another text"):
         made = loop(unet, scheduler, scheduler.timesteps, **turns)
     assert handle.summary().startswith("F" * 12)
     scheduler.set_timesteps(12)
@@ -230,7 +226,7 @@ def test_a_call_with_an_unknown_argument_stays_whole():
             module.set_processor(type("AttnProcessor2_0", (), {"__call__": _plain(seen)})())
     more = {"cross_attention_kwargs": {"weights": torch.ones(2, 1)}}
     caller(unet, 0, **more)
-    with pytest.warns(UserWarning, match=r"cross_attention_kwargs\['weights'\].*stays guided"):
+    with warned(r"cross_attention_kwargs\['weights'\].*stays guided"):
         caller(unet, 1, **more)
     caller(unet, 2, **more)
     assert handle.summary().startswith("FFF")
@@ -263,7 +259,7 @@ def test_another_cache_keeps_the_run_whole(make_pipeline, sample, other, first):
             handle = apply_agentsd(pipe, recipe=BOTH)
         if host is twin:
             expected = host("a cat", generator=torch.manual_seed(0), output_type="latent", **RUN).images
-    with pytest.warns(UserWarning, match="which skips layers itself: switch one of the two off"):
+    with warned("which skips layers itself: switch one of the two off"):
         made = pipe("a cat", generator=torch.manual_seed(0), output_type="latent", **RUN).images
     assert torch.equal(made, expected)
     off()

@@ -98,7 +98,7 @@ def test_upcast_attention_does_not_overflow_in_half_precision(recipe, timestep):
     unet = make_unet(upcast_attention=True)
     handle = apply_agentsd(unet, recipe=recipe)
     with torch.no_grad():
-        for site in handle._sites:
+        for site in handle._layers.attention_layers:
             site.attn.to_q.weight.mul_(600)
             site.attn.to_k.weight.mul_(600)
     unet.to(torch.float16)
@@ -158,7 +158,7 @@ def test_masks_and_cross_attention_are_untouched():
     baseline = outputs()
     cross = {n: p for n, p in unet.attn_processors.items() if "attn2" in n}
     handle = apply_agentsd(unet, recipe=AGENTS_THEN_KEYS)
-    handle._groups[0].begin(torch.empty(2, 4, 16, 16), 999.0, (0, 0))
-    assert handle._layers[0].work.plan is not None
+    handle._layers.groups[0].begin(torch.empty(2, 4, 16, 16), 999.0, (0, 0))
+    assert handle._layers.states[0].work.plan is not None
     assert all(torch.equal(a, b) for a, b in zip(outputs(), baseline, strict=True))
     assert {n: p for n, p in unet.attn_processors.items() if "attn2" in n} == cross

@@ -62,6 +62,9 @@ def test_a_recipe_takes_the_levels_there_are():
         apply_agentsd(one_level, recipe=replace(AGENTS_THEN_KEYS, levels=2))
 
 
+@pytest.mark.parametrize(
+    ("side", "agents"), [(16, 4 * 4), (64, 16 * 16), (65, 16 * 16), (96, 19 * 19), (256, 19 * 19)]
+)
 def test_agents_are_bounded(side, agents):
     plan = Agents().plan(GridContext((side, side), 1, 2, "cpu", (0, 0, 999.0)))
     assert plan.partition.dst.numel() == agents

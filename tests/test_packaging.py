@@ -51,7 +51,16 @@ def test_all_have_one_version() -> None:
 
 def test_the_plugin_needs_seven_packages() -> None:
     names = {requirement.split(">")[0] for requirement in PLUGIN["project"]["dependencies"]}
-    assert names == {"accelerate", "diffusers", "numpy", "pyyaml", "safetensors", "torch", "transformers"}
+    assert names == {
+        "accelerate",
+        "diffusers",
+        "huggingface_hub",
+        "numpy",
+        "pyyaml",
+        "safetensors",
+        "torch",
+        "transformers",
+    }
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:

@@ -12,6 +12,7 @@ from diffusers.models.attention_processor import (
     AttnProcessor2_0,
     PAGIdentitySelfAttnProcessor2_0,
 )
+from logs import warned
 from recipes import AGENTS_THEN_KEYS
 from tiny import BETAS, PHASES, call, make_controlnet, make_sdxl_unet, make_unet, snapshot
 
@@ -168,7 +169,6 @@ def test_upcast_attention_takes_the_softmax_inputs_to_float32(monkeypatch):
     assert set(seen[3:]) == {torch.float32}
 
 
-@pytest.mark.filterwarnings("ignore:agentsd. timestep 999 is not")
 def test_same_seed_same_bits_and_guidance_branches_share_cells(pipe, sample):
     apply_agentsd(pipe, recipe=cells("random"))
     torch.manual_seed(1)
@@ -239,7 +239,7 @@ def test_a_run_without_an_early_step_is_said_once(make_pipeline):
     def run(strength):
         pipe("a cat", image=image, strength=strength, num_inference_steps=10, output_type="latent")
 
-    with pytest.warns(UserWarning, match="no early step") as caught:
+    with warned("no early step") as caught:
         run(0.5)
     assert len(caught) == 1
     run(0.5)  # a second warning would be an error here
@@ -311,7 +311,7 @@ def test_no_tensor_is_kept_and_the_model_is_let_go():
     unet = make_unet()
     handle = apply_agentsd(unet, recipe=AGENTS_THEN_KEYS)
     call(unet)
-    for site, layer in zip(handle._sites, handle._layers, strict=True):
+    for site, layer in zip(handle._layers.attention_layers, handle._layers.states, strict=True):
         assert layer.block_input is None
         assert layer.work.plan is None
         assert site.attn._agentsd is layer
@@ -338,7 +338,7 @@ def test_an_exception_in_the_middle_leaves_the_next_run_clean(pipe, sample):
     with pytest.raises(ZeroDivisionError):
         sample(pipe)
     hook.remove()
-    assert all(layer.block_input is None for layer in pipe.unet._agentsd._layers)
+    assert all(layer.block_input is None for layer in pipe.unet._agentsd._layers.states)
     assert torch.equal(sample(pipe), picture)
 
 

@@ -289,6 +289,27 @@ def test_a_missing_file_says_how_to_make_one(tmp_path, pipe):
         Recipe.load(tmp_path)
 
 
+def test_a_repository_of_the_hub_is_a_folder(tmp_path, monkeypatch, pipe):
+    Recipe(Merge(0.3)).save(tmp_path)
+    asked = []
+
+    def download(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        if name == "no/such":
+            raise FileNotFoundError
+        return str(tmp_path)
+
+    monkeypatch.setattr("agentsd.hosts.files.snapshot_download", download)
+    assert (
+        Recipe.load("someone/fast") == apply_agentsd(pipe, recipe="someone/fast").recipe == Recipe(Merge(0.3))
+    )
+    assert asked[1] == ("someone/fast", ["agentsd.yaml", "agentsd.safetensors"])
+    with pytest.raises(
+        FileNotFoundError, match="no/such: no such file or folder, nor a repository of the hub"
+    ):
+        Recipe.load("no/such")
+
+
 @pytest.mark.parametrize("other", [replace(AGENTS, early_frac=0.5), ByDistance((Agents(), None), (0.5,))])
 def test_layers_share_their_steps(other):
     with pytest.raises(ValueError, match="layers differ in their steps"):
@@ -391,10 +412,10 @@ def test_layers_of_other_settings_share_no_ranking_in_fast_mode():
     unet = make_unet()
     other = replace(MERGE_ALL, early=Merge(0.2, destinations="first"))
     handle = apply_agentsd(unet, recipe=Recipe(layers={DOWN: MERGE_ALL, UP: other}))
-    assert len({id(layer.work) for layer in handle._layers}) == len(handle._groups) == 2
+    assert len({id(layer.work) for layer in handle._layers.states}) == len(handle._layers.groups) == 2
     call(unet)
     same = apply_agentsd(unet, recipe=Recipe(layers={DOWN: MERGE_ALL, UP: replace(MERGE_ALL)}))
-    assert len({id(layer.work) for layer in same._layers}) == len(same._groups) == 1
+    assert len({id(layer.work) for layer in same._layers.states}) == len(same._layers.groups) == 1
 
 
 def test_an_unknown_layer_is_refused_and_the_patch_in_force_stays(pipe, sample):

@@ -1,12 +1,12 @@
 """Every sampler that Stable Diffusion's pipelines take: what cached steps lose, and what corrections mend."""
 
 import gc
-import warnings
 from statistics import geometric_mean
 
 import diffusers
 import pytest
 import torch
+from logs import logged
 from sampling import SAMPLERS, Denoiser, errors
 from tiny import BETAS
 
@@ -23,7 +23,6 @@ def recipe(**more):
     return Recipe(steps=StepCache(**CACHE | more))
 
 
-@pytest.mark.filterwarnings("ignore:agentsd:UserWarning")
 @pytest.mark.parametrize(("name", "prediction"), CASES)
 def test_cached_steps(name, prediction):
     sampling = SAMPLERS[name]
@@ -53,10 +52,9 @@ def test_what_is_said(name):
     sampling = SAMPLERS[name]
     model = Denoiser(sampling, sampling.predictions[0])
     apply_agentsd(model.unet, recipe=recipe())
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with logged() as messages:
         model.run()
-    words = " ".join(str(w.message) for w in told if "agentsd" in str(w.message))
+    words = " ".join(messages)
     assert ("adds noise" in words) == ("noise is added" in sampling.says)
     assert ("for few steps" in words) == sampling.says.startswith("off")
     assert bool(words) == ("says" in sampling.says or "warning" in sampling.says)

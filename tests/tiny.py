@@ -159,7 +159,7 @@ def make_scheduler() -> PNDMScheduler:
 PHASES = {
     "AgentsPlan": "agent",
     "PooledPlan": "agent",
-    "CorePlan": "agent",
+    "ModulePlan": "agent",
     "MergePlan": "merge",
     "DownsamplePlan": "downsample",
     "NoneType": "baseline",
@@ -169,7 +169,7 @@ PHASES = {
 def watch_phases(handle: Any) -> dict[str, list[str]]:
     """What each patched layer runs, a word for each call, filled as the model runs."""
     seen: dict[str, list[str]] = {name: [] for name in handle.layer_names}
-    for site, layer in zip(handle._sites, handle._layers, strict=True):
+    for site, layer in zip(handle._layers.attention_layers, handle._layers.states, strict=True):
         site.attn.register_forward_pre_hook(
             lambda m, args, layer=layer: seen[layer.name].append(PHASES[type(layer.work.plan).__name__])
         )

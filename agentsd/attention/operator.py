@@ -97,6 +97,12 @@ class Operator:
         raise NotImplementedError
 
 
+def check_operator(name: str, value: object) -> None:
+    """Raise TypeError unless it is an operator, or None."""
+    if value is not None and not isinstance(value, Operator):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: pass an operator, as Agents()")
+
+
 def separate(attn: Attention, fallback: Attend) -> Attend:
     """`fallback`, or what gives it keys and values of other tokens where projections are fused."""
     return (lambda *args: _SEPARATE(attn, *args)) if attn.fused_projections else fallback

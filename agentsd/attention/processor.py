@@ -53,7 +53,7 @@ class LayerState:
     block_input: Tensor | None = None
     mismatch: int = 0
 
-    def see(self, norm1: Module, args: tuple[Tensor, ...]) -> None:
+    def note_input(self, norm1: Module, args: tuple[Tensor, ...]) -> None:
         """Forward pre-hook of the block's `norm1`: note the block's input, if it will be ranked."""
         plan = self.work.plan
         if self.held and plan is not None and plan.ranks and self.attention != FULL:

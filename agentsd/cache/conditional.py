@@ -14,7 +14,7 @@ def conditional_half(value: Any, batch: int) -> Any:
 
     Args:
         value: an argument of the call.
-        batch: pictures in both halves; a tensor of so many rows or a multiple (a video's frames) is halved.
+        batch: images in both halves; a tensor of so many rows or a multiple (a video's frames) is halved.
     """
     if isinstance(value, Tensor):
         rows = value.shape[0] if value.ndim else 0

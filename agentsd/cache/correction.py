@@ -21,20 +21,24 @@ from torch import Tensor
 from ..hosts.schedulers import SigmaStep
 
 
-def correction(lost: Sequence[tuple[SigmaStep, Tensor]], now: SigmaStep) -> Tensor | None:
-    """What a computed step's prediction (B, ...) changes by to make up for the calls just before it.
+def correction(steps: Sequence[SigmaStep], errors: Sequence[Tensor], now: SigmaStep) -> Tensor | None:
+    """What a computed step's prediction (B, ...) changes by to make up for the cached steps just before it.
+
+    With rho = sigma' / sigma and a = rho + (1 - rho) v / (v + sigma**2) of each step (DPM-Solver++, Eq. 9),
+    the latent is off by m = (1 - rho) c_out error + a m, and the change is -a m / ((1 - rho) c_out) of `now`.
 
     Args:
-        lost: what each of these predicted too much (B, ...), in their order, one a step.
-        now: of the computed step.
+        steps: the sampler's cached steps, in their order.
+        errors: (B, ...) each step's prediction minus the right one.
+        now: the computed step.
 
     Returns:
-        None where there were none.
+        None where there were no steps.
     """
-    moved: Tensor | None = None
-    for step, error in lost:
+    latent_error: Tensor | None = None
+    for step, error in zip(steps, errors, strict=True):
         own = (1 - step.kept) * step.c_out * error
-        moved = own if moved is None else own + step.carried * moved
-    if moved is None:
+        latent_error = own if latent_error is None else own + step.carried * latent_error
+    if latent_error is None:
         return None
-    return -now.carried / (1 - now.kept) / now.c_out * moved
+    return -now.carried / (1 - now.kept) / now.c_out * latent_error

@@ -44,16 +44,16 @@ _NAMES = {
 def plan_run(
     steps: StepCache | None,
     guidance: GuidanceCache | None,
-    levels: Sequence[float],
+    timesteps: Sequence[float],
     residual: ResidualSharing | None = None,
 ) -> dict[float, StepKind]:
-    """The kind of each step by its noise level; the levels come in the run's order and may repeat."""
-    levels = list(dict.fromkeys(levels))
-    computed = [True] * len(levels) if steps is None else steps.computed(levels)
-    guided = [True] * len(levels) if guidance is None else guidance.guided(levels, computed)
-    attention = [PLAIN] * len(levels) if residual is None else residual.plan(computed, guided)
+    """The kind of each step by its timestep; the timesteps come in the run's order and may repeat."""
+    timesteps = list(dict.fromkeys(timesteps))
+    computed = [True] * len(timesteps) if steps is None else steps.computed(timesteps)
+    guided = [True] * len(timesteps) if guidance is None else guidance.guided(computed)
+    attention = [PLAIN] * len(timesteps) if residual is None else residual.plan(computed, guided)
     kinds = map(StepKind, computed, guided, attention)
-    return dict(zip(levels, kinds, strict=True))
+    return dict(zip(timesteps, kinds, strict=True))
 
 
 def describe(letters: str, corrected: int = 0, attention: Sequence[str] = ()) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ..attention.operator import Plan
@@ -18,15 +17,14 @@ class Residuals:
 
     Args:
         layers: the patched layers.
-        passes: of guidance that are in the batch.
-        order: 0 keeps a residual as it was; 1 goes on along a line.
+        order: 0 keeps a residual as it was; 1 extrapolates it linearly.
     """
 
-    def __init__(self, layers: Sequence[LayerState], passes: int, order: int) -> None:
-        self._layers, self._passes, self._order = layers, passes, order
-        self._kept: dict[int, list[CachedFeatures]] = {}
+    def __init__(self, layers: Sequence[LayerState], order: int) -> None:
+        self._layers, self._order = layers, order
+        self._kept = CachedFeatures(order, order + 1)
+        self._indices: dict[int, int] = {}  # of the layers that have one: where it is in the list
         self._plans: dict[int, Plan] = {}
-        self._images = 0
         self._stages: tuple[int, ...] | None = None
 
     def fit(self, stages: tuple[int, ...]) -> bool:
@@ -35,38 +33,38 @@ class Residuals:
 
     def plan_of(self, group: int, images: int) -> Plan | None:
         """The plan that a group's layers had with the last residual, for the last images of those."""
-        plan = self._plans.get(group)
-        return plan if plan is None or images == self._images else plan.of_last(self._images, images)
+        plan, all_images = self._plans.get(group), len(self._stages or ())
+        return plan if plan is None or images == all_images else plan.of_last(all_images, images)
 
     def keep(self, sigma: float | None, stages: tuple[int, ...], plans: dict[int, Plan]) -> None:
         """Take in what the layers found in a call at a noise level, on images in these stages."""
-        if self._stages != stages:  # another operator's
-            self._kept.clear()
-        for index, layer in enumerate(self._layers):
-            if layer.residual is None:
-                self._kept.pop(index, None)
-                continue
-            known = self._kept.setdefault(
-                index, [CachedFeatures(self._order, self._order + 1) for _ in range(self._passes)]
-            )
-            for states, part in zip(known, layer.residual.chunk(self._passes), strict=True):
-                states.keep(sigma, part)
-        self._stages, self._images, self._plans = stages, len(stages), plans
+        found = {
+            index: layer.residual for index, layer in enumerate(self._layers) if layer.residual is not None
+        }
+        indices = {layer: i for i, layer in enumerate(found)}
+        if (self._stages, self._indices) != (stages, indices):  # another operator's, or of other layers
+            self._kept = CachedFeatures(self._order, self._order + 1)
+        self._kept.keep(sigma, list(found.values()))
+        self._indices, self._stages, self._plans = indices, stages, plans
 
-    def give(self, sigma: float | None, images: int, between: bool, run: Sequence[bool]) -> None:
+    def give(self, sigma: float | None, images: int, interpolate: bool, computed: Sequence[bool]) -> None:
         """Hand each layer that is computed its residual at a noise level; without one attention is full.
 
         Args:
             sigma: the noise level.
             images: of the call, the last of those that residuals are known of.
-            between: the level is between the last two, whatever the order.
-            run: whether the call computes each layer.
+            interpolate: the level is between the last two, whatever the order.
+            computed: whether the call computes each layer.
         """
+        given = [index for index in self._indices if computed[index]]
+        every = len(self._stages or ())
+
+        def select(residuals: list[Tensor]) -> list[Tensor]:
+            wanted = [residuals[self._indices[index]] for index in given]
+            return wanted if images == every else [x[-(len(x) * images // every) :] for x in wanted]
+
+        found = (self._kept.interpolate if interpolate else self._kept.extrapolate)(sigma, select)
+        residuals = dict(zip(given, found, strict=True))
         for index, layer in enumerate(self._layers):
-            known = self._kept.get(index) if run[index] else None
-            if known is None:
-                layer.attention = FULL
-                continue
-            at: Callable[[CachedFeatures], Tensor] = lambda s: (s.between if between else s.at)(sigma)  # noqa: E731
-            parts = [at(states) for states in (known if images == self._images else known[-1:])]
-            layer.attention, layer.residual = SHARE, parts[0] if len(parts) == 1 else torch.cat(parts)
+            layer.residual = residuals.get(index)
+            layer.attention = FULL if layer.residual is None else SHARE

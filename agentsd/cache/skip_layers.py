@@ -23,38 +23,38 @@ _DOWN = ("DownBlock2D", "CrossAttnDownBlock2D", "DownBlockMotion", "CrossAttnDow
 _UP = ("UpBlock2D", "CrossAttnUpBlock2D", "UpBlockMotion", "CrossAttnUpBlockMotion")
 
 
-def nothing(*args: Any, **kwargs: Any) -> Tensor:
+def stub(*args: Any, **kwargs: Any) -> Tensor:
     """In place of a layer: a sliver of its input, which keeps the host's own code going."""
     x: Any = args[0] if args else kwargs.get("hidden_states", kwargs.get("input_tensor"))
     sliver: Tensor = x[..., :1, :1, :1]
     return sliver
 
 
-def nothing_in_a_tuple(*args: Any, **kwargs: Any) -> tuple[Tensor]:
+def stub_in_a_tuple(*args: Any, **kwargs: Any) -> tuple[Tensor]:
     """In place of a layer that returns a tuple."""
-    return (nothing(*args, **kwargs),)
+    return (stub(*args, **kwargs),)
 
 
-def nothing_down(count: int, *args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+def down_block_stub(count: int, *args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
     """In place of a down block with so many outputs for the up blocks."""
-    x = nothing(*args, **kwargs)
+    x = stub(*args, **kwargs)
     return x, (x,) * count
 
 
-class Tap:
+class FeatureHook:
     """Forward hook where the computed layers begin: notes the hidden state, or puts one in its place.
 
     Attributes:
         cached: whether the call puts one in.
         hidden: (B, C, H, W) that one.
-        seen: (B, C, H, W) what a computed step had there.
+        computed: (B, C, H, W) what a computed step had there.
         aliased: the host writes into this state (FreeU on the last up block).
     """
 
     def __init__(self, aliased: bool) -> None:
         self.cached = False
         self.hidden: Tensor | None = None
-        self.seen: Tensor | None = None
+        self.computed: Tensor | None = None
         self.aliased = aliased
 
     def __call__(self, module: Module, args: Any, output: Any) -> Any:
@@ -62,7 +62,7 @@ class Tap:
         if self.cached:
             state = self.hidden
         else:
-            state = self.seen = output[0] if isinstance(output, tuple) else output
+            state = self.computed = output[0] if isinstance(output, tuple) else output
             if not self.aliased:
                 return None
         if self.aliased:
@@ -94,46 +94,47 @@ class SkippedLayers:
         self._skips = layers
         self._has_adapter = takes(unet, _ADAPTER)
         self._takes_adapter = layers > len(first.resnets) and getattr(first, "has_cross_attention", False)
-        self._stands: list[tuple[Module, Callable[..., Any]]] = []
+        self._stubs: list[tuple[Module, Callable[..., Any]]] = []
         if layers == 1:
             deeper = [first, *deeper]
         else:
-            self._stand_in(_layers(first)[layers - 1 :])
-            self._stands += [(module, nothing) for module in first.downsamplers or ()]
+            self._add_stubs(_layers(first)[layers - 1 :])
+            self._stubs += [(module, stub) for module in first.downsamplers or ()]
         for block in deeper:
             outputs = len(block.resnets) + len(block.downsamplers or ())
-            self._stands.append((block, partial(nothing_down, outputs)))
-        self._stands += [(block, nothing) for block in before]
-        self._stand_in(_layers(last)[: count - layers])
-        self._tapped = _layers(last)[count - layers - 1][-1][0] if layers < count else before[-1]
-        self.tap = Tap(aliased=getattr(last, "resolution_idx", None) in (0, 1))
+            self._stubs.append((block, partial(down_block_stub, outputs)))
+        self._stubs += [(block, stub) for block in before]
+        self._add_stubs(_layers(last)[: count - layers])
+        self._hooked = _layers(last)[count - layers - 1][-1][0] if layers < count else before[-1]
+        self.feature_hook = FeatureHook(aliased=getattr(last, "resolution_idx", None) in (0, 1))
         self._replaced: list[tuple[Module, Any]] = []
 
     def hook(self) -> Any:
-        """Put the tap in; returns the hook's handle."""
-        return self._tapped.register_forward_hook(self.tap)
+        """Register the feature hook; returns the hook's handle."""
+        return self._hooked.register_forward_hook(self.feature_hook)
 
     def holds(self, layer: Module) -> bool:
         """Whether a layer is skipped."""
-        return any(layer is inner for module, _ in self._stands for inner in module.modules())
+        return any(layer is inner for module, _ in self._stubs for inner in module.modules())
 
     def begin(self, hidden: Tensor) -> None:
         """From here on the model skips them, and computes its last layers on `hidden`."""
-        self.tap.cached, self.tap.hidden = True, hidden
-        for module, stand in self._stands:
+        self.feature_hook.cached, self.feature_hook.hidden = True, hidden
+        for module, forward in self._stubs:
             self._replaced.append((module, vars(module).get("forward")))
-            module.forward = stand
+            module.forward = forward
 
     def end(self) -> Tensor | None:
-        """From here on the model is whole; returns the state that a computed step had."""
+        """From here on the model skips none; returns the state that a computed step had."""
         while self._replaced:
             module, forward = self._replaced.pop()
             if forward is None:
                 del module.forward
             else:
                 module.forward = forward
-        seen, self.tap.seen, self.tap.hidden, self.tap.cached = self.tap.seen, None, None, False
-        return seen
+        hook = self.feature_hook
+        computed, hook.computed, hook.hidden, hook.cached = hook.computed, None, None, False
+        return computed
 
     def without_residuals(self, given: dict[str, Any]) -> dict[str, Any]:
         """A cached step's arguments: of ControlNet's and T2I-Adapter's residuals those that it needs."""
@@ -149,9 +150,9 @@ class SkippedLayers:
             given[_ADAPTER] = list(given[_ADAPTER][: int(self._takes_adapter)])
         return given
 
-    def _stand_in(self, layers: list[list[tuple[Module, Callable[..., Any]]]]) -> None:
+    def _add_stubs(self, layers: list[list[tuple[Module, Callable[..., Any]]]]) -> None:
         for layer in layers:
-            self._stands += layer
+            self._stubs += layer
 
 
 _DOWN_RESIDUALS = "down_block_additional_residuals"
@@ -161,7 +162,7 @@ _ADAPTER = "down_intrablock_additional_residuals"
 def _layers(block: Any) -> list[list[tuple[Module, Callable[..., Any]]]]:
     """The modules of each of a block's layers in their order, with what stands in for each."""
     parts = [
-        [(module, nothing_in_a_tuple if name == "attentions" else nothing) for module in modules]
+        [(module, stub_in_a_tuple if name == "attentions" else stub) for module in modules]
         for name in _PARTS
         if (modules := getattr(block, name, None))
     ]

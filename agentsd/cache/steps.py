@@ -1,9 +1,10 @@
-"""Which steps compute the whole U-Net; the others compute its last layers on states kept from those."""
+"""Which steps compute all layers of the U-Net; the others compute the last ones on cached features."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..checks import check, check_types
 
@@ -15,13 +16,13 @@ class StepCache:
     A cached step computes `conv_in`, the last layers of the last up block and what follows it. The hidden
     state that enters those layers comes from the computed steps before ("DeepCache: Accelerating Diffusion
     Models for Free", CVPR 2024, keeps it as it was, as order 0 does). That costs `extrapolation_order + 1`
-    states of the finest level for each picture and pass: 320 x 64 x 64 numbers each in SD 1.5 at 512 px.
+    features of the finest level for each image and pass: 320 x 64 x 64 numbers each in SD 1.5 at 512 px.
 
     A computed step shows what the cached steps just before it should have had: the state between two computed
-    steps. Where they are corrected, each is computed once more on that, and the computed step's prediction
+    steps. Where they are corrected, each is computed again on that, and the computed step's prediction
     makes up for what they got wrong (`agentsd.cache.correction`).
 
-    A step is a noise level: calls that repeat a timestep (PLMS, Heun) share its decision. A run's first step
+    A step is a timestep: calls that repeat a timestep (PLMS, Heun) share its decision. A run's first step
     is always computed.
 
     Attributes:
@@ -32,8 +33,8 @@ class StepCache:
         late_interval: in place of `interval` in the second half of the steps after those; None is `interval`.
         layers: how many last layers a cached step computes.
         correct: cached steps are corrected, where a step of the run's scheduler is one call.
-        computed_timesteps: in place of `interval`, the noise levels of the computed steps, as training
-            timesteps (999 is the noisiest): of a run's own steps the nearest to each is computed, so that a
+        computed_timesteps: in place of `interval`, the training timesteps of the computed steps (999 is the
+            noisiest): of a run's own steps the nearest to each is computed, so that a
             list serves any number of steps.
 
     Raises:
@@ -59,19 +60,26 @@ class StepCache:
         check("warmup_steps", warmup, warmup >= 1, "pass 1 or more: a run's first step is computed")
         check("layers", self.layers, self.layers >= 1, "pass 1 (the last layer) or more")
         if self.computed_timesteps is not None:
-            levels = check_levels("computed_timesteps", self.computed_timesteps)
-            object.__setattr__(self, "computed_timesteps", levels)
-            for name in ("interval", "late_interval"):
-                value = getattr(self, name)
-                ok = value == getattr(type(self), name)
-                check(name, value, ok, f"computed_timesteps names the computed steps: leave {name} out")
+            self._check_timesteps()
 
-    def computed(self, levels: Sequence[float]) -> list[bool]:
-        """Whether each step of a run on these noise levels, in its order, is computed."""
-        count = len(levels)
+    def _check_timesteps(self) -> None:
+        timesteps: Any = self.computed_timesteps
+        ok = isinstance(timesteps, list | tuple) and len(timesteps) > 0
+        ok = ok and all(isinstance(t, int | float) and type(t) is not bool and t == t for t in timesteps)
+        check("computed_timesteps", timesteps, ok, "pass timesteps such as (999, 750, 500, 250)")
+        object.__setattr__(self, "computed_timesteps", tuple(timesteps))
+        for name in ("interval", "late_interval"):
+            value = getattr(self, name)
+            way_out = f"computed_timesteps names the computed steps: leave {name} out"
+            check(name, value, value == getattr(type(self), name), way_out)
+
+    def computed(self, timesteps: Sequence[float]) -> list[bool]:
+        """Whether each step of a run on these timesteps, in its order, is computed."""
+        count = len(timesteps)
         computed = set(range(min(self.warmup_steps, count)))
         if self.computed_timesteps is not None:
-            computed |= nearest(self.computed_timesteps, levels, range(count))
+            for wanted in self.computed_timesteps:
+                computed.add(min(range(count), key=lambda i: abs(timesteps[i] - wanted)))
             return [i in computed for i in range(count)]
         last = self.warmup_steps - 1
         for i in range(self.warmup_steps, count):
@@ -80,18 +88,3 @@ class StepCache:
                 computed.add(i)
                 last = i
         return [i in computed for i in range(count)]
-
-
-def check_levels(name: str, levels: object) -> tuple[float, ...]:
-    """Noise levels as a tuple; raises ValueError for what is none."""
-    way_out = "pass timesteps such as (999, 750, 500, 250)"
-    check(name, levels, isinstance(levels, list | tuple) and len(levels) > 0, way_out)
-    assert isinstance(levels, list | tuple)
-    numbers = all(isinstance(x, int | float) and type(x) is not bool and x == x for x in levels)
-    check(name, levels, numbers, way_out)
-    return tuple(levels)
-
-
-def nearest(wanted: Sequence[float], levels: Sequence[float], among: Sequence[int]) -> set[int]:
-    """For each wanted noise level the one of these steps that is nearest to it."""
-    return {min(among, key=lambda i: abs(levels[i] - level)) for level in wanted}

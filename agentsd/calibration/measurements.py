@@ -18,14 +18,16 @@ class Measurements:
     Args:
         path: the file, which begins with `of` and has a line for each value; None keeps none.
         of: what the values depend on, JSON-safe.
-        tell: is told how many of how many there are.
+        progress: gets how many of how many are measured.
 
     Raises:
         ValueError: the file can't be used, is none of a calibration, or is of something else.
     """
 
-    def __init__(self, path: Path | None, of: Mapping[str, Any], tell: Callable[[int, int], None]) -> None:
-        self._path, self._tell = path, tell
+    def __init__(
+        self, path: Path | None, of: Mapping[str, Any], progress: Callable[[int, int], None]
+    ) -> None:
+        self._path, self._progress = path, progress
         self._known: dict[str, Any] = {}
         self._asked: set[str] = set()
         self._total = 0
@@ -72,12 +74,12 @@ class Measurements:
             self._known[name] = json.loads(text)["value"]
         if name not in self._asked:
             self._asked.add(name)
-            self._tell(len(self._asked), max(self._total, len(self._asked)))
+            self._progress(len(self._asked), max(self._total, len(self._asked)))
         return self._known[name]
 
     def finish(self) -> None:
         """All is there."""
-        self._tell(len(self._asked), len(self._asked))
+        self._progress(len(self._asked), len(self._asked))
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def calibrate(
         num_inference_steps, guidance_scale, call_kwargs: of the pipeline's call.
         seed: the first prompt's; the i-th has seed + i, held-out ones after the others.
         resume: a file that keeps what was measured; the same call goes on from it, with any goal.
-        on_step: is told how many of how many runs are done, in place of a progress bar.
+        on_step: a progress callback: gets how many of how many runs are done, in place of a bar.
 
     Returns:
         A recipe for `apply_agentsd(pipe, recipe=...)`. Its `measured` has the "goal", the "steps" (a letter a
@@ -112,8 +112,8 @@ def calibrate(
     settings = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale, **call_kwargs}
     own = range(len(prompts))
     held = range(len(prompts), len(prompts) + len(held_out)) if held_out else own
-    with _progress(pipe, on_step) as tell:
-        measurements = Measurements(None if resume is None else Path(resume), of, tell)
+    with _progress(pipe, on_step) as progress:
+        measurements = Measurements(None if resume is None else Path(resume), of, progress)
         measurements.expect(len(usable) + 2 * len(prompts) + (FINALISTS + 4) * len(held))
         runs = Runs(pipe, [*prompts, *held_out], cost, seed, settings, reference_steps, measurements)
         best = _search(runs, usable, own, speedup, max_distance)
@@ -277,7 +277,7 @@ def _name_of(pipe: Any) -> str:
 
 @contextmanager
 def _progress(pipe: Any, on_step: Progress | None) -> Iterator[Progress]:
-    """Whom to tell of progress: the caller, or a bar; the pipeline's own bars are off."""
+    """The progress callback: the caller's, or a bar; the pipeline's own bars are off."""
     before = dict(getattr(pipe, "_progress_bar_config", {}))
     pipe.set_progress_bar_config(**before | {"disable": True})
     try:

@@ -54,7 +54,7 @@ class DreamBoothConfig(BaseModel):
     validation_steps: int = Field(200, ge=1)
     num_validation_images: int = Field(4, ge=1)
     num_inference_steps: int = Field(100, ge=1)
-    """DDIM steps of every picture that a run draws."""
+    """DDIM steps of every image that a run draws."""
     guidance_scale: float = Field(7.5, ge=0)
     report_to: str | None = "tensorboard"
     lora_rank: int | None = Field(None, ge=1)

@@ -1,4 +1,4 @@
-"""Pictures of the subject and of its class, drawn by step number so that a resumed run repeats itself."""
+"""Images of the subject and of its class, drawn by step number so that a resumed run repeats itself."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from torch import Tensor
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 
 
-def find_pictures(folder: Path) -> list[Path]:
-    """Readable pictures of a folder, by name.
+def find_images(folder: Path) -> list[Path]:
+    """Readable images of a folder, by name.
 
     Raises:
-        ValueError: the folder is missing or empty, or one of its pictures cannot be read.
+        ValueError: the folder is missing or empty, or one of its images cannot be read.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder: put the subject's pictures there")
+        raise ValueError(f"{folder} is not a folder: put the subject's images there")
     paths = sorted(p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES)
     if not paths:
-        raise ValueError(f"{folder} has no picture ({', '.join(sorted(SUFFIXES))}); 3 to 6 views are usual")
+        raise ValueError(f"{folder} has no image ({', '.join(sorted(SUFFIXES))}); 3 to 6 views are usual")
     for path in paths:
         try:
             with Image.open(path) as image:
                 image.load()
         except (OSError, UnidentifiedImageError) as error:
-            raise ValueError(f"{path} cannot be read as a picture ({error}): mend or remove it") from None
+            raise ValueError(f"{path} cannot be read as an image ({error}): mend or remove it") from None
     return paths
 
 
-def load_picture(path: Path, resolution: int) -> Tensor:
-    """A picture as (3, resolution, resolution) in [-1, 1]: its centre square, on white where transparent."""
+def load_image(path: Path, resolution: int) -> Tensor:
+    """A image as (3, resolution, resolution) in [-1, 1]: its centre square, on white where transparent."""
     with Image.open(path) as opened:
         image = ImageOps.exif_transpose(opened).convert("RGBA")
     image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
@@ -47,7 +47,7 @@ class Batch:
     """What one training step sees, all of it drawn from (seed, step, process).
 
     Attributes:
-        pixels: (B, 3, H, W) in [-1, 1]; with class pictures, the second half of the batch.
+        pixels: (B, 3, H, W) in [-1, 1]; with class images, the second half of the batch.
         input_ids: (B, L) their prompts' tokens.
         generator: for the step's noise and timesteps.
     """
@@ -58,8 +58,8 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """The instance pictures and, for prior preservation, the class pictures.
+class SubjectImages:
+    """The instance images and, for prior preservation, the class images.
 
     Attributes:
         instance, classes: paths; `classes` may be empty.
@@ -74,13 +74,13 @@ class Pictures:
     resolution: int
 
     def draw(self, batch_size: int, seed: int, step: int, process: int = 0) -> Batch:
-        """The batch of a step: `batch_size` instance pictures and as many class pictures, if any."""
+        """The batch of a step: `batch_size` instance images and as many class images, if any."""
         generator = torch.Generator().manual_seed(hash((seed, step, process)) % 2**63)
         paths, ids = self._pick(self.instance, batch_size, generator), [self.instance_ids] * batch_size
         if self.classes:
             paths += self._pick(self.classes, batch_size, generator)
             ids += [self.class_ids] * batch_size
-        pixels = torch.stack([load_picture(path, self.resolution) for path in paths])
+        pixels = torch.stack([load_image(path, self.resolution) for path in paths])
         return Batch(pixels, torch.cat(ids), generator)
 
     @staticmethod

@@ -19,13 +19,13 @@ def diffusion_loss(
     batch: Batch,
     prior_weight: float | None,
 ) -> Tensor:
-    """Mean squared error of the predicted noise (or velocity), and of the class pictures beside it.
+    """Mean squared error of the predicted noise (or velocity), and of the class images beside it.
 
     Args:
         vae, text_encoder, unet: the models; gradients flow where their parameters ask for them.
         schedule: the DDPMScheduler that the model was trained with.
-        batch: pictures, tokens and the generator of all that is random here.
-        prior_weight: weight of the second half of the batch, the class pictures; None if there are none.
+        batch: images, tokens and the generator of all that is random here.
+        prior_weight: weight of the second half of the batch, the class images; None if there are none.
 
     Returns:
         A scalar.

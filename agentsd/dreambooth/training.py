@@ -21,8 +21,8 @@ from ..hosts.files import load_pretrained
 from ..patch import apply_agentsd, remove_agentsd
 from .checkpoints import check_space, find_checkpoint, save_checkpoint, step_of
 from .config import DreamBoothConfig
-from .data import Pictures, find_pictures
-from .pictures import fill_class_folder, generate, save_sheet
+from .data import SubjectImages, find_images
+from .images import fill_class_folder, generate, save_grid
 from .step import diffusion_loss
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ LORA_LAYERS = ["to_q", "to_k", "to_v", "to_out.0"]
 class Run:
     """A DreamBooth run. `Run(config).train()` returns the output folder.
 
-    Raises (from the constructor, before anything is loaded): ValueError for picture folders or a checkpoint
+    Raises (from the constructor, before anything is loaded): ValueError for image folders or a checkpoint
     that are not there or cannot be read; OSError for an output folder that cannot be written. From `train`,
     before the first step: OSError for a disk without room.
     """
@@ -44,7 +44,7 @@ class Run:
 
     def __post_init__(self) -> None:
         config = self.config
-        self.instance = find_pictures(config.instance_data_dir)
+        self.instance = find_images(config.instance_data_dir)
         config.output_dir.mkdir(parents=True, exist_ok=True)
         self.resume = None
         if config.resume_from_checkpoint is not None:
@@ -57,10 +57,10 @@ class Run:
         )
 
     def train(self) -> Path:
-        """Train to `max_train_steps`, save the model, its agent settings and a contact sheet."""
+        """Train to `max_train_steps`, save the model, its agent settings and a grid of images."""
         config, accelerator = self.config, self.accelerator
         self.pipe = self._load()
-        pictures = self._pictures()
+        images = self._images()
         if config.apply == "train+generate":
             self.handle = apply_agentsd(self.pipe.unet, recipe=config.recipe)
         modules, parameters = self._trainable()
@@ -85,7 +85,7 @@ class Run:
 
         bar = self._bar("training", config.max_train_steps, self.step)
         while self.step < config.max_train_steps:
-            loss = self._optimise(models, parameters, optimizer, rate, pictures)
+            loss = self._optimise(models, parameters, optimizer, rate, images)
             self.step += 1
             memory = torch.cuda.max_memory_allocated() / 2**30 if accelerator.device.type == "cuda" else 0.0
             accelerator.log(
@@ -103,16 +103,16 @@ class Run:
         return config.output_dir
 
     def _optimise(
-        self, models: dict[str, Any], parameters: list[Any], optimizer: Any, rate: Any, pictures: Pictures
+        self, models: dict[str, Any], parameters: list[Any], optimizer: Any, rate: Any, images: SubjectImages
     ) -> float:
         """One step of the optimizer, over `gradient_accumulation_steps` batches; returns the mean loss."""
         config, accelerator = self.config, self.accelerator
         text_encoder = models.get("text_encoder", self.pipe.text_encoder)
-        prior = config.prior_loss_weight if pictures.classes else None
+        prior = config.prior_loss_weight if images.classes else None
         losses = []
         for part in range(config.gradient_accumulation_steps):
             draw = self.step * config.gradient_accumulation_steps + part
-            batch = pictures.draw(config.train_batch_size, config.seed, draw, accelerator.process_index)
+            batch = images.draw(config.train_batch_size, config.seed, draw, accelerator.process_index)
             with accelerator.accumulate(*models.values()), accelerator.autocast():
                 loss = diffusion_loss(
                     self.pipe.vae, text_encoder, models["unet"], self.schedule, batch, prior
@@ -140,17 +140,17 @@ class Run:
         pipe.unet.to(device, dtype if config.lora_rank else torch.float32)
         return pipe
 
-    def _pictures(self) -> Pictures:
+    def _images(self) -> SubjectImages:
         config, pipe = self.config, self.pipe
         classes: list[Path] = []
         if config.with_prior_preservation:
             if self.accelerator.is_main_process:
-                bar = self._bar("class pictures", config.num_class_images)
+                bar = self._bar("class images", config.num_class_images)
                 with self.accelerator.autocast():
                     fill_class_folder(pipe, config, bar)
             self.accelerator.wait_for_everyone()
             assert config.class_data_dir is not None
-            classes = find_pictures(config.class_data_dir)
+            classes = find_images(config.class_data_dir)
 
         def tokens(prompt: str) -> Any:
             return pipe.tokenizer(
@@ -162,7 +162,7 @@ class Run:
             ).input_ids
 
         size = config.resolution or pipe.unet.config.sample_size * pipe.vae_scale_factor
-        return Pictures(
+        return SubjectImages(
             self.instance, classes, tokens(config.instance_prompt), tokens(config.class_prompt or ""), size
         )
 
@@ -211,13 +211,13 @@ class Run:
         return torch.optim.AdamW(parameters, lr=self.config.learning_rate)
 
     def _validate(self) -> None:
-        """Pictures of the validation prompt, to the tracker and to the output folder."""
+        """Images of the validation prompt, to the tracker and to the output folder."""
         config, accelerator = self.config, self.accelerator
         if accelerator.is_main_process:
             assert config.validation_prompt is not None
             with accelerator.autocast():
                 made = generate(self.pipe, config.validation_prompt, config.num_validation_images, config)
-            save_sheet(made, config.output_dir / f"validation-{self.step}.png")
+            save_grid(made, config.output_dir / f"validation-{self.step}.png")
             for tracker in accelerator.trackers:
                 if tracker.name == "tensorboard":
                     images = np.stack([np.asarray(image) for image in made])
@@ -225,12 +225,12 @@ class Run:
         accelerator.wait_for_everyone()
 
     def _save(self) -> None:
-        """The model (or LoRA weights), `agentsd.yaml` and `sheet.png`."""
+        """The model (or LoRA weights), `agentsd.yaml` and `grid.png`."""
         config, pipe = self.config, self.pipe
         prompt = config.validation_prompt or config.instance_prompt
         with self.accelerator.autocast():
             made = generate(pipe, prompt, config.num_validation_images, config)
-        save_sheet(made, config.output_dir / "sheet.png")
+        save_grid(made, config.output_dir / "grid.png")
         if config.attention != "agent":
             self.handle.save(config.output_dir)
         remove_agentsd(pipe.unet)

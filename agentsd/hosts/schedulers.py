@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,11 +132,11 @@ class Sampler:
                     return False  # a scheduler that asks for more: there is no word on its noise
         return not torch.equal(*made)
 
-    def coordinate(self, place: int) -> float | None:
+    def coordinate(self, step_index: int) -> float | None:
         """The noise level over which hidden states are extrapolated to a step; None where it isn't known."""
         if self.on_training_timesteps:
-            return training_sigma(self.timesteps[place])
-        return None if self._own is None or self.scheduler is None else self._own[place]
+            return training_sigma(self.timesteps[step_index])
+        return None if self._own is None or self.scheduler is None else self._own[step_index]
 
     def steps(self) -> list[SigmaStep | None]:
         """Each step's noise levels; None where its error can't be made up for.
@@ -191,15 +191,8 @@ def find_scheduler(timesteps: Any, known: Iterable[Any]) -> Any:
     for scheduler in known:
         if holds(scheduler, timesteps):
             return scheduler
-    kinds = set(_kinds_of(SchedulerMixin))
-    alive = [thing for thing in gc.get_objects() if type(thing) in kinds]  # some 20 ms
+    alive = [thing for thing in gc.get_objects() if issubclass(type(thing), SchedulerMixin)]  # some 20 ms
     return next((scheduler for scheduler in alive if holds(scheduler, timesteps)), None)
-
-
-def _kinds_of(kind: Any) -> list[type]:
-    """A class and all that are made of it."""
-    below = [_kinds_of(child) for child in kind.__subclasses__()]
-    return [kind, *chain.from_iterable(below)]
 
 
 def holds(scheduler: Any, timesteps: Tensor) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 TRAINING_TIMESTEPS = tuple(float(t) for t in range(999, -1, -1))
@@ -58,39 +57,28 @@ class RunReader:
     Pipelines pass an element of their scheduler's list, and the element's storage is that list: so the run
     that calls is followed, whichever pipeline it is of. Else the list is that of the scheduler it is given,
     and else the training timesteps.
+
+    Args:
+        early_frac: share of the steps that are early.
+
+    Attributes:
+        timesteps: the list that the last call was placed by.
+        step_index: the last call's index in it.
+        stride: indices from one call to the next: 1, or more where a caller skips timesteps.
+        source: the tensor that the list was read from; held, so that no other list gets its address.
+        guesses: no scheduler's list was known of the last call.
     """
 
     def __init__(self, early_frac: float) -> None:
         self.early_frac = early_frac
-        self._source: Tensor | None = None  # held, so that no other list gets its address
-        self._version = -1
-        self._list: Sequence[float] = ()
-        self._threshold = math.inf
-        self._place = -1
-        self._stride = 1
-        self._previous = math.nan
+        self.timesteps: list[float] = []
+        self.step_index = -1
+        self.stride = 1
+        self.source: Tensor | None = None
         self.guesses = False
-        """Whether no scheduler's list was known of the last call."""
-
-    @property
-    def levels(self) -> list[float]:
-        """The list that the last call was placed by."""
-        return list(self._list)
-
-    @property
-    def place(self) -> int:
-        """The last call's place in that list."""
-        return self._place
-
-    @property
-    def stride(self) -> int:
-        """Places from one call to the next: 1, or more where a caller skips timesteps."""
-        return self._stride
-
-    @property
-    def source(self) -> Tensor | None:
-        """The tensor that the list was read from."""
-        return self._source
+        self._version = -1
+        self._threshold = math.inf
+        self._previous = math.nan
 
     def read(self, timestep: Any, scheduler: Any = None) -> Step:
         """Read one call.
@@ -100,61 +88,60 @@ class RunReader:
                 the largest one counts.
             scheduler: a scheduler to fall back on.
         """
-        source = _own_list(timestep)
-        known = source if source is not None else getattr(scheduler, "timesteps", None)
-        renewed = self._look_up(known, timestep if source is not None else None)
-        before = self._place
-        if source is not None:
-            self._place = timestep.storage_offset()
-            t = self._list[self._place]
+        own = _own_list(timestep)
+        known = own if own is not None else getattr(scheduler, "timesteps", None)
+        renewed = self._look_up(known, is_own=own is not None)
+        before = self.step_index
+        if own is not None:
+            self.step_index = timestep.storage_offset()
+            t = self.timesteps[self.step_index]
         else:
             t = float(timestep.max() if isinstance(timestep, Tensor) else timestep)
-            self._place = self._nearest(t, before if not renewed else -1)
-        off_list = abs(self._list[self._place] - t) > _NEAR * max(1.0, abs(t))
-        first_call = renewed or self._place < before
+            self.step_index = self._nearest(t, before if not renewed else -1)
+        off_list = not _near(self.timesteps[self.step_index], t)
+        first_call = renewed or self.step_index < before
         repeated_timestep = not first_call and t == self._previous
-        moved = self._place - before
-        skips_timesteps = not first_call and moved not in (0, self._stride)
+        moved = self.step_index - before
+        skips_timesteps = not first_call and moved not in (0, self.stride)
         if first_call or skips_timesteps:
-            self._stride = moved if skips_timesteps else 1
+            self.stride = moved if skips_timesteps else 1
         self._previous = t
-        early = t > self._threshold + _NEAR
-        ahead = self._list[self._place :]
         self.guesses = known is None
-        late_run = first_call and self.early_frac > 0 and not any(x > self._threshold + _NEAR for x in ahead)
-        return Step(
-            t, early, first_call, repeated_timestep, late_run and not self.guesses, off_list, skips_timesteps
-        )
+        ahead = map(self._is_early, self.timesteps[self.step_index :])
+        no_early = first_call and self.early_frac > 0 and not self.guesses and not any(ahead)
+        return Step(t, self._is_early(t), first_call, repeated_timestep, no_early, off_list, skips_timesteps)
 
-    def _look_up(self, known: Any, element: Tensor | None) -> bool:
+    def _is_early(self, timestep: float) -> bool:
+        return timestep > self._threshold + _NEAR
+
+    def _look_up(self, known: Any, is_own: bool) -> bool:
         """Read a list again if it may have changed; returns whether another run has begun by that."""
         if isinstance(known, Tensor):
-            counted = known if element is None else element  # an element counts its list's changes
-            version = 0 if counted.is_inference() else counted._version
-            if _same(known, self._source) and version == self._version:
+            version = 0 if known.is_inference() else known._version
+            if _same(known, self.source) and version == self._version:
                 return False
-            self._source, self._version = known, version
+            self.source, self._version = known, version
             values = known.double().flatten().tolist()
-            if element is None and values == self._list:  # a scheduler may make its list anew at each look
-                return False
         else:
-            self._source = None
+            self.source = None
             values = list(TRAINING_TIMESTEPS if known is None else map(float, known))
-            if values == self._list:
-                return False
-        self._list = values
+        if values == self.timesteps and not is_own:  # a scheduler may make its list anew at each look
+            return False
+        self.timesteps = values
         self._threshold = early_threshold(values, self.early_frac)
         return True
 
     def _nearest(self, t: float, start: int) -> int:
-        """The place of a timestep: the next one after `start`, or that one again, or else the first."""
-        near = [i for i, x in enumerate(self._list) if abs(x - t) <= _NEAR * max(1.0, abs(t))]
-        for place in (start + 1, start):
-            if place in near:
-                return place
-        if near:
-            return next((i for i in near if i > start), near[0])
-        return min(range(len(self._list)), key=lambda i: abs(self._list[i] - t))
+        """The index of a timestep: the next one after `start`, or that one again, or else the first."""
+        near = [i for i, x in enumerate(self.timesteps) if _near(x, t)]
+        for index in (start + 1, start, *(i for i in near if i > start), *near):
+            if index in near:
+                return index
+        return min(range(len(self.timesteps)), key=lambda i: abs(self.timesteps[i] - t))
+
+
+def _near(listed: float, timestep: float) -> bool:
+    return abs(listed - timestep) <= _NEAR * max(1.0, abs(timestep))
 
 
 def _same(one: Tensor, other: Tensor | None) -> bool:
@@ -164,12 +151,11 @@ def _same(one: Tensor, other: Tensor | None) -> bool:
 
 
 def _own_list(timestep: Any) -> Tensor | None:
-    """The list that a timestep is an element of, or None."""
+    """The list that a timestep is an element of: all of its storage; None for a tensor of another kind."""
     if not isinstance(timestep, Tensor) or timestep.device.type == "meta":
         return None
     single = not any(timestep.stride())  # a slice of one may be of any tensor, as in a training loop
-    storage = timestep.untyped_storage()
-    count = storage.nbytes() // timestep.element_size()
+    count = timestep.untyped_storage().nbytes() // timestep.element_size()
     if not single or count < 2 or timestep.storage_offset() >= count:
         return None
-    return torch.empty(0, dtype=timestep.dtype, device=timestep.device).set_(storage)
+    return timestep.detach().as_strided((count,), (1,), storage_offset=0)

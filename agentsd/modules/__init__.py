@@ -1,4 +1,4 @@
-"""Trainable attention cores: (query, key, value, height, width) -> (B, heads, N, d), linear in N."""
+"""Trainable attention modules: (query, key, value, height, width) -> (B, heads, N, d), linear in N."""
 
 from .agent import AgentAttention, AgentBias, biased_agent_attention
 from .attnzero import AttnZeroAttention, attnzero_attention

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError
@@ -20,37 +20,38 @@ FILE_NAME = "agentsd.safetensors"
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
 
 
-def build_module(site: AttentionLayer, operator: TrainedOperator, seed: int, model: Any) -> Module:
+def build_module(layer: AttentionLayer, operator: TrainedOperator, seed: int, model: Any) -> Module:
     """The trainable module of a layer, made for the model's own size; nothing is changed.
 
     Raises:
         ValueError: the model's size is not known, or its weights are not on this machine.
     """
-    attn: Any = site.attn
-    height, width = site.grid(torch.empty(1, 1, *size_of(model), device="meta"))
+    attn: Any = layer.attn
+    height, width = layer.grid(torch.empty(1, 1, *size_of(model), device="meta"))
     weight = _linear(attn, "to_q").weight
     if weight.device.type == "meta":
         raise ValueError(
-            f"{site.name}.to_q.weight is on the device 'meta' (sequential offloading keeps it elsewhere): "
+            f"{layer.name}.to_q.weight is on the device 'meta' (sequential offloading keeps it elsewhere): "
             "apply a trained recipe before pipe.enable_sequential_cpu_offload()"
         )
     with torch.random.fork_rng(devices=[]):  # the same start each time, and the user's random state as it was
         torch.manual_seed(seed)
-        core = operator.build(attn.heads, attn.inner_dim // attn.heads, (height, width))
-    return core.to(weight.device, model.dtype)  # not the weight's own dtype, which may be for storage alone
+        module = operator.build(attn.heads, attn.inner_dim // attn.heads, (height, width))
+    return module.to(weight.device, model.dtype)  # not the weight's own dtype, which may be for storage alone
 
 
-Layers = Sequence[tuple[str, Any, Module | None]]
-"""Patched layers: their names, themselves, and their trainable modules."""
+NamedLayer: TypeAlias = tuple[str, Any, Module | None]
+"""A patched layer: its name, itself, and its trainable module."""
+Layers: TypeAlias = Sequence[NamedLayer]
 
 
 def weights_of(layers: Layers) -> dict[str, Parameter]:
     """What is trained: the named layers' modules and projections, by name."""
     found: dict[str, Parameter] = {}
-    for name, attn, core in layers:
+    for name, attn, own in layers:
         parts: list[tuple[str, Module]] = [(part, _linear(attn, part)) for part in PROJECTIONS]
-        if core is not None:
-            parts.append((MODULE, core))
+        if own is not None:
+            parts.append((MODULE, own))
         for part, module in parts:
             found |= {f"{name}.{part}.{key}": value for key, value in module.named_parameters()}
     return found

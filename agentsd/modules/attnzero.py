@@ -35,7 +35,7 @@ def attnzero_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 class AttnZeroAttention(nn.Module):
-    """`attnzero_attention` with the other cores' signature; it has no parameters."""
+    """`attnzero_attention` with the other modules' signature; it has no parameters."""
 
     def __init__(self, heads: int, head_dim: int) -> None:
         super().__init__()

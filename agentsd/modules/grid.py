@@ -1,4 +1,4 @@
-"""What the trainable cores share: the check of their inputs, and the convolution over the token grid."""
+"""What the trainable modules share: the check of their inputs, and the convolution over the token grid."""
 
 from __future__ import annotations
 

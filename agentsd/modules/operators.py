@@ -1,4 +1,4 @@
-"""Trained modules as operators: all tokens of a layer go through a core of its own."""
+"""Trained modules as operators: all tokens of a layer go through a module of its own."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ class TrainedOperator(Operator):
     needs_module: ClassVar[bool] = True
 
     def build(self, heads: int, head_dim: int, grid: tuple[int, int]) -> Module:
-        """An untrained core for the token grid of the model's own size."""
+        """An untrained module for the token grid of the model's own size."""
         raise NotImplementedError
 
     def plan(self, context: GridContext) -> ModulePlan:
-        """The core takes any grid."""
+        """The module takes any grid."""
         return ModulePlan(*context.grid)
 
 
 class ModulePlan(Plan):
-    """The token grid that a core gets."""
+    """The token grid that a module gets."""
 
     def __init__(self, height: int, width: int) -> None:
         self.height, self.width = height, width
 
     def attend(self, attn: Attention, tokens: Tensor, fallback: Attend) -> Tensor:
-        """The layer's own projections and norms around its core."""
+        """The layer's own projections and norms around its module."""
         return project_out(attn, getattr(attn, MODULE)(*project(attn, tokens), self.height, self.width))
 
 

@@ -1,7 +1,6 @@
 """One batch of images, from noise that belongs to each image alone."""
 
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +10,7 @@ from PIL import Image
 
 from agentsd.patch import handle_of
 
+from ..log import captured
 from ..settings import SamplingSettings
 from .methods import Method
 from .prompts import ImageSpec
@@ -68,9 +68,7 @@ def initial_latents(pipe: Any, seeds: Sequence[int], height: int, width: int) ->
 def warm_up(pipe: Any, method: Method, specs: Sequence[ImageSpec], settings: SamplingSettings) -> None:
     """Make a batch in two steps at most, whose time would hold what is done only once."""
     few = replace(method, steps=min(method.steps or settings.steps, 2))
-    with warnings.catch_warnings():
-        # Of two steps neither may be early, and few steps stay whole; that means nothing.
-        warnings.filterwarnings("ignore", "agentsd: ")
+    with captured():  # of two steps neither may be early, and nothing is cached; that means nothing
         sample(pipe, few, specs, settings)
 
 

@@ -13,7 +13,7 @@ from diffusers.models.resnet import ResnetBlock2D
 from rich.console import Console
 from rich.table import Table
 
-from agentsd.attention import agents, merge, pooled, processor, ranking
+from agentsd.attention import agents, merge, pooled, ranking
 from agentsd.hosts.models import EVERY_LEVEL, find_attention_layers
 
 from ..cost.latency import load
@@ -32,8 +32,9 @@ REST = "everything else"
 _FUNCTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "rank_tokens": ("matching: rank", (ranking,)),
     "make_merge_map": ("matching: cut", (ranking, agents)),
-    "merge": ("merge", (agents, merge, pooled, processor)),
-    "unmerge": ("unmerge", (agents, merge, pooled, processor)),
+    "merge": ("merge", (agents, merge, pooled)),
+    "merge_rows": ("merge", (agents,)),
+    "unmerge": ("unmerge", (agents, merge, pooled)),
 }
 
 

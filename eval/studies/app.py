@@ -3,7 +3,6 @@
 import errno
 import math
 import socket
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
@@ -23,6 +22,7 @@ from ..images.methods import Method
 from ..images.models import load_pipeline, set_scheduler
 from ..images.prompts import ImageSpec, unknown_words
 from ..images.sampling import Seconds, sample, size_of, warm_up
+from ..log import captured
 from ..pages.strip import strip_of
 from ..quality.fidelity import psnr
 from ..settings import AppSettings, Scheduler
@@ -92,11 +92,9 @@ class Pairs:
         if (size := size_of(self._pipe, settings)) not in self._warm:
             warm_up(self._pipe, BASELINE, [spec], settings)
             self._warm.add(size)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with captured() as notes:
             [baseline], baseline_seconds = sample(self._pipe, BASELINE, [spec], settings)
             [own], own_seconds = sample(self._pipe, method, [spec], settings, summaries.append)
-        notes = [text for w in caught if (text := str(w.message)).startswith("agentsd: ")]
         if settings.model == "demo" and (words := unknown_words(self._pipe.tokenizer, [spec.prompt])):
             notes.append(f"the toy model was never taught {', '.join(map(repr, words))}")
         return Pair((baseline, own), (baseline_seconds, own_seconds), summaries[-1], notes)

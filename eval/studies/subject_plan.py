@@ -10,7 +10,7 @@ from PIL import Image
 
 from agentsd import Merge, Phases, Recipe
 from agentsd.dreambooth.config import DreamBoothConfig
-from agentsd.dreambooth.data import find_pictures, load_picture
+from agentsd.dreambooth.data import find_images, load_image
 
 from ..errors import EvalError
 from ..files import read_lines
@@ -123,7 +123,7 @@ def views_folder(settings: SubjectSettings) -> Path:
 def views_of(settings: SubjectSettings) -> list[Path]:
     """Return the subject's images. Raises EvalError if one can't be read or there are fewer than 2."""
     try:
-        paths = find_pictures(views_folder(settings))
+        paths = find_images(views_folder(settings))
     except ValueError as error:
         raise EvalError(f"subject: {error}") from error
     if len(paths) < 2:
@@ -156,5 +156,5 @@ def store_of(variant: Variant, settings: SubjectSettings) -> Store:
 
 def as_trained(path: Path, side: int) -> Image.Image:
     """Return a view as the training sees it: its centre square, on white."""
-    pixels = (load_picture(path, side) + 1) * 127.5
+    pixels = (load_image(path, side) + 1) * 127.5
     return Image.fromarray(pixels.round().byte().permute(1, 2, 0).numpy())

@@ -1,4 +1,4 @@
-"""Pictures that a run draws: of the class before training, for validation, and a sheet at the end."""
+"""Images that a run draws: of the class before training, for validation, and a grid of them at the end."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def generate(
     prompt: str,
     count: int,
     config: DreamBoothConfig,
-    on_picture: Callable[[int, Image.Image], None] | None = None,
+    on_image: Callable[[int, Image.Image], None] | None = None,
 ) -> list[Image.Image]:
-    """`count` pictures of a prompt from seeds `config.seed`, `config.seed + 1`, ...: DDIM, one at a time.
+    """`count` images of a prompt from seeds `config.seed`, `config.seed + 1`, ...: DDIM, one at a time.
 
     Agent attention runs in all steps unless `config.apply` is "none". The pipeline is left as it was.
     """
@@ -33,7 +33,7 @@ def generate(
     pipe.unet.eval()
     patched = hasattr(pipe.unet, "_agentsd")
     agent = nullcontext() if patched or config.apply == "none" else apply_agentsd(pipe, recipe=config.recipe)
-    pictures = []
+    images = []
     try:
         with agent, torch.no_grad():
             for i in range(count):
@@ -45,17 +45,17 @@ def generate(
                     height=config.resolution,
                     width=config.resolution,
                 ).images[0]
-                pictures.append(image)
-                if on_picture is not None:
-                    on_picture(i, image)
+                images.append(image)
+                if on_image is not None:
+                    on_image(i, image)
     finally:
         pipe.scheduler = scheduler
         pipe.unet.train(training)
-    return pictures
+    return images
 
 
-def fill_class_folder(pipe: Any, config: DreamBoothConfig, on_picture: Callable[[], None]) -> None:
-    """Generate the class pictures that `config.num_class_images` asks for and the folder lacks.
+def fill_class_folder(pipe: Any, config: DreamBoothConfig, on_image: Callable[[], None]) -> None:
+    """Generate the class images that `config.num_class_images` asks for and the folder lacks.
 
     Each is written at once and whole, so an interrupted call goes on where it stopped.
     """
@@ -69,12 +69,12 @@ def fill_class_folder(pipe: Any, config: DreamBoothConfig, on_picture: Callable[
         partial = folder / f".{have + i}.partial"
         image.save(partial, format="PNG")
         os.replace(partial, folder / f"class-{have + i:05d}.png")
-        on_picture()
+        on_image()
 
     baseline = config.model_copy(update={"apply": "none", "seed": config.seed + have})
     generate(pipe, config.class_prompt, max(0, config.num_class_images - have), baseline, write)
 
 
-def save_sheet(pictures: list[Image.Image], path: Path) -> None:
-    """Write pictures side by side."""
-    make_image_grid(pictures, rows=1, cols=len(pictures)).save(path)
+def save_grid(images: list[Image.Image], path: Path) -> None:
+    """Write images side by side."""
+    make_image_grid(images, rows=1, cols=len(images)).save(path)
