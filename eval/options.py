@@ -66,7 +66,7 @@ def parameters_of(kind: type[CommandSettings]) -> list[click.Parameter]:
     """Return an argument or option for each setting; its value stays text, which the settings check."""
     parameters: list[click.Parameter] = []
     if kind.has_config:
-        about = "A preset's name (agentsd-eval --list-configs) or a YAML file."
+        about = "A preset (agentsd-eval --list-configs) or a YAML file."
         parameters.append(click.Option(["--config"], metavar="NAME|FILE", help=about))
     for key, field in kind.model_fields.items():
         value = plain(field.annotation)

@@ -40,7 +40,7 @@ class RunSettings(SamplingSettings):
     batch_size: int = Field(8, ge=1)
     """Images made at once. A run may go on with another number."""
     prompts: Path | None = None
-    """A text file, a prompt a line; else the toy model's captions."""
+    """A text file, a prompt a line. Without one, the toy model's captions are taken."""
     classes: Path | None = None
     """A text file, a class name a line. Each is asked for by `template` for `per_class` images."""
     template: str = "A high quality photograph of a {cls}."
@@ -65,7 +65,7 @@ class RunSettings(SamplingSettings):
     bootstrap: int = Field(200, ge=2)
     """Resamples for the error of a FD."""
     out: Path = Path("runs/default")
-    """The run's folder; the same folder resumes it."""
+    """The run's folder. The same folder resumes it."""
 
     @property
     def most_references(self) -> int | None:
@@ -117,7 +117,7 @@ class CheckSettings(RunSettings):
     """Images made at once."""
     reference_steps: ReferenceSteps = 100
     out: Path = Path("runs/check")
-    """The run's folder; the same folder resumes it."""
+    """The run's folder. The same folder resumes it."""
 
     @field_validator("calibrated")
     @classmethod
@@ -169,7 +169,7 @@ class SubjectSettings(SamplingSettings):
     dino: str | None = None
     """A DINO model (folder or hub id) for the DINO score."""
     out: Path = Path("runs/subject")
-    """The run's folder; the same folder resumes it."""
+    """The run's folder. The same folder resumes it."""
 
     @model_validator(mode="after")
     def _own_subject(self) -> SubjectSettings:

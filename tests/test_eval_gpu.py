@@ -19,7 +19,7 @@ def invoke(*arguments: object) -> None:
     assert result.exit_code == 0, result.output
 
 
-def test_memory_per_image_is_what_a_image_takes() -> None:
+def test_memory_per_image_is_what_an_image_takes() -> None:
     device = torch.device("cuda")
     size = 64 << 20  # bytes; a multiple of the allocator's blocks
 

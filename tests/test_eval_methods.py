@@ -9,7 +9,7 @@ import torch
 from agentsd_eval.errors import EvalError
 from agentsd_eval.images.methods import (
     Method,
-    check_scheduler,
+    check_schedulers,
     expand,
     fewer,
     parse_method,
@@ -141,11 +141,11 @@ def test_deepcache_is_refused_where_it_would_mistake_its_step() -> None:
     three, two = (parse_method(name, None, SETTINGS) for name in ("deepcache", "deepcache-2"))
     assert (three.interval, two.interval) == (3, 2)
     plms = PNDMScheduler(**BETAS, skip_prk_steps=True)
-    check_scheduler(three, plms, 20)  # the one repeated timestep falls where the cache is used anyway
-    check_scheduler(two, DDIMScheduler(**BETAS), 20)
-    check_scheduler(Method(("paper",), 0.5), HeunDiscreteScheduler(**BETAS), 20)
+    check_schedulers([three], plms, 20)  # the one repeated timestep falls where the cache is used anyway
+    check_schedulers([two], DDIMScheduler(**BETAS), 20)
+    check_schedulers([Method(("paper",), 0.5)], HeunDiscreteScheduler(**BETAS), 20)
     with pytest.raises(EvalError, match=r"DeepCache mistakes call .* use --scheduler ddim"):
-        check_scheduler(three, HeunDiscreteScheduler(**BETAS), 20)
+        check_schedulers([three], HeunDiscreteScheduler(**BETAS), 20)
 
 
 def test_methods_by_a_name_of_ones_own(pipe: Any, sample: Any, tmp_path: Any) -> None:

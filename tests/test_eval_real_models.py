@@ -227,13 +227,13 @@ def test_the_toy_model_is_asked_for_by_nobody_else(model_folder: str, tmp_path: 
     parts = [
         f"agentsd_eval.{path.parent.name}.{path.stem}"
         for path in (Path(__file__).parents[1] / "eval").glob("*/*.py")
-        if path.stem not in ("__init__", "scenes", "app")
+        if path.stem not in ("__init__", "__main__", "scenes", "scene_details", "app")
     ]
     code = f"""
 import importlib, sys
 sys.modules["agentsd_demo"] = None
 from agentsd_eval.cli import main
-app({command!r}, standalone_mode=False)
+main({command!r}, standalone_mode=False)
 for part in {parts!r}:
     importlib.import_module(part)
 """

@@ -203,7 +203,7 @@ def test_a_full_disk_loses_nothing(
     assert contents(tmp_path) == whole
 
 
-def test_a_images_noise_is_its_own(pipe: Any) -> None:
+def test_an_images_noise_is_its_own(pipe: Any) -> None:
     together = initial_latents(pipe, [5, 6, 7], 32, 32)
     alone = initial_latents(pipe, [6], 32, 32)
     assert together.shape == (3, 4, 16, 16)
@@ -212,7 +212,7 @@ def test_a_images_noise_is_its_own(pipe: Any) -> None:
 
 
 @pytest.mark.parametrize("scheduler", ["model", "ddim", "ddpm", "euler", "dpm++", "dpm++karras"])
-def test_a_image_hardly_depends_on_its_batch(pipe: Any, scheduler: str) -> None:
+def test_an_image_hardly_depends_on_its_batch(pipe: Any, scheduler: str) -> None:
     from agentsd_eval.images.models import set_scheduler
 
     set_scheduler(pipe, scheduler)

@@ -49,10 +49,12 @@ def test_scores_are_the_mean_cosines_of_the_models_own_outputs(
     images = [Image.open(path) for path in sorted(photographs.glob("*.png"))]
     ours, views = images[:3], images[3:5]
     others = from_prompts(["a cat", "a dog"], 3, 0)
-    scores = subject_scores.load_scores(own("some/model", photographs, clip=str(clip), dino=str(dino)), CPU)
-    assert [score.title for score in scores.every] == ["CLIP-I", "DINO", "CLIP-T"]
-    clip_i, dino_i = scores.likeness
-    (clip_t,) = scores.fit
+    likeness, fit = subject_scores.load_scores(
+        own("some/model", photographs, clip=str(clip), dino=str(dino)), CPU
+    )
+    assert [score.title for score in (*likeness, *fit)] == ["CLIP-I", "DINO", "CLIP-T"]
+    clip_i, dino_i = likeness
+    (clip_t,) = fit
 
     model, processor = CLIPModel.from_pretrained(clip).eval(), CLIPProcessor.from_pretrained(clip)
     vit, vit_processor = ViTModel.from_pretrained(dino).eval(), AutoImageProcessor.from_pretrained(dino)

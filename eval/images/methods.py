@@ -234,24 +234,19 @@ def _patch_of(part: str) -> Callable[[Method, Any], AbstractContextManager[Appli
 
 
 def check_schedulers(methods: Sequence[Method], scheduler: Any, steps: int) -> None:
-    """Raise EvalError where a method can't run under the sampler."""
-    for method in methods:
-        check_scheduler(method, scheduler, steps)
-
-
-def check_scheduler(method: Method, scheduler: Any, steps: int) -> None:
     """Raise EvalError where DeepCache would refresh its cache at the wrong calls of a run of `steps`.
 
     DeepCache 0.1.1 finds its step by the first equal timestep. PLMS repeats one timestep, which is
     harmless where both calls reuse the cache (an interval of 3 or more); Heun repeats them all.
     """
-    if method.interval is None:
-        return
-    scheduler.set_timesteps(method.steps or steps)
-    timesteps = scheduler.timesteps.tolist()
-    for call, timestep in enumerate(timesteps):
-        if (timesteps.index(timestep) % method.interval == 0) != (call % method.interval == 0):
-            raise EvalError(
-                f"DeepCache mistakes call {call} of {type(scheduler).__name__} for an earlier one (timestep "
-                f"{timestep} repeats) at interval {method.interval}; use --scheduler ddim"
-            )
+    for method in methods:
+        if (interval := method.interval) is None:
+            continue
+        scheduler.set_timesteps(method.steps or steps)
+        timesteps = scheduler.timesteps.tolist()
+        for call, timestep in enumerate(timesteps):
+            if (timesteps.index(timestep) % interval == 0) != (call % interval == 0):
+                raise EvalError(
+                    f"DeepCache mistakes call {call} of {type(scheduler).__name__} for an earlier one "
+                    f"(timestep {timestep} repeats) at interval {interval}; use --scheduler ddim"
+                )

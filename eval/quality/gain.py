@@ -8,11 +8,6 @@ import numpy as np
 Array = np.ndarray
 
 
-def geometric_mean(values: Array) -> Array:
-    """Return the geometric mean over the last axis; perceptual distances have a few large ones in a run."""
-    return np.exp(np.log(np.maximum(values, 1e-12)).mean(-1))
-
-
 def cost_at(distance: float, costs: Array, distances: Array) -> float:
     """Return what fewer steps cost at a distance: linear between the points in the logarithms of both.
 

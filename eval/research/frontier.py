@@ -1,4 +1,4 @@
-"""Every method of several tables in one image and one table, with the fewer steps of each sampler."""
+"""Every method of several tables in one plot and one table, with the fewer steps of each sampler."""
 
 import json
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ NOTE = (
 
 
 def command(settings: FrontierSettings, console: Console) -> None:
-    """Draw the image, and write the table that it is of."""
+    """Draw the plot, and write the table that it is of."""
     rows = joined(settings.runs, settings.methods)
     check_writable(settings.out / "frontier.png")
     run = describe_run(settings, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Several runs' methods in one image: distance against cost, and each sampler's line of fewer steps."""
+"""Several runs' methods in one plot: distance against cost, and each sampler's line of fewer steps."""
 
 import re
 from collections.abc import Sequence

@@ -99,7 +99,7 @@ class FidSettings(CommandSettings):
 
 
 class FrontierSettings(CommandSettings):
-    """Draw several tables' methods in one image: distance against cost, beside fewer steps."""
+    """Draw several tables' methods in one plot: distance against cost, beside fewer steps."""
 
     has_config: ClassVar[bool] = True
     runs: tuple[Path, ...] = Field((), min_length=1, validate_default=True)
@@ -107,13 +107,13 @@ class FrontierSettings(CommandSettings):
     methods: tuple[str, ...] = ()
     """Rows' labels; without them, all rows."""
     title: str = ""
-    """What stands above the image."""
+    """The title of the plot."""
     out: Path = Path("runs/frontier")
-    """Folder for the image and its table."""
+    """Folder for the plot and its table."""
 
 
 class DetailsSettings(CommandSettings):
-    """Measure high-frequency energy, place, size and style of a table's images."""
+    """Measure high-frequency energy, position, size and style of a table's images."""
 
     folder: Path
     """The folder of a table of the bundled toy model."""

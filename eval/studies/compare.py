@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -92,28 +92,22 @@ def compare(
             images[method] += made
             seconds[method].append(taken)
             report()
-    baseline = methods[0]
-    found = [_against(baseline, method, images, seconds, pipe.unet.device) for method in methods]
-    return [replace(one, calls=summaries.get(one.method)) for one in found]
-
-
-def _against(
-    baseline: Method,
-    method: Method,
-    images: dict[Method, list[Image.Image]],
-    seconds: dict[Method, list[Seconds]],
-    device: torch.device,
-) -> Comparison:
-    pairs = list(zip(images[method], images[baseline], strict=True))
-    times = zip(seconds[baseline], seconds[method], strict=True)
-    return Comparison(
-        method=method,
-        images=images[method],
-        seconds=seconds[method],
-        speedup=statistics.median(ours.charged(device) / own.charged(device) for ours, own in times),
-        psnr=statistics.mean(fidelity.psnr(*pair) for pair in pairs),
-        mean_abs=statistics.mean(fidelity.mean_abs(*pair) for pair in pairs),
-    )
+    device, found = pipe.unet.device, []
+    for method in methods:
+        pairs = list(zip(images[method], images[methods[0]], strict=True))
+        times = zip(seconds[methods[0]], seconds[method], strict=True)
+        found.append(
+            Comparison(
+                method=method,
+                images=images[method],
+                seconds=seconds[method],
+                speedup=statistics.median(ours.charged(device) / own.charged(device) for ours, own in times),
+                psnr=statistics.mean(fidelity.psnr(*pair) for pair in pairs),
+                mean_abs=statistics.mean(fidelity.mean_abs(*pair) for pair in pairs),
+                calls=summaries.get(method),
+            )
+        )
+    return found
 
 
 def draw(comparisons: list[Comparison], specs: list[ImageSpec]) -> Image.Image:

@@ -153,6 +153,6 @@ def measure(
         of_subject, of_others = (
             [store.image(variant.method, spec.index) for spec in part] for part in (own, others)
         )
-        likeness = {score.name: score(of_subject, shown) for score in scores.likeness}
-        figures[variant] = likeness | {fit.name: fit.score(of_others, others) for fit in scores.fit}
-    return figures, {score.name: score.ceiling(shown) for score in scores.likeness}
+        likeness = {score.name: score(of_subject, shown) for score in scores[0]}
+        figures[variant] = likeness | {fit.name: fit.score(of_others, others) for fit in scores[1]}
+    return figures, {score.name: score.ceiling(shown) for score in scores[0]}

@@ -15,7 +15,7 @@ from ..pages.subject_table import LIKENESS, label_of
 from ..quality import metrics
 from ..table_settings import SubjectSettings
 from .subject_plan import Figures, Variant, as_trained, baseline_of, specs_of, store_of
-from .subject_scores import Scores
+from .subject_scores import Fit, Likeness, Scores
 
 _COLUMNS, _TILE = 8, 96  # of the drawn grid
 NO_SCORES = (
@@ -74,7 +74,8 @@ def ceiling_row(ceiling: Mapping[str, float], views: int) -> Row:
 
 def note(views: int, scores: Scores) -> str:
     """Return what the figures are and how sure."""
-    about = "; ".join(f"{score.title}: {score.about}" for score in scores.every)
+    every: list[Likeness | Fit] = [*scores[0], *scores[1]]
+    about = "; ".join(f"{score.title}: {score.about}" for score in every)
     return (
         (f"{about}. The subject has {views} views. " if about else f"{NO_SCORES} ")
         + "generate-only: plain training, agents in so many of the steps and token merging in the rest; "

@@ -53,22 +53,14 @@ class Fit:
         return FIT[self.name]
 
 
-@dataclass(frozen=True)
-class Scores:
-    """What a run is scored by; both may be empty."""
-
-    likeness: Sequence[Likeness] = ()
-    fit: Sequence[Fit] = ()
-
-    @property
-    def every(self) -> list[Likeness | Fit]:
-        """All of them, those of the subject first."""
-        return [*self.likeness, *self.fit]
+Scores = tuple[list[Likeness], list[Fit]]
+"""What a run is scored by, of the subject's images and of other prompts'; both may be empty."""
 
 
 def load_scores(settings: SubjectSettings, device: torch.device) -> Scores:
     """Return the scores that the settings' models allow; raises EvalError if one can't be loaded."""
-    likeness, fit = [], []
+    likeness: list[Likeness] = []
+    fit: list[Fit] = []
     if settings.model == "demo":
         network = load_network("efficientnet-lite0", device)
         about = "mean cosine of EfficientNet-Lite0 features to the subject's views"
@@ -83,7 +75,7 @@ def load_scores(settings: SubjectSettings, device: torch.device) -> Scores:
     if settings.dino:
         about = "mean cosine of DINO's class tokens to those of the subject's views"
         likeness.append(Likeness("dino", about, Dino(settings.dino, device)))
-    return Scores(likeness, fit)
+    return likeness, fit
 
 
 def _right(device: torch.device) -> Fit:
