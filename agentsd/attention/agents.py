@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
-from ..checks import check, check_share
+from ..checks import check
 from .formula import agent_attention
 from .matching import Ranking
 from .merging import MergeMap, join, make_merge_map, merge, merge_rows, of_last, unmerge
-from .operator import Attend, GridContext, Operator, heads, project, project_out
-from .ranking import RankedPlan, check_destinations, sample_partition
+from .operator import Attend, GridContext, heads, project, project_out
+from .ranking import RankedOperator, RankedPlan
 
 _LARGEST_K = 1000.0  # half precision ends at 65,504
 
@@ -26,7 +26,7 @@ def check_formula(k: float, scale: float) -> None:
 
 
 @dataclass(frozen=True)
-class Agents(Operator):
+class Agents(RankedOperator):
     """Tokens are merged by `ratio`, and by the same ranking further for the agents.
 
     Attributes:
@@ -56,31 +56,16 @@ class Agents(Operator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_share("ratio", self.ratio, below_one=True)
         check_formula(self.k, self.scale)
-        check_destinations(self.destinations, self.stride, self.at_most)
-        check_ranking(self.ranking)
         ok = self.agent_ratio is None or 0 < self.agent_ratio < 1
         check("agent_ratio", self.agent_ratio, ok, "pass a share in (0, 1), like 0.95, or None")
-
-    @property
-    def own_ranking(self) -> bool:
-        """Whether each layer ranks its own tokens."""
-        return self.ranking == "layer"
 
     def plan(self, context: GridContext) -> AgentsPlan | None:
         """Sample the destinations; None where no cell is whole."""
         stride = context.stride(self.stride, self.at_most)
         if min(context.grid) < stride:
             return None
-        return AgentsPlan(
-            self, sample_partition(context, stride, self.destinations), self.ratio, self.own_ranking
-        )
-
-
-def check_ranking(ranking: str) -> None:
-    """Raise ValueError unless it is whose ranking is."""
-    check("ranking", ranking, ranking in ("level", "layer"), "choose 'level' or 'layer'")
+        return AgentsPlan(self, self.sample_partition(context, stride), self.ratio, self.own_ranking)
 
 
 class AgentsPlan(RankedPlan):
