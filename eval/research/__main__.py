@@ -13,6 +13,8 @@ COMMANDS: dict[str, tuple[type[CommandSettings], str]] = {
     "profile": (s.ProfileSettings, "research.breakdown"),
     "frontier": (s.FrontierSettings, "research.frontier"),
     "fid": (s.FidSettings, "research.fid"),
+    "memory": (s.ComputedSettings, "research.computed_memory"),
+    "time": (s.ModelledSettings, "research.modelled_time"),
     "details": (s.DetailsSettings, "research.scene_details"),
 }
 """Each one's settings and module; `table` is the evaluation's, with T-GATE and forecasts as methods."""

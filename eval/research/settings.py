@@ -18,6 +18,8 @@ from ..settings import (
     Steps,
 )
 
+Size = Annotated[int, Field(ge=64, multiple_of=8)]
+
 
 class ValidationSettings(RunSettings):
     """Validate the metrics on known degradations: fewer steps, more merging, longer caches, blur, noise."""
@@ -109,3 +111,23 @@ class DetailsSettings(CommandSettings):
     has_config: ClassVar[bool] = False
     folder: Path
     """The folder of a table of the bundled toy model."""
+
+
+class ComputedSettings(CommandSettings):
+    """Count the peak memory of SD 1.5's runs and of DreamBooth's steps, without allocating it."""
+
+    has_config: ClassVar[bool] = False
+    sizes: tuple[Size, ...] = Field((512, 768, 1024), min_length=1)
+    """Pixels on a side."""
+    out: Path = Path("runs/computed-memory")
+    """Folder for memory.jsonl, .csv and .md."""
+
+
+class ModelledSettings(CommandSettings):
+    """Model the seconds of SD 1.5's denoising on three GPUs, and check the model on this CPU."""
+
+    has_config: ClassVar[bool] = False
+    sizes: tuple[Size, ...] = Field((512, 768, 1024), min_length=1)
+    """Pixels on a side."""
+    out: Path = Path("runs/modelled-time")
+    """Folder for time.jsonl, .csv and .md."""

@@ -1,0 +1,99 @@
+"""Memory and time that are computed from shapes: against what is allocated, and by hand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from agentsd_eval.images.methods import parse_method
+from agentsd_eval.research.computed_memory import Storages, training
+from agentsd_eval.research.modelled_time import Machine, Roofline
+from agentsd_eval.research.shapes import FusedAttention, denoise, in_dtype, unet
+from agentsd_eval.settings import Settings
+
+TINY = {
+    "sample_size": 64,
+    "block_out_channels": (32, 64),
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "layers_per_block": 1,
+    "attention_head_dim": 4,
+    "cross_attention_dim": 32,
+}
+METHODS = ["baseline", "paper", "agentsd"]
+
+
+def counted(method: str) -> int:
+    """The peak above the weights of a run on shapes."""
+    with Storages("meta") as storages, FusedAttention():
+        model = in_dtype(lambda: unet(TINY), torch.float32, "meta")
+        weights = storages.peak = storages.live
+        denoise(parse_method(method, 0.4, Settings()), model, 256, 4, 8)
+    return storages.peak - weights
+
+
+def test_a_storage_counts_once_and_until_it_is_freed() -> None:
+    with Storages("cpu") as storages:
+        whole = torch.zeros(1000)
+        part = whole[10:20]
+        assert storages.live == 4000
+        del whole
+        assert storages.live == 4000  # a view holds it
+        other = part + 1
+        assert (storages.live, storages.peak) == (4040, 4040)
+        del part, other
+        assert (storages.live, storages.peak) == (0, 4040)
+
+
+RESIDENT = """
+import resource, sys, torch
+sys.path.insert(0, sys.argv[2])
+from test_research_computed import TINY, Settings, denoise, parse_method, unet
+torch.set_num_threads(1)
+model, method = unet(TINY), parse_method(sys.argv[1], 0.4, Settings())
+denoise(method, model, 64, 1, 8)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+denoise(method, model, 256, 4, 8)
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_as_much_is_counted_as_a_process_takes(method: str, request: pytest.FixtureRequest) -> None:
+    command = [sys.executable, "-c", RESIDENT, method, str(request.path.parent)]
+    environment = {"MALLOC_MMAP_THRESHOLD_": "65536", "PATH": "/usr/bin:/bin"}  # what is freed is given back
+    taken = int(subprocess.run(command, check=True, capture_output=True, env=environment).stdout)
+    assert counted(method) == pytest.approx(taken, rel=0.1)
+
+
+def test_residuals_and_features_are_counted() -> None:
+    baseline, agentsd = counted("baseline"), counted("agentsd")
+    features_of_two_passes = 4 * 2 * 32 * 32 * 32 * 4
+    assert agentsd - baseline >= features_of_two_passes
+
+
+def test_training_is_weights_gradients_and_states_by_parameter() -> None:
+    parts = training(0.4, prior=False)
+    parameters = 859_520_964  # SD 1.5's U-Net, as published
+    assert parts["weights"] == parts["gradients"] == 4 * parameters
+    assert parts["optimizer"] == 2 * parameters
+    assert parts["peak"] == sum(size for part, size in parts.items() if part != "peak")
+    assert parts["peak"] < 12e9
+
+
+def test_a_roofline_takes_the_longest_of_three() -> None:
+    machines = (Machine("m", flops=1e6, bandwidth=1e6, launch=1e-3, host=0.5, reached=0.5),)
+    with Roofline(machines, "cpu") as account:
+        a = torch.zeros(100, 100)
+        assert account.seconds[0] == pytest.approx(0.04)  # 40,000 bytes
+        a @ a
+        assert account.seconds[0] == pytest.approx(0.04 + 2 * 100**3 / 0.5e6)
+        a.view(-1)
+        a[:1, :1] + 1
+    assert account.seconds[0] == pytest.approx(0.04 + 4 + 1e-3)
+    assert account.launches == 3
+    assert account.eager(0) == pytest.approx(4.041)
