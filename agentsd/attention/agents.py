@@ -93,8 +93,9 @@ class AgentsPlan(RankedPlan):
             self._set_agents(make_merge_map(ranking, n_tokens - n_agents, block_input.dtype))
 
     def _set_agents(self, agents: MergeMap) -> None:
-        self.agents = agents
-        self.joined = None if self.tokens is None else join(self.tokens, agents)
+        self.agents, self.joined = agents, None
+        if self.tokens is not None:
+            self.joined, self.tokens, self.agents = join(self.tokens, agents)
 
     def of_last(self, batch: int, images: int) -> AgentsPlan:
         """The same maps for the last images of a batch."""
