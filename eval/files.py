@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import tempfile
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def explain_os_error(error: OSError, path: Path) -> EvalError:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file that is whole or not there: to a neighbour first, then renamed over `path`."""
-    neighbour = path.with_name(f".{path.name}.part")
+    neighbour = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")  # folders may be shared
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with neighbour.open("wb") as file:

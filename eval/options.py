@@ -14,6 +14,7 @@ from .errors import EvalError
 from .settings import CommandSettings
 
 GROUPS = {
+    "Arguments": "what folder first second",
     "Model": "model dtype device arch backend backends compile gradient_checkpointing",
     "Sampling": "prompt prompts classes template per_class scheduler steps guidance_scale height width sizes "
     "seed images batch_size batches",
@@ -22,6 +23,13 @@ GROUPS = {
     "Output and measurement": "",
 }
 """Settings under each head of a command's help; the last one has the others."""
+
+
+RARE = (
+    "backend agent template per_class references other_seeds inception_weights count_on bootstrap "
+    "lr_scheduler class_images other_prompts subject_guidance_scale"
+)
+"""Settings that a command's help only names."""
 
 
 class SettingsCommand(click.Command):
@@ -37,7 +45,10 @@ class SettingsCommand(click.Command):
         """Write the options in their groups, then the names of those that are rare."""
         groups: dict[str, list[tuple[str, str]]] = {name: [] for name in GROUPS}
         for parameter in self.get_params(ctx):
-            if (record := parameter.get_help_record(ctx)) is not None:
+            record = parameter.get_help_record(ctx)
+            if isinstance(parameter, click.Argument):
+                record = parameter.make_metavar(ctx), help_of(self.kind, str(parameter.name))
+            if record is not None:
                 group = next(
                     (g for g, keys in GROUPS.items() if parameter.name in keys.split()), [*GROUPS][-1]
                 )
@@ -46,10 +57,9 @@ class SettingsCommand(click.Command):
             if records:
                 with formatter.section(name):
                     formatter.write_dl(records, col_max=24)
-        if self.kind.rare:
-            names = ", ".join(f"--{key.replace('_', '-')}" for key in self.kind.rare)
+        if names := [option.opts[0] for option in self.params if option.name in RARE.split()]:
             formatter.write_paragraph()
-            formatter.write_text(f"Rarely needed: {names}.")
+            formatter.write_text(f"Rarely needed: {', '.join(names)}.")
 
 
 def parameters_of(kind: type[CommandSettings]) -> list[click.Parameter]:
@@ -61,9 +71,9 @@ def parameters_of(kind: type[CommandSettings]) -> list[click.Parameter]:
     for key, field in kind.model_fields.items():
         value = plain(field.annotation)
         many = typing.get_origin(value) in (tuple, dict)
-        if key in kind.hidden or (typing.get_args(value)[1:] and key == "named"):
+        if key in kind.hidden:
             continue
-        if key in kind.positional:
+        if field.is_required():
             parameters.append(click.Argument([key], metavar=key.upper()))
             continue
         name = f"--{key.replace('_', '-')}"
@@ -79,7 +89,7 @@ def parameters_of(kind: type[CommandSettings]) -> list[click.Parameter]:
                 multiple=many,
                 default=None,
                 is_flag=value is bool,
-                hidden=key in kind.rare,
+                hidden=key in RARE.split(),
             )
         )
     return parameters

@@ -101,7 +101,7 @@ def _read_config(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     if base is None:
         return values
     if not isinstance(base, str):
-        raise EvalError(f"{path}: base = {_shorten(base)}: write the name of a file beside it")
+        raise EvalError(f"{path}: base = {_shorten(repr(base))}: write the name of a file beside it")
     return _read_config(path.parent / base, (*above, path)) | values
 
 
@@ -110,8 +110,7 @@ def _beside(path: Path, name: str) -> Path:
     return beside if beside.exists() or not Path(name).exists() else Path(name)
 
 
-def _shorten(value: Any) -> str:
-    text = repr(value)
+def _shorten(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
@@ -124,7 +123,8 @@ def _explain(kind: type[BaseModel], path: Path | None, typed: set[str], error: V
             continue  # of its parts that were wrong
         first, *rest = map(str, problem["loc"] or ("",))
         within = [part for part in rest if "[key]" in rest or not part.isdigit()]
-        option = first in typed and first not in getattr(kind, "positional", ())
+        field = kind.model_fields.get(first)
+        option = first in typed and not (field and field.is_required())
         key = ".".join([f"--{first.replace('_', '-')}" if option else first, *within])
         if problem["type"] == "extra_forbidden":
             near = difflib.get_close_matches(key, kind.model_fields, 1)
@@ -133,7 +133,10 @@ def _explain(kind: type[BaseModel], path: Path | None, typed: set[str], error: V
         else:
             # Of a mapping the message names the part that is wrong.
             inside = isinstance(problem["input"], dict) and problem["type"] == "value_error"
-            value = "" if inside or not key else f" = {_shorten(problem['input'])}"
+            said = (
+                problem["input"] if option and isinstance(problem["input"], str) else repr(problem["input"])
+            )
+            value = "" if inside or not key else f" = {_shorten(said)}"
             lead = f"{key}{value}: " if key else ""
             lines.append(lead + problem["msg"].removeprefix("Value error, "))
     where = f" in {path} and the command line" if path else ""

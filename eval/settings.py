@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Backend = Literal["sdpa", "unfused"]
 Scheduler = Literal["model", "plms", "ddim", "ddpm", "euler", "dpm++", "dpm++karras"]
 FeatureName = Literal["efficientnet-lite0", "inception"]
-Scope = Literal["forward", "pipeline", "priced", "training"]
+Scope = Literal["forward", "pipeline", "training"]
 Ratio = Annotated[float, Field(ge=0, le=0.75)]
 DType = Literal["float32", "float16", "bfloat16"]
 OneRatio = Annotated[Ratio, Field(description="Share of the tokens that is merged.")]
@@ -54,15 +54,12 @@ class CommandSettings(BaseModel):
     """The settings of a command."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-    positional: ClassVar[tuple[str, ...]] = ()
-    """Settings that are arguments."""
-    rare: ClassVar[tuple[str, ...]] = ()
-    """Options that `--help` only names."""
     hidden: ClassVar[tuple[str, ...]] = ("named",)
-    """Settings without an option; they may stand in YAML."""
+    """Settings without an option; YAML may hold them."""
     unused: ClassVar[tuple[str, ...]] = ()
     """Settings of the class above that the command refuses in YAML."""
-    has_config: ClassVar[bool] = True
+    has_config: ClassVar[bool] = False
+    """Whether a preset or a YAML file may set it up."""
     resumes: ClassVar[bool] = False
     """Whether the command goes on where it was stopped."""
 
@@ -70,6 +67,7 @@ class CommandSettings(BaseModel):
 class Settings(CommandSettings):
     """What every command shares: a model and how it samples (Appendix B.2 of the paper where it speaks)."""
 
+    has_config: ClassVar[bool] = True
     model: str = "demo"
     """demo (the toy model), a folder, or a hub id."""
     dtype: DType = "float32"
@@ -171,7 +169,6 @@ class ShowSettings(SamplingSettings):
 class CompareSettings(ShowSettings):
     """Make the same images with each method, side by side in one PNG, and print times and differences."""
 
-    rare: ClassVar[tuple[str, ...]] = ("backend", "agent")
     scheduler: SchedulerName = "dpm++karras"
     steps: Steps = 25
     guidance_scale: Guidance = 4.0
@@ -207,128 +204,6 @@ class AppSettings(SamplingSettings):
         return recipe
 
 
-class RunSettings(SamplingSettings):
-    """Make images with each method and ratio, and a row of quality and cost for each (Table 10)."""
-
-    hidden: ClassVar[tuple[str, ...]] = ("named", "ablate_ratio", "ablate_values")
-    rare: ClassVar[tuple[str, ...]] = (
-        "backend",
-        "agent",
-        "template",
-        "per_class",
-        "references",
-        "other_seeds",
-        "inception_weights",
-        "clip",
-        "count_on",
-        "bootstrap",
-    )
-    resumes: ClassVar[bool] = True
-    methods: Methods = ("baseline", "tomesd", "paper", "agentsd")
-    fewer_steps: FewerSteps = (0.8, 0.6, 0.4)
-    ratios: tuple[Ratio, ...] = (0.1, 0.2, 0.3, 0.4, 0.5)
-    """Shares of the tokens that are merged, for every method."""
-    ablate_ratio: OneRatio = 0.5
-    ablate_values: tuple[float, ...] = ()
-    """Values to try; without them, the paper's."""
-    images: int = Field(64, ge=2)
-    """Images for each row."""
-    limit: int | None = Field(None, ge=2)
-    """A trial on so many images a row, in OUT-limit-N. It takes as many real images."""
-    batch_size: int = Field(8, ge=1)
-    """Images made at once. A run may go on with another number."""
-    prompts: Path | None = None
-    """A text file, a prompt a line; else the toy model's captions."""
-    classes: Path | None = None
-    """A text file, a class name a line. Each is asked for by `template` for `per_class` images."""
-    template: str = "A high quality photograph of a {cls}."
-    """The prompt for a class."""
-    per_class: int = Field(2, ge=1)
-    """Images for each class."""
-    reference: Path | None = None
-    """A folder of real images; else the toy model's own."""
-    references: int = Field(4096, ge=8)
-    """Fresh scenes that the toy model's images are compared with."""
-    reference_steps: ReferenceSteps = None
-    other_seeds: bool = False
-    """Compare rows with the baseline's images of other seeds, too."""
-    features: FeatureName = "efficientnet-lite0"
-    """Network of FD and KID; inception is that of real FID."""
-    inception_weights: Path | None = None
-    """pytorch-fid's weights file; without it, pytorch-fid downloads it."""
-    clip: str | None = None
-    """A CLIP model (folder or hub id) for the CLIP score."""
-    count_on: int = Field(1, ge=1)
-    """MACs are counted on so many images; they differ where the latent's distance decides."""
-    bootstrap: int = Field(200, ge=2)
-    """Resamples for the error of a FD."""
-    out: Path = Path("runs/default")
-    """The run's folder; the same folder resumes it."""
-
-    @property
-    def most_references(self) -> int | None:
-        """How many real images a trial takes; None is all of them."""
-        return None if self.limit is None else max(self.limit, 8)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _trial_apart(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or not values.get("limit"):
-            return values
-        out, mark = Path(values.get("out") or cls.model_fields["out"].default), f"-limit-{values['limit']}"
-        return values if out.name.endswith(mark) else {**values, "out": out.with_name(out.name + mark)}
-
-    @field_validator("template")
-    @classmethod
-    def _names_the_class(cls, template: str) -> str:
-        if "{cls}" not in template:
-            raise ValueError("a template holds {cls}, where the class name goes")
-        return template
-
-
-class AblateSettings(RunSettings):
-    """Vary one setting of mode paper at one ratio, beside the baseline (Tables 11, 12 and 13)."""
-
-    positional: ClassVar[tuple[str, ...]] = ("what",)
-    hidden: ClassVar[tuple[str, ...]] = ("named", "methods", "ratios")
-    what: Literal["k", "scale", "early"]
-    """k (Table 11), scale (Table 12) or early (Table 13)."""
-
-
-class CheckSettings(RunSettings):
-    """Check the recipes on your own model: baseline, fewer steps and each recipe; a page, and results to
-    send.
-
-    Without --prompts, other models than the toy model get prompts that ship with the program.
-    """
-
-    hidden: ClassVar[tuple[str, ...]] = ("named", "ratios", "ablate_ratio", "ablate_values", "fewer_steps")
-    scheduler: SchedulerName = "dpm++karras"
-    steps: Steps = 25
-    methods: Methods = ("agentsd", "downsample", "step-caching")
-    ratios: tuple[Ratio, ...] = (0.4,)
-    """Shares of the tokens that are merged, for every method."""
-    calibrated: tuple[Path, ...] = ()
-    """Recipes' files that `calibrate` wrote."""
-    images: int = Field(32, ge=2)
-    """Images for each row."""
-    batch_size: int = Field(4, ge=1)
-    """Images made at once."""
-    reference_steps: ReferenceSteps = 100
-    out: Path = Path("runs/check")
-    """The run's folder; the same folder resumes it."""
-
-    @field_validator("calibrated")
-    @classmethod
-    def _of_other_names(cls, calibrated: tuple[Path, ...]) -> tuple[Path, ...]:
-        if missing := [str(path) for path in calibrated if not path.exists()]:
-            raise ValueError(f"{missing[0]} isn't there; agentsd-eval calibrate makes one")
-        names = [path.stem for path in calibrated]
-        if twice := [name for name in names if names.count(name) > 1 or is_method(name)]:
-            raise ValueError(f"{twice[0]!r} is the name of another row: rename the file")
-        return calibrated
-
-
 class CostSettings(Settings):
     """What the commands share that measure cost without looking at images."""
 
@@ -346,16 +221,15 @@ class LatencySettings(CostSettings):
     """Measure cost alone: seconds, MACs and, on a GPU, memory; the methods take turns."""
 
     hidden: ClassVar[tuple[str, ...]] = ("named", "backend")
-    rare: ClassVar[tuple[str, ...]] = ("agent",)
     fewer_steps: FewerSteps = (0.8, 0.6, 0.4)
     backends: tuple[Backend, ...] = ("sdpa",)
     """Attention of the baseline and of layers left alone. Each method is measured under each."""
     batches: tuple[Annotated[int, Field(ge=1)], ...] = (1,)
     """Images at once."""
     scopes: tuple[Scope, ...] = ("forward", "pipeline")
-    """What is timed: forward, pipeline, priced, training. forward is one guided U-Net call in the early and
-    in the later phase, pipeline a whole run, priced a whole run from one call of each kind, training a
-    forward and backward pass at an early timestep, without guidance and optimizer."""
+    """What is timed: forward, pipeline, training. forward is one guided U-Net call in the early and in the
+    later phase, pipeline a whole run, training a forward and backward pass at an early timestep, without
+    guidance and optimizer."""
     gradient_checkpointing: bool = False
     """In training steps."""
     compile: bool = False
@@ -370,7 +244,6 @@ class CalibrateSettings(ShowSettings):
     """Find the recipe that meets a goal, among the named ones and variations, on your model and prompts."""
 
     hidden: ClassVar[tuple[str, ...]] = ("named", "agent")
-    rare: ClassVar[tuple[str, ...]] = ("backend",)
     resumes: ClassVar[bool] = True
     steps: Steps = 25
     images: int = Field(3, ge=1)
@@ -399,79 +272,9 @@ class CalibrateSettings(ShowSettings):
         return self
 
 
-class SubjectSettings(SamplingSettings):
-    """Teach the model a subject with and without agent attention, and compare how it draws it (Fig. 8).
-
-    Sized for the toy model; the paper (appendix B.4) trains SD 1.5 at a constant 1e-6, and takes 100 DDIM
-    steps.
-    """
-
-    rare: ClassVar[tuple[str, ...]] = (
-        "backend",
-        "agent",
-        "lr_scheduler",
-        "class_images",
-        "other_prompts",
-        "subject_guidance_scale",
-    )
-    resumes: ClassVar[bool] = True
-    scheduler: SchedulerName = "ddim"
-    steps: Steps = 20
-    ratio: OneRatio = 0.4
-    subject: Path | None = None
-    """Folder of the subject's images, 2 or more; else the toy one."""
-    instance_prompt: str = "an emoji of a sks face"
-    """The prompt that the subject is taught under."""
-    class_prompt: str = "an emoji of a face"
-    """The prompt whose images preserve the prior."""
-    train_steps: int = Field(800, ge=1)
-    """Training steps of each finetuning, at batch 1."""
-    learning_rate: float = Field(2e-4, gt=0)
-    """Learning rate of each finetuning."""
-    lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
-    """Schedule of the learning rate. The paper's is constant; a small model at batch 1 ends better where the
-    last steps are small."""
-    subject_guidance_scale: float = Field(2.5, ge=0)
-    """Guidance of the subject's images. `guidance_scale` is that of the other prompts: the toy model's
-    captions are distilled so that 7.5 does what 2.5 did, but not what is taught to it afterwards."""
-    class_images: int = Field(16, ge=1)
-    """Images of the class that prior preservation trains on. The model makes them before its training."""
-    images: int = Field(8, ge=2)
-    """Images of the subject for each row."""
-    other_prompts: int = Field(16, ge=2)
-    """Other prompts, one image each for each row. They are captions that the toy model was trained on, for
-    other models prompts that ship with the program."""
-    clip: str | None = None
-    """A CLIP model (folder or hub id) for CLIP-I and CLIP-T."""
-    dino: str | None = None
-    """A DINO model (folder or hub id) for the DINO score."""
-    out: Path = Path("runs/subject")
-    """The run's folder; the same folder resumes it."""
-
-    @model_validator(mode="after")
-    def _own_subject(self) -> SubjectSettings:
-        asked = ("subject", "instance_prompt", "class_prompt")
-        if self.model != "demo" and (missing := [key for key in asked if key not in self.model_fields_set]):
-            option = missing[0].replace("_", "-")
-            raise ValueError(
-                f"{missing[0]}: the bundled subject is for the toy model; give --{option}, as in "
-                "--subject FOLDER --instance-prompt 'a photo of a sks dog' --class-prompt 'a photo of a dog'"
-            )
-        return self
-
-    @field_validator("agent")
-    @classmethod
-    def _of_the_training(cls, agent: dict[str, Any]) -> dict[str, Any]:
-        if unknown := sorted(set(agent) - {"k", "scale"}):
-            raise ValueError(f"{unknown} can't be trained with; known: k, scale")
-        return agent
-
-
 class ReportSettings(CommandSettings):
     """Write one self-contained HTML page: gain and loss, images under a slider, plots, tables."""
 
-    positional: ClassVar[tuple[str, ...]] = ("folder",)
-    has_config: ClassVar[bool] = False
     folder: Path
     """A run's folder."""
     images: int = Field(12, ge=1)

@@ -77,7 +77,6 @@ TABLE = [
     (evaluate("compare", "--model", "/nowhere/model"), "nowhere"),
     (evaluate("latency", "--sizes", "100"), "100"),
     (evaluate("table", "--config", "nowhere.yaml"), "nowhere.yaml"),
-    (evaluate("fid", "nowhere", "nowhere"), "nowhere"),
     (evaluate("report", "nowhere"), "nowhere"),
     (dreambooth(), "nowhere is not a folder"),
     (dreambooth("--resolution", "33"), "resolution=33"),

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from agentsd_eval.cli import main
-from agentsd_eval.settings import CheckSettings
 from agentsd_eval.studies.check import completed, verdict
+from agentsd_eval.table_settings import CheckSettings
 from click.testing import CliRunner
 
 from agentsd import Recipe, StepCache
@@ -42,9 +42,9 @@ def test_one_command_leaves_a_page_and_results_to_send(
     ]  # fmt: skip
     assert sent["rows"] == [json.loads(line) for line in (out / "check.jsonl").read_text().splitlines()]
     assert all(row["reference_distance"] >= 0 and row["macs"] > 0 for row in sent["rows"])
-    assert (sent["format"], sent["settings"]["steps"]) == (1, 8)
+    assert (sent["format"], sent["settings"]["steps"]) == (2, 8)
     assert sent["settings"]["model"] == Path(model_folder).name
-    assert sent["maker"]["versions"]["agentsd"]
+    assert sent["environment"]["versions"]["agentsd"]
     for private in (str(tmp_path), str(Path(model_folder).parent), "fox"):
         assert private not in text
     monkeypatch.setattr(

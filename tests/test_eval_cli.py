@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from agentsd_eval.cli import main
-from agentsd_eval.quality.clip import ClipScore
+from agentsd_eval.quality.encoders import ClipScore
 from agentsd_eval.quality.features import features_of, load_network
 from click.testing import CliRunner
 from diffusers import StableDiffusionPipeline
@@ -286,13 +286,13 @@ def test_features_are_kept_under_the_images_content(photographs: Path, tmp_path:
             ("compare", "--agent", "kk=1"),
             "unknown ['kk']; known: early_frac",
         ),
-        (("compare", "--ratio", "0.9"), "--ratio = '0.9': Input should be less than or equal to 0.75"),
+        (("compare", "--ratio", "0.9"), "--ratio = 0.9: Input should be less than or equal to 0.75"),
         (("compare", "--model", "/no/such/model"), "can't load the model '/no/such/model': there is no such"),
         (("compare", "--model", "./nofolder"), "can't load the model './nofolder': there is no such folder"),
         (("compare", "--device", "cuda:77"), "device 'cuda:77'"),
         (("compare", "--device", "toaster"), "device 'toaster'"),
         (("ablate", "ratio"), "what = 'ratio': Input should be 'k', 'scale' or 'early'"),
-        (("latency", "--arch", "sd3"), "--arch = 'sd3': Input should be 'sd15' or 'sdxl'"),
+        (("latency", "--arch", "sd3"), "--arch = sd3: Input should be 'sd15' or 'sdxl'"),
         (("table", "--config", "/no/such.yaml"), "can't read the configuration /no/such.yaml"),
         (("report", "/no/such"), "/no/such holds no results"),
     ],

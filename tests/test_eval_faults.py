@@ -26,7 +26,7 @@ from agentsd_eval.pages.rows import Column, figure, to_markdown
 from agentsd_eval.presets import load_settings
 from agentsd_eval.quality.features import Network, features_of
 from agentsd_eval.research.settings import MediatorSettings, ValidationSettings
-from agentsd_eval.settings import AblateSettings, RunSettings
+from agentsd_eval.table_settings import AblateSettings, RunSettings
 from click.testing import CliRunner
 from PIL import Image
 
@@ -93,7 +93,7 @@ def test_prompts_that_are_no_text_are_named(tmp_path: Path) -> None:
 def test_a_setting_has_one_name(tmp_path: Path) -> None:
     """In YAML its key, on the command line that with dashes; errors say it as it was given."""
     path = write(tmp_path, "guidance_scale: 3\nsteps: 0\n")
-    for given, name in (({}, "steps = 0"), ({"steps": "-1"}, "--steps = '-1'")):
+    for given, name in (({}, "steps = 0"), ({"steps": "-1"}, "--steps = -1")):
         with pytest.raises(EvalError, match=rf"\n  {name}: "):
             load_settings(RunSettings, path, given)
     with pytest.raises(EvalError) as told:

@@ -1,7 +1,8 @@
 import io
 
 import numpy as np
-from agentsd_eval.pages.frontier import draw_frontier, has_frontier
+from agentsd_eval.pages.output import plot_bytes
+from agentsd_eval.pages.plots import frontier, has_frontier
 from PIL import Image
 
 
@@ -35,7 +36,7 @@ def test_a_method_below_the_line_is_drawn_below_it():
 
     def ink(distance):
         rows = [*ROWS[:2], row("paper", 75, distance)]
-        image = Image.open(io.BytesIO(draw_frontier(rows, "")))
+        image = Image.open(io.BytesIO(plot_bytes(frontier(rows, ""))))
         blue = (31, 119, 180)  # the first colour of methods
         return np.argwhere((np.asarray(image.convert("RGB")) == blue).all(-1))[:, 0].mean()
 

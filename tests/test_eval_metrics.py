@@ -179,9 +179,3 @@ def test_paired_bootstrap_error_matches_the_spread_over_fresh_seeds() -> None:
 def test_images_needed_is_where_the_interval_is_as_wide_as_the_difference() -> None:
     # at 100 images the half-width is 1.96 * 0.5; 2% of 20 is 0.4, so (0.98 / 0.4)^2 = 6.0 times as many
     assert metrics.images_needed(20.0, 0.5, 100) == pytest.approx(600, abs=1)
-
-
-def test_nearest_reference_by_direction() -> None:
-    references = np.array([[1.0, 0.0], [0.0, 1.0]])
-    assert metrics.nearest(np.array([[9.0, 1.0], [0.1, 0.2]]), references).tolist() == [0, 1]
-    assert metrics.cosine_distance(np.array([[2.0, 0.0]]), np.array([[0.0, 3.0]])).tolist() == [1.0]

@@ -6,7 +6,7 @@ import torch
 from agentsd_demo import accuracy
 from agentsd_demo.scenes import compose, triples
 from agentsd_eval.quality.features import efficientnet_lite0, load_network
-from agentsd_eval.quality.perceptual import Looks, StageFeatures, stage_distance
+from agentsd_eval.quality.perceptual import PerceptualFeatures, StageFeatures, stage_distance
 from agentsd_eval.quality.scenes import scene_reader
 from efficientnet_lite_pytorch import EfficientNet
 from PIL import Image, ImageChops, ImageFilter
@@ -96,7 +96,7 @@ def test_stages_are_the_last_outputs_at_their_strides(features, scenes):
 def test_looks_are_the_same_distances_in_batches_of_half_precision(features, scenes):
     many = (scenes * 12)[:20]
     harmed = [blurred(image, 1) for image in many]
-    found = Looks(features, many).distance(Looks(features, harmed))
+    found = PerceptualFeatures(features, many).distance(PerceptualFeatures(features, harmed))
     exact = stage_distance(features(many[17:18]), features(harmed[17:18])).item()
     assert len(found) == 20
     assert found[17] == pytest.approx(exact, rel=1e-2)

@@ -48,7 +48,7 @@ def preset(sd15: Path, photographs: Path, tmp_path_factory: pytest.TempPathFacto
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         weights = stand_in_for_inception(patch, folder)
         options = ("--model", sd15, "--reference", photographs, "--inception-weights", weights, *SMALL)
-        yield folder, (*options, "--steps", 3)
+        yield folder, (*options, "--steps", 2)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_a_report_of_it(table10: tuple[Path, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "number", "few"), [("k", 11, ()), ("scale", 12, (-0.5,)), ("early", 13, (0.4,))]
+    ("what", "number", "few"), [("k", 11, (0.1,)), ("scale", 12, (-0.5,)), ("early", 13, (0.4,))]
 )
 def test_tables_11_to_13(
     preset: Any, table10: tuple[Path, str], what: str, number: int, few: tuple[float, ...]
@@ -117,7 +117,7 @@ def test_tables_11_to_13(
     invoke("ablate", what, "--config", f"table{number}", *options, *values, "--limit", 2, "--out", out)
     table = (out.with_name(f"{out.name}-limit-2") / f"ablate-{what}.md").read_text().splitlines()
     rows = table[2 : table.index("")]
-    assert [line.split("|")[2].strip() for line in rows] == ["-"] + ["0.5"] * (len(few) or 4)
+    assert [line.split("|")[2].strip() for line in rows] == ["-"] + ["0.5"] * len(few)
     # the same references, whose features Table 10 left in the cache
     assert len(list((folder / "cache").rglob("inception-*.npy"))) == 1
 

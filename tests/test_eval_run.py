@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from agentsd_demo.scenes import Triple
+from agentsd_eval import files
 from agentsd_eval.errors import EvalError
 from agentsd_eval.images.generate import Share, fingerprint, generate
 from agentsd_eval.images.prompts import (
@@ -31,10 +32,12 @@ from agentsd_eval.images.prompts import (
 )
 from agentsd_eval.images.sampling import initial_latents, sample, warm_up
 from agentsd_eval.images.store import Store
-from agentsd_eval.pages import output, quality_table
+from agentsd_eval.pages import quality_table
 from agentsd_eval.pages import rows as results
-from agentsd_eval.settings import AblateSettings, CompareSettings, RedundancySettings, RunSettings
+from agentsd_eval.research.settings import RedundancySettings
+from agentsd_eval.settings import CompareSettings
 from agentsd_eval.studies import ablate, table
+from agentsd_eval.table_settings import AblateSettings, RunSettings
 from logs import warned
 
 PICTURES = from_prompts(["a cat", "a dog"], 7, 10)
@@ -267,7 +270,7 @@ def test_captions_are_spread_evenly_over_what_scenes_can_show() -> None:
 def test_an_unwritable_place_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EvalError, match=r"can't write .*; choose another place with --out"):
-        output.check_writable(tmp_path / "file" / "run" / "table.jsonl")
+        files.check_writable(tmp_path / "file" / "run" / "table.jsonl")
 
 
 def test_equal_images_have_an_infinite_psnr_that_json_can_hold(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A small Stable Diffusion that ships with the package, and the pictures that it was trained on."""
+"""A small Stable Diffusion that ships with the package, and the images that it was trained on."""
 
 from .data import SUBJECT, Reference, load_references
 from .pipeline_io import load_pipeline

@@ -1,4 +1,4 @@
-"""The demonstration model's pictures: one lossless sheet per style, and an index of labels."""
+"""The demonstration model's images: one lossless sheet per style, and an index of labels."""
 
 import hashlib
 import json
@@ -15,20 +15,20 @@ Split = Literal["seen", "heldout"]
 
 STYLES: tuple[Style, ...] = ("3d", "noto")
 SIZE = 64
-"""Pixels on a side of every reference picture."""
+"""Pixels on a side of every reference image."""
 SHEET_COLUMNS = 32
 REFERENCES = Path(__file__).parent / "references"
 PIPELINE = Path(__file__).parent / "pipeline"
 """The 48 directions (48, 1280) of greatest variance of EfficientNet-Lite0's features of 4,096 scenes."""
 SUBJECT = Path(__file__).parent / "subject"
-"""Folder of views of one picture that the model was never trained on, 64x64, for DreamBooth."""
+"""Folder of views of one image that the model was never trained on, 64x64, for DreamBooth."""
 _SPLIT_SEED = "agentsd-demo-0"
 _HELDOUT_CONCEPTS = 0.2  # one style of a fifth of the concepts is a tenth of the pairs
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A labelled picture, 64x64; `caption` is the prompt that asks for it.
+    """A labelled image, 64x64; `caption` is the prompt that asks for it.
 
     `sprite` is RGBA, `image` the same on white (RGB).
     """
@@ -82,7 +82,7 @@ def trained_concepts(folder: Path = PIPELINE) -> list[str]:
 def load_references(
     trained_only: bool = True, concepts: Sequence[str] | Literal["all"] | None = None
 ) -> list[Reference]:
-    """Return the labelled reference pictures, in a fixed order.
+    """Return the labelled reference images, in a fixed order.
 
     `trained_only` keeps the concepts that the shipped model knows; `concepts` names the ones to keep
     instead ("all" for every one). An unknown name raises ValueError.

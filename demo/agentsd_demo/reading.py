@@ -23,7 +23,7 @@ _MARGIN = 2
 
 @dataclass(frozen=True)
 class Reading:
-    """What a picture shows: the background's colour, and the sprite's box or None where there is none."""
+    """What an image shows: the background's colour, and the sprite's box or None where there is none."""
 
     colour: str
     box: Box | None
@@ -39,7 +39,7 @@ def read_scene(image: Image.Image) -> Reading:
 
 
 def fit_background(pixels: np.ndarray) -> np.ndarray:
-    """The linear background of a picture (H, W, 3), fitted to its rim without what stands out there."""
+    """The linear background of an image (H, W, 3), fitted to its rim without what stands out there."""
     height, width, _ = pixels.shape
     y, x = np.mgrid[:height, :width]
     plane = np.stack([x / width, y / height, np.ones((height, width))], -1)
@@ -80,7 +80,7 @@ def _box(differs: np.ndarray) -> Box | None:
 
 
 def crop_sprite(image: Image.Image, box: Box | None) -> Image.Image:
-    """A square around the box, the whole picture where there is none."""
+    """A square around the box, the whole image where there is none."""
     if box is None:
         return image
     left, top, right, bottom = box

@@ -1,6 +1,6 @@
 """Scenes: one sprite at a random place and size on a coloured background, made from a seed without end.
 
-A scene is a pure function of its seed, its size and what is asked for, so that training pictures and fresh
+A scene is a pure function of its seed, its size and what is asked for, so that training images and fresh
 references are told apart by their seeds alone.
 """
 
@@ -64,7 +64,7 @@ class Triple:
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture (RGB), what it shows, and the sprite's box: left, top and side in pixels."""
+    """An image (RGB), what it shows, and the sprite's box: left, top and side in pixels."""
 
     triple: Triple
     box: tuple[int, int, int]

@@ -3,7 +3,7 @@
 import copy
 import itertools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,6 @@ from ..images.sampling import Seconds, Stopwatch
 from ..settings import Backend, CostSettings, LatencySettings
 from .architectures import build
 from .memory import memory_per_image
-from .priced import priced
 from .workload import PHASES, Case, Run, forward_call, workload
 
 
@@ -42,33 +41,30 @@ def methods_of(settings: LatencySettings) -> list[Method]:
 
 def suits(method: Method, case: Case) -> bool:
     """Whether the method has a cost in this scope: what saves calls has none within one."""
-    return case.scope in ("pipeline", "priced") or method.within_a_call
+    return case.scope == "pipeline" or method.within_a_call
 
 
 def measure(
-    pipe: Any, cases: list[Case], methods: list[Method], settings: LatencySettings, tick: Callable[[], None]
+    pipe: Any, cases: list[Case], methods: list[Method], settings: LatencySettings, report: Callable[[], None]
 ) -> Iterator[dict[str, Any]]:
     """Yield a row of figures for each case and method.
 
     The methods take turns within a case (A B C A B C), after a warm-up round in which MACs are
     counted, if they are; a speed-up is the median over the rounds of the baseline's time over the method's.
     A method
-    that needs more memory than the GPU has gets a row without figures. `tick` is called after each round.
+    that needs more memory than the GPU has gets a row without figures. `report` is called after each round.
     """
     check_schedulers(methods, pipe.scheduler, settings.steps)
     if settings.gradient_checkpointing:
         pipe.unet.enable_gradient_checkpointing()
     for case in cases:
         fitting = [method for method in methods if suits(method, case)]
-        if case.scope == "priced":
-            yield from _price_case(pipe, case, fitting, settings, tick)
-            continue
-        yield from _measure_case(pipe, case, fitting, settings, tick)
+        yield from _measure_case(pipe, case, fitting, settings, report)
 
 
 @torch.no_grad()
 def _measure_case(
-    pipe: Any, case: Case, methods: list[Method], settings: LatencySettings, tick: Callable[[], None]
+    pipe: Any, case: Case, methods: list[Method], settings: LatencySettings, report: Callable[[], None]
 ) -> Iterator[dict[str, Any]]:
     device = pipe.unet.device
     untimed = {method: _untimed(method, pipe, case, settings) for method in methods}
@@ -79,35 +75,21 @@ def _measure_case(
             for method in fitting:
                 with turn_of(method) as run:
                     run()
-        tick()
+        report()
         for _ in range(settings.repeats):
             for method in fitting:
                 with turn_of(method) as run, Stopwatch(device) as watch:
                     run()
                 seconds[method].append(watch.seconds)
-            tick()
+            report()
     for method in methods:
-        row = _row(method, case, settings, seconds.get(method, [])) | untimed[method]
+        row = row_of(method, case, settings.repeats, seconds.get(method, [])) | untimed[method]
         for name, backend in (("speedup", method.backend), ("speedup_over_sdpa", "sdpa")):
-            row |= _speedup(name, seconds, _baseline(methods, backend), method, device)
+            row |= speedup_of(name, seconds, baseline_of(methods, backend), method, device)
         yield row
 
 
-def _price_case(
-    pipe: Any, case: Case, methods: list[Method], settings: LatencySettings, tick: Callable[[], None]
-) -> Iterator[dict[str, Any]]:
-    """Yield a row for each method of what a run costs by its calls, as `_measure_case` does."""
-    rounds = []
-    for _ in range(settings.repeats):
-        rounds.append(priced(pipe, methods, case, settings))
-        tick()
-    seconds = {method: [of[i] for of in rounds] for i, method in enumerate(methods)}
-    for method in methods:
-        row = _row(method, case, settings, seconds[method]) | {"macs": None, "memory_per_image": None}
-        yield row | _speedup("speedup", seconds, _baseline(methods, method.backend), method, pipe.unet.device)
-
-
-def _row(method: Method, case: Case, settings: LatencySettings, rounds: list[Seconds]) -> dict[str, Any]:
+def row_of(method: Method, case: Case, repeats: int, rounds: Sequence[Seconds]) -> dict[str, Any]:
     """Return what a row is of, and its times."""
     return {
         "scope": case.scope,
@@ -118,7 +100,7 @@ def _row(method: Method, case: Case, settings: LatencySettings, rounds: list[Sec
         "backend": method.backend,
         "seconds": statistics.median(s.wall for s in rounds) if rounds else None,
         "cpu_seconds": statistics.median(s.cpu for s in rounds) if rounds else None,
-        "rounds": settings.repeats,
+        "rounds": repeats,
     }
 
 
@@ -201,11 +183,12 @@ def _memory(method: Method, pipe: Any, case: Case, settings: LatencySettings) ->
     return memory_per_image(call, case.batch, pipe.unet.device)
 
 
-def _baseline(methods: list[Method], backend: Backend | str) -> Method | None:
+def baseline_of(methods: Sequence[Method], backend: Backend | str) -> Method | None:
+    """Return the baseline with that attention."""
     return next((m for m in methods if m.is_baseline and m.backend == backend), None)
 
 
-def _speedup(
+def speedup_of(
     name: str,
     seconds: dict[Method, list[Seconds]],
     baseline: Method | None,

@@ -10,7 +10,7 @@ from PIL import Image
 
 from agentsd.hosts.models import weights_digest
 
-from ..settings import RunSettings
+from ..table_settings import RunSettings
 from .methods import Method
 from .prompts import ImageSpec
 from .sampling import Seconds, sample, size_of, warm_up
@@ -67,13 +67,13 @@ def generate(
     specs: Sequence[ImageSpec],
     settings: RunSettings,
     share: Share,
-    tick: Callable[[int], None],
+    report: Callable[[int], None],
 ) -> None:
     """Make every image of this process's share that isn't on disk, unharmed, already.
 
     Methods take turns at each batch, so that their times compare and a run stopped early has the same
     images of each. Rows that join baseline's images later get them timed again, a few batches of them.
-    `tick` is called with the number of images that are done.
+    `report` is called with the number of images that are done.
     """
     done = {method: store.intact(method) for method in methods}
     session = uuid.uuid4().hex[:12]
@@ -99,4 +99,4 @@ def generate(
             if method in missing:
                 images, seconds = timed(method, batch)
                 store.save(method, number, batch, images, seconds, session)
-            tick(len(batch))
+            report(len(batch))

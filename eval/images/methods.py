@@ -81,7 +81,7 @@ class Method:
 
     @property
     def interval(self) -> int | None:
-        """The steps between two whole calls of DeepCache; None without it."""
+        """The steps between two computed steps of DeepCache; None without it."""
         return next((number for kind, number in self._numbered if kind == "deepcache"), None)
 
     @property
@@ -154,7 +154,7 @@ def _has(recipe: Recipe, setting: str, value: Any) -> bool:
     if value is None:
         return False
     if setting == "seed":
-        return any(hasattr(operator, "cells") for operator in recipe.operators)
+        return any(hasattr(operator, "destinations") for operator in recipe.operators)
     try:
         recipe.with_settings(**{setting: value})
     except ValueError:

@@ -84,7 +84,7 @@ def forwards_kept(unet: Any) -> Iterator[None]:
 
 @contextmanager
 def deepcache(pipe: Any, interval: int) -> Iterator[Applied]:
-    """DeepCache with one whole call in `interval`, by its own package."""
+    """DeepCache with one computed step in `interval`, by its own package."""
     from DeepCache import DeepCacheSDHelper
 
     helper = DeepCacheSDHelper(pipe=pipe)

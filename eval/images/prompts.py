@@ -10,7 +10,8 @@ from rich.console import Console
 
 from ..errors import EvalError
 from ..files import read_lines
-from ..settings import RunSettings, Settings, ShowSettings
+from ..settings import Settings, ShowSettings
+from ..table_settings import RunSettings
 
 if TYPE_CHECKING:
     from agentsd_demo.scenes import Triple

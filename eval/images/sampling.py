@@ -77,12 +77,12 @@ def sample(
     method: Method,
     specs: Sequence[ImageSpec],
     settings: SamplingSettings,
-    told: Callable[[str], Any] = lambda summary: None,
+    summarise: Callable[[str], Any] = lambda summary: None,
 ) -> tuple[list[Image.Image], Seconds]:
-    """Return one image for each of `images`, made as one batch under `method`, and the time it took.
+    """Return one image for each of `specs`, made as one batch under `method`, and the time it took.
 
-    The time is that of the pipeline's call (text encoder, denoising, decoder), not of patching. A
-    image's noise depends on its seed alone; tomesd's random cells also on the batch's first seed. `told` is
+    The time is that of the pipeline's call (text encoder, denoising, decoder), not of patching. An image's
+    noise depends on its seed alone; tomesd's random cells also on the batch's first seed. `summarise` is
     called with what each call of the run was, where a recipe is in force.
     """
     height, width = size_of(pipe, settings)
@@ -104,5 +104,5 @@ def sample(
                 generator=generators,
             )
         if handle := handle_of(pipe):
-            told(handle.summary())
+            summarise(handle.summary())
     return output.images, watch.seconds

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from .rows import Column, Row, figure, method_text
+from .rows import Column, Row, figure, giga, method_text
 
 
 def columns_of(rows: Sequence[Row], clock: str) -> list[Column]:
@@ -27,15 +27,11 @@ def columns_of(rows: Sequence[Row], clock: str) -> list[Column]:
     ]
     if backends != {"sdpa"}:
         columns.append(Column("over SDPA baseline", _speedup_text("speedup_over_sdpa")))
-    columns.append(Column("GMACs", _giga))
+    columns.append(Column("GMACs", giga("macs")))
     for title, key in (("GB/image", "memory_per_image"), ("GB saved for backward", "saved_for_backward")):
         if any(row.get(key) is not None for row in rows):
             columns.append(Column(title, figure(key, ".2f")))
     return columns
-
-
-def _giga(row: Row) -> str:
-    return "-" if row.get("macs") is None else f"{row['macs'] / 1e9:.1f}"
 
 
 def _speedup_text(key: str) -> Callable[[Row], str]:

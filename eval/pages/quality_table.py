@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from statistics import NormalDist
 
-from .rows import Column, Row, distance_name, figure, method_text
+from .rows import Column, Row, distance_name, figure, giga, method_text
 
 FEWEST = 30
 """Images of a row, below which a change and its noise are not told."""
@@ -126,7 +126,7 @@ def tables_of(rows: Sequence[Row], features: str | None) -> dict[str, list[Colum
             Column("s/img", figure("seconds", ".3f")),
             Column("CPU s/img", figure("cpu_seconds", ".3f")),
             Column(f"speed-up ({'wall' if on_gpu else 'CPU'} time)", figure("speedup", ".2f")),
-            Column("GMACs/img", _giga),
+            Column("GMACs/img", giga("macs")),
             Column("denoising, GB/img", figure("denoising_memory", ".2f")),
             Column("decoding, GB/img", figure("decoding_memory", ".2f")),
         ],
@@ -140,14 +140,10 @@ def tables_of(rows: Sequence[Row], features: str | None) -> dict[str, list[Colum
     return {"the paper's table": paper_columns(features)} | others
 
 
-def _giga(row: Row) -> str:
-    return "-" if row.get("macs") is None else f"{row['macs'] / 1e9:.1f}"
-
-
 def _psnr(row: Row) -> str:
     if row.get("psnr") is None:
         return EQUAL if row.get("equal_images") else "-"
-    return EQUAL if isinstance(row["psnr"], str) else f"{row['psnr']:.2f}"  # "inf" in earlier tables
+    return f"{row['psnr']:.2f}"
 
 
 def _kernel(row: Row) -> str:

@@ -4,9 +4,7 @@ import base64
 import csv
 import io
 import json
-import re
 from collections.abc import Sequence
-from html import unescape
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,8 @@ from .. import run_file
 from ..errors import EvalError
 from ..files import write_bytes
 from ..settings import ReportSettings
-from . import cost_table, quality_table
-from .frontier import frontier, has_place, name_of
+from . import cost_table, quality_table, subject_table
+from .plots import frontier, id_of, is_placed, speeds
 from .rows import Column, Row, method_text
 
 _SIDE = 512  # pixels on a side of an image in the page, at most
@@ -37,7 +35,6 @@ _RESULTS = {
 }
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, OSError, StopIteration, TypeError, ValueError)
 """What files that were cut or edited make the reading of them raise."""
-_OF_QUALITY = ("table", "check", "ablate-k", "ablate-scale", "ablate-early")
 
 
 def command(settings: ReportSettings, console: Console) -> None:
@@ -56,7 +53,7 @@ def write_report(folder: Path, images: int) -> Path:
         raise EvalError(f"{folder} holds no results; run agentsd-eval table --out {folder}")
     loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
     environment = jinja2.Environment(loader=loader, autoescape=True)
-    environment.filters["id"] = name_of
+    environment.filters["id"] = id_of
     path = folder / "report.html"
     page = environment.get_template("report.html.j2").render(model=parts[0]["model"], parts=parts)
     write_bytes(path, page.encode())
@@ -67,15 +64,7 @@ def _whole_part(folder: Path, name: str, images: int, run: Row) -> dict[str, Any
     """Return what `_part` does; raise EvalError where a file of the results is damaged or gone."""
     try:
         return _part(folder, name, images, run)
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        OSError,
-        StopIteration,
-        TypeError,
-        ValueError,
-    ) as error:
+    except _DAMAGED as error:
         told = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise EvalError(
             f"the results of {name} in {folder} can't be read ({told}); make them again by its command"
@@ -98,11 +87,15 @@ def _part(folder: Path, name: str, images: int, run: Row) -> dict[str, Any]:
             "plots": [_speeds(rows, run["clock"])],
             "labels": list(dict.fromkeys(map(method_text, rows))),
         }
-    if name not in _OF_QUALITY:
-        return part | _written(folder, name, run["command"])
+    if name == "subject":
+        tables = subject_table.tables_of(rows)
+        return part | {
+            "tables": [_table(title, rows, columns) for title, columns in tables.items()],
+            "image": _data_uri(folder / "subject.png", 1600),
+        }
     tables = quality_table.tables_of(rows, run["settings"]["features"])
     keys = [
-        key for key in ("reference_distance", "baseline_distance") if any(has_place(row, key) for row in rows)
+        key for key in ("reference_distance", "baseline_distance") if any(is_placed(row, key) for row in rows)
     ]
     return part | {
         "headline": _gain_and_loss(rows, run.get("clock", "CPU")),
@@ -131,6 +124,8 @@ def _table(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> dict[s
 
 def _row_name(row: Row) -> str:
     """Return what a row is shown and hidden by."""
+    if "variant" in row:
+        return subject_table.label_of(row)
     return quality_table.row_label(row) if "label" in row else method_text(row)
 
 
@@ -144,28 +139,6 @@ def _latency_tables(rows: list[Row], clock: str) -> list[dict[str, Any]]:
 
 def _case(row: Row) -> str:
     return f"{row['scope']}, {row['size']} px, batch {row['batch']}"
-
-
-def _written(folder: Path, name: str, command: str) -> dict[str, Any]:
-    """Return the tables, remarks and image of a result whose columns its own command knows."""
-    tables, notes = [], []
-    lines = (folder / f"{name}.md").read_text(encoding="utf-8").splitlines()
-    for is_table, group in groupby(lines, lambda line: line.startswith("|")):
-        block = list(group)
-        if is_table:
-            head, _, *rest = [_cells(line) for line in block]
-            lines_of = [{"of": cells[0], "cells": cells} for cells in rest]
-            tables.append({"title": "", "heads": head, "rows": lines_of})
-        else:
-            notes += [line for line in block if line and command not in line]
-    image = _data_uri(folder / f"{name}.png", 1600)
-    return {"tables": tables, "notes": notes, "image": image}
-
-
-def _cells(line: str) -> list[str]:
-    """Return the cells of a line of a Markdown table as `rows.to_markdown` writes it."""
-    inner = line.strip().removeprefix("|").removesuffix("|")
-    return [unescape(cell.strip().replace("\\|", "|")) for cell in re.split(r"(?<!\\)\|", inner)]
 
 
 def _best(rows: Sequence[Row]) -> Row | None:
@@ -210,24 +183,14 @@ def _gain(rows: Sequence[Row], clock: str) -> str | None:
 
 
 def _speeds(rows: Sequence[Row], clock: str) -> Markup:
-    """Return an SVG of each row's speed-up, with the least and greatest ratio of its rounds."""
-    shown = [row for row in reversed(rows) if row.get("speedup") is not None]
-    figure = Figure(figsize=(8, 0.8 + 0.24 * len(shown)), layout="constrained")
-    axes = figure.subplots()
-    labels, several = [], len({_case(row) for row in shown}) > 1
-    for place, row in enumerate(shown):
-        x = row["speedup"]
-        bars = [[x - row["speedup_low"]], [row["speedup_high"] - x]]
-        drawn = axes.errorbar(x, place, xerr=bars, fmt="o", color="#1f5fa8", ms=5, lw=1)
-        for number, artist in enumerate(drawn.get_children()):
-            artist.set_gid(f"{name_of(method_text(row))}-{place}-{number}")
+    """Return an SVG of each row's speed-up."""
+    shown = [row for row in rows if row.get("speedup") is not None]
+    several = len({_case(row) for row in shown}) > 1
+    labels = []
+    for row in shown:
         backend = "" if row["backend"] == "sdpa" else f", {row['backend']}"
         labels.append(f"{method_text(row)}{backend}" + (f", {_case(row)}" if several else ""))
-    axes.axvline(1, color="#222222", lw=1)
-    axes.set_yticks(range(len(shown)), labels, fontsize=8)
-    axes.set_xlabel(f"speed-up ({clock} time), baseline with the same attention = 1")
-    axes.grid(alpha=0.3, axis="x")
-    return _svg(figure)
+    return _svg(speeds(shown, labels, [id_of(method_text(row)) for row in shown], clock))
 
 
 def _svg(figure: Figure) -> Markup:

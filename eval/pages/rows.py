@@ -38,6 +38,11 @@ def figure(key: str, form: str, missing: str = "-") -> Callable[[Row], str]:
     return text
 
 
+def giga(key: str) -> Callable[[Row], str]:
+    """Return a column's text: the row's `key` in billions."""
+    return lambda row: "-" if row.get(key) is None else f"{row[key] / 1e9:.1f}"
+
+
 def method_text(row: Row) -> str:
     """Return the method and ratio of a row for people, such as "paper r=0.4"."""
     return row["method"] if row["ratio"] is None else f"{row['method']} r={row['ratio']:g}"

@@ -1,11 +1,10 @@
 """Images to feature vectors, by a named network; computed once and kept under the images' content."""
 
 import hashlib
-import os
-import uuid
+import io
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from PIL import Image, ImageOps
 
 from ..errors import EvalError
-from ..files import explain_os_error
+from ..files import write_bytes
 from .fidelity import to_tensor
 
 _BATCH = 16
@@ -135,57 +134,33 @@ def features_of(
     sources: Sources,
     cache: Path,
     crop: tuple[int, int] | None = None,
-    tick: Callable[[int], Any] = lambda count: None,
+    report: Callable[[int], Any] = lambda count: None,
 ) -> np.ndarray:
     """Return features (N, D), float32, in the order of the images (loaded, or paths), mapped from a file.
 
     `crop` (height, width) brings real photographs to the size of generated ones: scaled so that it is
     covered (Lanczos), then cut from the centre. The result is kept in the folder `cache` under a hash of
-    the images' content, the network and the crop; `tick` is called with the number of images done.
+    the images' content, the network and the crop; `report` is called with the number of images done.
     """
     key = _content_key(sources, f"{network.name} {crop}")
     path = cache / f"{network.name}-{key}.npy"
     if path.exists():
         try:
             kept = np.load(path, mmap_mode="r")
-            tick(len(sources))
+            report(len(sources))
             return kept
         except (ValueError, EOFError, OSError):
             path.unlink()  # cut off: made again
-    _compute(network, sources, path, crop, tick)
+    found = []
+    with ThreadPoolExecutor() as threads:
+        for start in range(0, len(sources), _BATCH):
+            images = list(threads.map(lambda one: _open(one, crop), sources[start : start + _BATCH]))
+            found.append(_by_size(network, images))
+            report(len(images))
+    content = io.BytesIO()
+    np.save(content, np.concatenate(found).astype("<f4"))
+    write_bytes(path, content.getvalue())
     return np.load(path, mmap_mode="r")
-
-
-def _compute(
-    network: Network,
-    sources: Sources,
-    path: Path,
-    crop: tuple[int, int] | None,
-    tick: Callable[[int], Any],
-) -> None:
-    """Write the features of images to a file that is whole or not there, batch by batch."""
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")  # runs may share the folder
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file, ThreadPoolExecutor() as threads:
-            for start in range(0, len(sources), _BATCH):
-                batch = sources[start : start + _BATCH]
-                images = list(threads.map(lambda source: _open(source, crop), batch))
-                found = _by_size(network, images)
-                if start == 0:
-                    shape = len(sources), found.shape[1]
-                    header = {"descr": "<f4", "fortran_order": False, "shape": shape}
-                    np.lib.format.write_array_header_1_0(file, header)
-                file.write(found.astype("<f4").tobytes())
-                tick(len(images))
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except OSError as error:
-        raise explain_os_error(error, path) from error
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
 
 
 def _by_size(network: Network, images: list[Image.Image]) -> np.ndarray:

@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 
 from ..images.prompts import ImageSpec
-from ..settings import RunSettings
+from ..table_settings import RunSettings
 from . import fidelity, metrics
-from .clip import ClipScore
+from .encoders import ClipScore
 from .features import Network, features_of, load_network
-from .perceptual import Looks, StageFeatures
+from .perceptual import PerceptualFeatures, StageFeatures
 from .projection import frechet_features
 from .real import Real
 from .summary import summary_of
@@ -114,9 +114,9 @@ class Shown:
         return self._by.features(self.images.paths if isinstance(self.images, Files) else self.images)
 
     @cached_property
-    def looks(self) -> Looks:
+    def perceptual(self) -> PerceptualFeatures:
         """Features of the perceptual distance."""
-        return Looks(self._by.stages, self.images)
+        return PerceptualFeatures(self._by.stages, self.images)
 
 
 @dataclass(frozen=True)
@@ -166,8 +166,10 @@ def measure_each(shown: Shown, asked: Sequence[ImageSpec], beside: References, b
     """Return a row for each image alone."""
     count, is_baseline = len(shown.images), shown is beside.baseline
     nothing: Sequence[Any] = [None] * count
-    to_baseline = nothing if is_baseline else shown.looks.distance(beside.baseline.looks)
-    reference = nothing if beside.reference is None else shown.looks.distance(beside.reference.looks)
+    to_baseline = nothing if is_baseline else shown.perceptual.distance(beside.baseline.perceptual)
+    reference = (
+        nothing if beside.reference is None else shown.perceptual.distance(beside.reference.perceptual)
+    )
     clip = nothing if by.clip is None else by.clip(shown.images, [spec.prompt for spec in asked])
     read: Sequence[Row] = [{}] * count
     if by.reader is not None:

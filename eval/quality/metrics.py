@@ -233,20 +233,10 @@ def images_needed(value: float, error: float, count: int, share: float = 0.02) -
     return int(np.ceil(count * (Z95 * error / (share * abs(value))) ** 2))
 
 
-def nearest(features: Array, references: Array) -> Array:
-    """Return for each of features (N, D) the index of the reference (M, D) of greatest cosine, (N,)."""
-    return np.argmax(unit(features) @ unit(references).T, axis=1)
-
-
 def unit(features: Array) -> Array:
     """Return rows of length 1."""
     features = np.asarray(features, dtype=np.float64)
     return features / np.linalg.norm(features, axis=1, keepdims=True)
-
-
-def cosine_distance(a: Array, b: Array) -> Array:
-    """Return 1 - cosine of each row of a and b, (N,)."""
-    return 1 - (unit(a) * unit(b)).sum(axis=1)
 
 
 def diversity(features: Array) -> float:

@@ -53,14 +53,14 @@ def stage_distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
     ).mean(0)
 
 
-class Looks:
+class PerceptualFeatures:
     """Stage features of many images, in half precision: about 0.7 MB each."""
 
     def __init__(self, features: StageFeatures, images: Sequence[Image.Image]) -> None:
         parts = [features(images[start : start + _BATCH]) for start in range(0, len(images), _BATCH)]
         self._parts = [[stage.half().cpu() for stage in stages] for stages in parts]
 
-    def distance(self, other: "Looks") -> list[float]:
+    def distance(self, other: "PerceptualFeatures") -> list[float]:
         """Return the perceptual distance of each image to the other's of the same place; 0 if equal."""
         found: list[float] = []
         for ours, theirs in zip(self._parts, other._parts, strict=True):

@@ -9,19 +9,13 @@ import numpy as np
 _BASIS = Path(__file__).with_name("basis.npy")
 SHA256 = "c343aebe9d5e7fb5d07935b1996bdfe5b0c70360fa5b6591bcbf58ec03f75a6b"
 """Of the file, so that a figure is known to be of this basis."""
-COMPONENTS = 48
-
-
-def fit_basis(features: np.ndarray, components: int = COMPONENTS) -> np.ndarray:
-    """Return the directions (components, D) of greatest variance of features (N, D), each of length 1."""
-    centred = np.asarray(features, np.float64) - np.mean(features, axis=0)
-    _, vectors = np.linalg.eigh(centred.T @ centred)
-    return np.ascontiguousarray(vectors[:, ::-1][:, :components].T)
 
 
 @cache
 def load_basis() -> np.ndarray:
-    """Return the shipped basis (48, 1280), fitted on 4,096 scenes of all 857 concepts.
+    """Return the shipped basis (48, 1280): the directions of greatest variance of features of length 1.
+
+    They are those of 4,096 scenes of all 857 concepts, each centred on their mean.
 
     Raises:
         ValueError: the file is not the one that this version was released with.

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from PIL import Image
 
-from ..settings import RunSettings
+from ..table_settings import RunSettings
 from .features import image_files
 
 
 def user_cache() -> Path:
-    """Return the folder of what is dear to make and the same for every run."""
+    """Return the folder of what takes long to make and the same for every run."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "agentsd"
 
 

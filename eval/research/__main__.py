@@ -1,7 +1,8 @@
 """The command line of the studies: `python -m agentsd_eval.research NAME --help`."""
 
 from ..cli import make_program
-from ..settings import CommandSettings, RunSettings
+from ..settings import CommandSettings
+from ..table_settings import RunSettings
 from . import settings as s
 from .methods import register
 
@@ -11,6 +12,7 @@ COMMANDS: dict[str, tuple[type[CommandSettings], str]] = {
     "mediators": (s.MediatorSettings, "research.mediators"),
     "redundancy": (s.RedundancySettings, "research.redundancy"),
     "profile": (s.ProfileSettings, "research.breakdown"),
+    "priced": (s.PricedSettings, "research.priced"),
     "frontier": (s.FrontierSettings, "research.frontier"),
     "fid": (s.FidSettings, "research.fid"),
     "memory": (s.ComputedSettings, "research.computed_memory"),

@@ -162,11 +162,11 @@ def cases_of(settings: ProfileSettings, pipe: Any) -> list[Case]:
 
 @torch.no_grad()
 def measure(
-    pipe: Any, cases: list[Case], methods: list[Method], settings: ProfileSettings, tick: Callable[[], None]
+    pipe: Any, cases: list[Case], methods: list[Method], settings: ProfileSettings, report: Callable[[], None]
 ) -> Iterator[list[Row]]:
     """Yield each case's rows, one for each part, with its median seconds under each method.
 
-    The methods take turns after a warm-up round; `tick` is called after each method's turn.
+    The methods take turns after a warm-up round; `report` is called after each method's turn.
     """
     unet = pipe.unet
     for case in cases:
@@ -182,7 +182,7 @@ def measure(
                         run()
                 if number:
                     rounds[method].append({**clock.seconds, TOTAL: sum(clock.seconds.values())})
-                tick()
+                report()
         names = {part for turns in rounds.values() for seconds in turns for part in seconds}
         rows = [_row(case, name, rounds) for name in names]
         first = methods[0].label

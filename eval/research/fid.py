@@ -34,7 +34,7 @@ def distances(sets: Sequence[Sequence[Path]], settings: FidSettings, report: Cal
     """
     check_writable(settings.cache / "features")
     network = load_network(settings.features, find_device(settings.device), settings.inception_weights)
-    a, b = (features_of(network, part, settings.cache, tick=report) for part in sets)
+    a, b = (features_of(network, part, settings.cache, report=report) for part in sets)
     count = min(len(a), len(b))
     row: Row = {"images": f"{len(a)} / {len(b)}"}
     fits = (metrics.fit(frechet_features(part, settings.features)) for part in (a, b))

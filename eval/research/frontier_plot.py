@@ -4,16 +4,15 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..pages.output import plot_bytes
+from ..pages.plots import MARKERS, Series, draw
 from ..pages.rows import Row
 
 COSTS = {"macs": "MACs of an image", "seconds": "time of an image"}
 """What is drawn across, a panel each; the baseline's run of all steps is 1."""
 _LINES = ("#222222", "#8a6d3b", "#5b3a8a", "#2a7f4f")
-_MARKERS = "osD^vP"
 
 
 def family_of(label: str) -> str:
@@ -35,15 +34,11 @@ def draw_frontier(rows: Sequence[Row], title: str) -> bytes:
     families = list(dict.fromkeys(family_of(row["label"]) for row in rows if not row["plain"]))
     panels = figure.subplots(1, len(COSTS), sharey=True)
     for axes, (cost, name) in zip(panels, COSTS.items(), strict=True):
+        series = []
         for number, sampler in enumerate(samplers):
             of_it = [row for row in rows if row["sampler"] == sampler]
-            _draw_sampler(axes, of_it, cost, number, families)
-        axes.set(xscale="log", yscale="log", xlabel=f"{name}, all steps of baseline = 1")
-        axes.grid(alpha=0.3, which="both", lw=0.5)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(lambda value, _: f"{value:g}")
-            axis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "235" else "")
-        axes.tick_params(which="both", labelsize=9)
+            series += _series(of_it, cost, number, families)
+        draw(axes, series, xscale="log", yscale="log", xlabel=f"{name}, all steps of baseline = 1")
     panels[0].set_ylabel("perceptual distance x1000 to the sampler's reference image")
     handles, labels = panels[0].get_legend_handles_labels()
     shown = dict(zip(labels, handles, strict=True))
@@ -57,25 +52,27 @@ def _group(row: Row) -> str:
     return "" if row["plain"] else family_of(row["label"])
 
 
-def _draw_sampler(axes: Axes, rows: Sequence[Row], cost: str, number: int, families: Sequence[str]) -> None:
-    """Draw a sampler's line of fewer steps, and its methods; the first sampler's go by their names alone."""
-    place, line, marker = f"cost_{cost}", _LINES[number % len(_LINES)], _MARKERS[number % len(_MARKERS)]
-    drawn = sorted((row for row in rows if row[place]), key=lambda r: (_group(r), r[place]))
+def _series(rows: Sequence[Row], cost: str, number: int, families: Sequence[str]) -> list[Series]:
+    """Return a sampler's line of fewer steps, and its methods; the first sampler's go by their names
+    alone."""
+    key, marker = f"cost_{cost}", MARKERS[number % len(MARKERS)]
+    series = []
+    drawn = sorted((row for row in rows if row[key]), key=lambda row: (_group(row), row[key]))
     for family, group in groupby(drawn, key=_group):
         each = list(group)
-        across, up = [row[place] for row in each], [1e3 * row["reference_distance"] for row in each]
+        points = [(row[key], 1e3 * row["reference_distance"]) for row in each]
         if not family:
-            label = f"fewer steps, {each[0]['sampler']}"
-            axes.plot(across, up, "-", marker=".", color=line, lw=2, label=label, zorder=3)
-            for row, x, y in zip(each, across, up, strict=True):
-                steps = str(row["steps"])
-                axes.annotate(steps, (x, y), textcoords="offset points", xytext=(-13, -10), fontsize=8)
+            label, colour = f"fewer steps, {each[0]['sampler']}", _LINES[number % len(_LINES)]
+            names = [str(row["steps"]) for row in each]
+            series.append(
+                Series(label, points, line=True, colour=colour, marker=".", names=names, shift=(-13, -10))
+            )
             continue
-        ends = [
-            [1e3 * abs(row["reference_distance"] - row[f"reference_distance_{end}"]) for row in each]
-            for end in ("low", "high")
-        ]
-        colour = f"C{families.index(family) % 10}"
-        face = colour if families.index(family) < 10 else "none"
+        bars = [(1e3 * row["reference_distance_low"], 1e3 * row["reference_distance_high"]) for row in each]
+        index = families.index(family)
         label = f"{family}, {each[0]['sampler']}" if number else family
-        axes.errorbar(across, up, ends, fmt=f"-{marker}", color=colour, mfc=face, ms=6, lw=1, label=label)
+        fill = None if index < 10 else "none"
+        series.append(
+            Series(label, points, bars, line=True, colour=f"C{index % 10}", marker=marker, fill=fill)
+        )
+    return series

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -11,6 +10,8 @@ from ..errors import EvalError
 from ..files import write_bytes
 from ..images.methods import Method, fewer, parse_method
 from ..pages.output import plot_bytes
+from ..pages.plots import Series
+from ..pages.plots import draw as draw_series
 from ..pages.rows import Row, distance_name
 from ..studies.table import show
 from .settings import MediatorSettings
@@ -78,15 +79,15 @@ def draw(rows: Sequence[Row], features: str | None) -> Figure:
     best = envelope(others)
     plot = Figure(figsize=(7, 4.5), layout="constrained")
     axes = plot.subplots()
-    axes.scatter([x for x, _ in others], [y for _, y in others], s=18, color="tab:gray", label="thresholds")
-    axes.plot(*np.transpose(best), color="tab:blue", marker="o", ms=4, label="envelope")
-    for point in best:
-        axes.annotate(others[point], point, (6, -10), textcoords="offset points", fontsize=8)
-    costs, distances = [row["macs"] / 1e9 for row in baseline], [row["fd"] for row in baseline]
-    axes.plot(costs, distances, marker="*", ms=10, color="tab:red", label="baseline, also in fewer steps")
-    for row, cost in zip(baseline, costs, strict=True):
-        axes.annotate(row["method"], (cost, row["fd"]), (6, 5), textcoords="offset points", fontsize=8)
-    axes.set_xlabel("MACs for an image, G")
-    axes.set_ylabel(distance_name(features))
+    few = [(row["macs"] / 1e9, row["fd"]) for row in baseline]
+    names = [row["method"] for row in baseline]
+    series = [
+        Series("thresholds", list(others), colour="tab:gray"),
+        Series(
+            "envelope", best, line=True, colour="tab:blue", names=[others[p] for p in best], shift=(6, -10)
+        ),
+        Series("baseline, also in fewer steps", few, line=True, colour="tab:red", marker="*", names=names),
+    ]
+    draw_series(axes, series, xlabel="MACs for an image, G", ylabel=distance_name(features))
     axes.legend()
     return plot

@@ -25,8 +25,8 @@ BLURS, NOISES = (0.5, 1.0, 2.0), (4, 10, 25)
 RATIOS = (0.25, 0.5, 0.75)
 INTERVALS = (2, 3, 5, 10)
 NOTE = (
-    "Each pair names a smaller and a greater loss. Of perceptual distances the ratio of the greater one's to "
-    "the smaller one's, a geometric mean over the same seeds; of KIDs (x1000) their difference; "
+    "Each pair names a smaller and a greater degradation. Of perceptual distances the ratio of the greater "
+    "one's to the smaller one's, a geometric mean over the same seeds; of KIDs (x1000) their difference; "
     "with a 95% interval. Seen: the interval lies on the right side."
 )
 
@@ -57,7 +57,7 @@ def command(settings: ValidationSettings, console: Console) -> None:
 
 def methods_of(settings: ValidationSettings) -> tuple[list[Method], dict[str, list[str]]]:
     """Return every method that is run, baseline first, and the chains of their keys, from least to most
-    loss."""
+    degradation."""
     baseline = parse_method("baseline", None, settings)
     chains = {
         "steps": [
@@ -96,24 +96,24 @@ DEGRADED = {name: [f"{name} {strength:g}" for strength in s] for name, (_, s) in
 
 @dataclass(frozen=True)
 class Pair:
-    """The measure of a greater loss beside a smaller one's: its value, and a 95% interval."""
+    """The measure of a greater degradation beside a smaller one's: its value, and a 95% interval."""
 
     value: float
     low: float
     high: float
     none: float
-    """What it is where nothing is lost: a ratio of 1, a difference of 0."""
+    """What it is without any: a ratio of 1, a difference of 0."""
 
     @property
     def verdict(self) -> str:
-        """Whether the loss is seen."""
+        """Whether the degradation is seen."""
         if self.low > self.none:
             return "seen"
         return "out of order" if self.high < self.none else "not told apart"
 
 
 def ratio(less: Sequence[float], more: Sequence[float]) -> Pair:
-    """Return the ratio of two losses' perceptual distances, paired by seed."""
+    """Return the ratio of two degradations' perceptual distances, paired by seed."""
     logs = np.log(np.maximum(more, 1e-12)) - np.log(np.maximum(less, 1e-12))
     middle, half = logs.mean(), Z95 * standard_error(logs)
     low, high = float(np.exp(middle - half)), float(np.exp(middle + half))
@@ -121,7 +121,7 @@ def ratio(less: Sequence[float], more: Sequence[float]) -> Pair:
 
 
 def difference(less: KernelDistance, more: KernelDistance) -> Pair:
-    """Return the difference of two losses' KIDs x1000, paired by seed."""
+    """Return the difference of two degradations' KIDs x1000, paired by seed."""
     middle, half = 1e3 * (more.value - less.value), 1e3 * Z95 * more.difference_error(less)
     return Pair(middle, middle - half, middle + half, none=0.0)
 
@@ -153,7 +153,7 @@ def _interval(row: Row) -> str:
 
 
 COLUMNS = [
-    Column("smaller < greater loss", pair_of),
+    Column("smaller < greater degradation", pair_of),
     Column("measure", lambda row: row["measure"]),
     Column("greater / smaller, or difference", _interval),
     Column("", lambda row: row["verdict"]),

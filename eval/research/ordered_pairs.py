@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 
 from ..pages.output import plot_bytes
+from ..pages.plots import INK, Series, draw
 from ..pages.rows import Row
 
 COLOURS = {"seen": "#2a7f4f", "not told apart": "#888888", "out of order": "#b3261e"}
@@ -23,19 +24,20 @@ def draw_pairs(pairs: Sequence[Row], title: str) -> bytes:
     figure = Figure(figsize=(3 + 2.6 * len(panels), 1.2 + 0.28 * len(names)), layout="constrained")
     every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (measure, scale, nothing) in zip(every, panels, strict=True):
-        axes.axvline(nothing, color="#222222", lw=1)
-        for row in pairs:
-            if row["measure"] == measure:
-                value, place, colour = row["value"], names.index(pair_of(row)), COLOURS[row["verdict"]]
-                ends = [[value - row["low"]], [row["high"] - value]]
-                axes.errorbar(value, place, xerr=ends, fmt="o", color=colour, ms=4, lw=1)
+        series = [
+            Series(
+                "",
+                [(row["value"], names.index(pair_of(row)))],
+                [(row["low"], row["high"])],
+                upright=False,
+                colour=COLOURS[row["verdict"]],
+            )
+            for row in pairs
+            if row["measure"] == measure
+        ]
         what = "difference x1000" if scale == "linear" else "greater / smaller"
-        axes.set(xscale=scale, xlabel=what, title=measure)
-        axes.grid(alpha=0.3, which="both", lw=0.5)
-        axes.tick_params(which="both", labelsize=8)
-        if scale == "log":
-            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-            axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if value in (0.5, 2, 5, 20) else "")
+        draw(axes, series, xscale=scale, xlabel=what, title=measure)
+        axes.axvline(nothing, color=INK, lw=1)
     every[0].set_yticks(range(len(names)), names, fontsize=8)
     every[0].invert_yaxis()
     for verdict, colour in COLOURS.items():

@@ -66,13 +66,13 @@ class _Probe:
         steps: Collection[int],
         settings: RedundancySettings,
         generator: torch.Generator,
-        tick: Callable[[], None],
+        report: Callable[[], None],
     ) -> None:
         self.scores: list[Score] = []
         self._steps = steps
         self._settings = settings
         self._generator = generator
-        self._tick = tick
+        self._report = report
         self._step = -1
         self._timestep = math.nan
         self._measuring = False
@@ -99,7 +99,7 @@ class _Probe:
         else:
             nats, error = js_score_sampled(query, key, self._settings.pairs, self._generator)
         self.scores.append(Score(site, self._step, self._timestep, tokens, nats, error, exact))
-        self._tick()
+        self._report()
 
 
 def _queries_and_keys(attn: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,15 +121,15 @@ def scored(
     steps: Collection[int],
     settings: RedundancySettings,
     generator: torch.Generator,
-    tick: Callable[[], None] = lambda: None,
+    report: Callable[[], None] = lambda: None,
 ) -> Iterator[list[Score]]:
     """Score a U-Net's or DiT's self-attention layers in the calls inside a `with` block, one run of steps.
 
     Yields the list that fills up, in the order of the calls; `steps` (from 0) are those that count. The last
     row of each batch is taken: of one guided image, the conditional half. The hooks change no output, and
-    are gone on leaving. `tick` is called after each score.
+    are gone on leaving. `report` is called after each score.
     """
-    probe = _Probe(steps, settings, generator, tick)
+    probe = _Probe(steps, settings, generator, report)
     with ExitStack() as stack:
         stack.callback(model.register_forward_pre_hook(probe.begin, with_kwargs=True).remove)
         for site in _sites(model):
@@ -170,12 +170,12 @@ def command(settings: RedundancySettings, console: Console) -> None:
 
 
 def score_count(pipe: Any, specs: Sequence[ImageSpec], settings: RedundancySettings) -> int:
-    """Return how often `measure` will call its `tick`."""
+    """Return how often `measure` will call its `report`."""
     return len(specs) * len(steps_of(settings)) * len(_sites(find_model(pipe)))
 
 
 def measure(
-    pipe: Any, specs: Sequence[ImageSpec], settings: RedundancySettings, tick: Callable[[], None]
+    pipe: Any, specs: Sequence[ImageSpec], settings: RedundancySettings, report: Callable[[], None]
 ) -> list[Row]:
     """Make the images one by one with full attention; return a row for each layer and measured step.
 
@@ -188,7 +188,7 @@ def measure(
     generator = torch.Generator().manual_seed(settings.seed)
     groups: dict[tuple[str, int], list[Score]] = {}
     for spec in specs:
-        with scored(model, steps, settings, generator, tick) as scores:
+        with scored(model, steps, settings, generator, report) as scores:
             sample(pipe, baseline, [spec], settings)
         for score in scores:
             groups.setdefault((score.site.name, score.step), []).append(score)

@@ -11,12 +11,13 @@ from ..settings import (
     CommandSettings,
     CostSettings,
     FeatureName,
+    FewerSteps,
     ReferenceSteps,
-    RunSettings,
     SchedulerName,
     ShowSettings,
     Steps,
 )
+from ..table_settings import RunSettings
 
 Size = Annotated[int, Field(ge=64, multiple_of=8)]
 
@@ -58,6 +59,14 @@ class ProfileSettings(CostSettings):
     """Folder for profile.jsonl, .csv and .md."""
 
 
+class PricedSettings(CostSettings):
+    """Measure a whole run's seconds from one U-Net call of each kind, where a run would take an hour."""
+
+    fewer_steps: FewerSteps = (0.8, 0.6, 0.4)
+    out: Path = Path("outputs/priced")
+    """Folder for latency.jsonl, .csv and .md."""
+
+
 class RedundancySettings(ShowSettings):
     """Measure how alike the queries of each self-attention layer are at each step, and draw the map."""
 
@@ -75,8 +84,6 @@ class RedundancySettings(ShowSettings):
 class FidSettings(CommandSettings):
     """Measure the FD and KID between two folders of images."""
 
-    positional: ClassVar[tuple[str, ...]] = ("first", "second")
-    has_config: ClassVar[bool] = False
     first: Path
     """A folder of images."""
     second: Path
@@ -94,6 +101,7 @@ class FidSettings(CommandSettings):
 class FrontierSettings(CommandSettings):
     """Draw several tables' methods in one image: distance against cost, beside fewer steps."""
 
+    has_config: ClassVar[bool] = True
     runs: tuple[Path, ...] = Field((), min_length=1, validate_default=True)
     """Folders with a table. Of rows of one method and sampler the first folder's stands."""
     methods: tuple[str, ...] = ()
@@ -107,8 +115,6 @@ class FrontierSettings(CommandSettings):
 class DetailsSettings(CommandSettings):
     """Measure high-frequency energy, place, size and style of a table's images."""
 
-    positional: ClassVar[tuple[str, ...]] = ("folder",)
-    has_config: ClassVar[bool] = False
     folder: Path
     """The folder of a table of the bundled toy model."""
 

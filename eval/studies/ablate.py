@@ -3,7 +3,7 @@
 from rich.console import Console
 
 from ..images.methods import Method, fewer, parse_method
-from ..settings import AblateSettings
+from ..table_settings import AblateSettings
 from . import table
 
 PAPER_VALUES: dict[str, tuple[float, ...]] = {

@@ -88,16 +88,16 @@ class Pairs:
             raise EvalError(f"{size} px: {error}\nA smaller size needs less memory.") from error
 
     def _sampled(self, method: Method, spec: ImageSpec, settings: AppSettings) -> Pair:
-        told = ["no call yet"]
+        summaries = ["no call yet"]
         if (size := size_of(self._pipe, settings)) not in self._warm:
             warm_up(self._pipe, BASELINE, [spec], settings)
             self._warm.add(size)
         with captured() as notes:
             [baseline], baseline_seconds = sample(self._pipe, BASELINE, [spec], settings)
-            [own], own_seconds = sample(self._pipe, method, [spec], settings, told.append)
+            [own], own_seconds = sample(self._pipe, method, [spec], settings, summaries.append)
         if settings.model == "demo" and (words := unknown_words(self._pipe.tokenizer, [spec.prompt])):
             notes.append(f"the toy model was never taught {', '.join(map(repr, words))}")
-        return Pair((baseline, own), (baseline_seconds, own_seconds), told[-1], notes)
+        return Pair((baseline, own), (baseline_seconds, own_seconds), summaries[-1], notes)
 
 
 def command(settings: AppSettings, console: Console) -> None:

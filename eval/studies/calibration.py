@@ -37,8 +37,8 @@ def command(settings: CalibrateSettings, console: Console) -> None:
     console.print(f"recipe: {settings.out}", soft_wrap=True)
 
 
-def run(pipe: Any, settings: CalibrateSettings, tick: Callable[[int, int], None]) -> Recipe:
-    """Calibrate; `tick` is told how many of how many figures are there.
+def run(pipe: Any, settings: CalibrateSettings, report: Callable[[int, int], None]) -> Recipe:
+    """Calibrate; `report` is called with how many of how many figures are there.
 
     Raises EvalError for what can't be calibrated, or a goal that can't be met, with what can be had.
     """
@@ -59,7 +59,7 @@ def run(pipe: Any, settings: CalibrateSettings, tick: Callable[[int, int], None]
                 guidance_scale=settings.guidance_scale,
                 seed=settings.seed,
                 resume=settings.out.with_suffix(".jsonl"),
-                on_step=tick,
+                on_step=report,
                 height=height,
                 width=width,
             )

@@ -17,7 +17,7 @@ from ..images.prompts import SHIPPED
 from ..pages.quality_table import FEWEST, row_label
 from ..pages.report import write_report
 from ..pages.rows import Row
-from ..settings import CheckSettings
+from ..table_settings import CheckSettings
 from . import table
 
 FORMAT = 2
@@ -28,7 +28,7 @@ _PATHS = ("model", "prompts", "classes", "reference", "inception_weights", "clip
 
 
 def command(settings: CheckSettings, console: Console) -> None:
-    """Make the table, then the page and the file of results, and say what is worth having."""
+    """Make the table, then the page and the file of results, and say which rows gain."""
     settings = completed(settings)
     rows = table.show(settings, table.table_methods(settings), "check", console)
     if not rows:

@@ -73,28 +73,28 @@ def compare(
     methods: list[Method],
     specs: list[ImageSpec],
     settings: CompareSettings,
-    tick: Callable[[], None],
+    report: Callable[[], None],
 ) -> list[Comparison]:
     """Make every image with every method, one at a time, the methods taking turns (A B C A B C).
 
-    `tick` is called after each image and each method's warm-up. The first method is the one compared with.
+    `report` is called after each image and each method's warm-up. The first method is the one compared with.
     """
     check_schedulers(methods, pipe.scheduler, settings.steps)
     for method in methods:
         warm_up(pipe, method, specs[:1], settings)
-        tick()
+        report()
     images: dict[Method, list[Image.Image]] = {method: [] for method in methods}
     seconds: dict[Method, list[Seconds]] = {method: [] for method in methods}
-    told: dict[Method, str] = {}
+    summaries: dict[Method, str] = {}
     for spec in specs:
         for method in methods:
-            made, taken = sample(pipe, method, [spec], settings, partial(told.__setitem__, method))
+            made, taken = sample(pipe, method, [spec], settings, partial(summaries.__setitem__, method))
             images[method] += made
             seconds[method].append(taken)
-            tick()
+            report()
     baseline = methods[0]
     found = [_against(baseline, method, images, seconds, pipe.unet.device) for method in methods]
-    return [replace(one, calls=told.get(one.method)) for one in found]
+    return [replace(one, calls=summaries.get(one.method)) for one in found]
 
 
 def _against(

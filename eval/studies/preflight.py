@@ -13,10 +13,10 @@ from ..images.methods import Method
 from ..images.prompts import ImageSpec
 from ..images.sampling import sample
 from ..images.store import Store
-from ..settings import RunSettings
+from ..table_settings import RunSettings
 
 _PNG = 1.8  # bytes a pixel of a photograph takes as PNG
-_LOOKS = 0.7e6  # bytes of an image's stage features
+_PERCEPTUAL = 0.7e6  # bytes of an image's stage features
 _REST = 1e9  # bytes of everything that doesn't grow with the images
 
 
@@ -46,7 +46,10 @@ def check_memory(count: int, compared: int) -> None:
 
     `compared` are the rows whose features are held at once.
     """
-    needed, free = count * _LOOKS * compared + 4 * 8 * count**2 + _REST, psutil.virtual_memory().available
+    needed, free = (
+        count * _PERCEPTUAL * compared + 4 * 8 * count**2 + _REST,
+        psutil.virtual_memory().available,
+    )
     if needed > free:
         raise EvalError(
             f"measuring {count:,} images a row needs about {needed / 1e9:,.1f} GB of memory, and "

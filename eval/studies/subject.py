@@ -23,7 +23,8 @@ from ..images.store import Store
 from ..pages import rows as results
 from ..pages.output import progress
 from ..pages.rows import Row
-from ..settings import SubjectSettings
+from ..pages.subject_table import tables_of
+from ..table_settings import SubjectSettings
 from .subject_plan import (
     TRAININGS,
     Figures,
@@ -36,24 +37,24 @@ from .subject_plan import (
     variants_of,
     views_of,
 )
-from .subject_report import ceiling_row, draw, note, rows_of, sentences, summary, tables_of
+from .subject_report import ceiling_row, draw, note, rows_of
 from .subject_scores import Scores, load_scores
 
 
 def command(settings: SubjectSettings, console: Console) -> None:
-    """Run the study and print its tables."""
-    rows, told, scores = run(settings, console)
-    for part in (*summary(rows, scores), *told):
-        console.print(part)
+    """Run the study, print its tables, and write them and the images' grid."""
+    rows, remarks = run(settings, console)
+    for title, columns in tables_of(rows).items():
+        console.print(results.to_terminal(title, rows, columns))
+    console.print(remarks)
     console.print(f"images and figures: {settings.out}", soft_wrap=True)
 
 
-def run(settings: SubjectSettings, console: Console) -> tuple[list[Row], list[str], Scores]:
+def run(settings: SubjectSettings, console: Console) -> tuple[list[Row], str]:
     """Train, generate and measure what isn't done yet, and write `subject`.jsonl, .csv, .md, .png in `out`.
 
-    Returns a row for each variant and last the ceiling (the views among themselves), what to say of them, and
-    the scores.
-    Raises EvalError for settings, a folder or a model that won't do.
+    Returns a row for each variant and last the ceiling (the views among themselves), and a note on them.
+    Raises EvalError for settings, a folder or a model that can't be used.
     """
     check_writable(settings.out / "subject.jsonl")
     views, variants = views_of(settings), variants_of(settings)
@@ -61,7 +62,7 @@ def run(settings: SubjectSettings, console: Console) -> tuple[list[Row], list[st
     pipe = load_pipeline(settings)
     if "clip_sample" in pipe.scheduler.config:  # diffusers' DDIM does, but a latent is not bound to [-1, 1]
         pipe.scheduler.register_to_config(clip_sample=False)
-    scores = load_scores(settings, others, pipe.unet.device)
+    scores = load_scores(settings, pipe.unet.device)
     Store(settings.out).claim(_fingerprint(pipe, views, settings), describe_environment(pipe.unet.device))
     with progress(console) as bars:
         for training in TRAININGS:
@@ -70,12 +71,10 @@ def run(settings: SubjectSettings, console: Console) -> tuple[list[Row], list[st
         generate(pipe, variants, [*own, *others], settings, lambda: bars.advance(task))
     figures, ceiling = measure(pipe, variants, views, settings, scores)
     rows = [*rows_of(variants, figures, settings, pipe.unet.device), ceiling_row(ceiling, len(views))]
-    facts = describe_run(settings, pipe.unet.device)
-    told = [*sentences(variants, figures, scores), note(len(views), scores)]
-    tables = list(tables_of(scores).values())
-    results.write_rows(settings.out, "subject", rows, tables, facts, "\n\n".join(told))
-    save_image(draw(variants, views, rows, settings, scores), settings.out / "subject.png")
-    return rows, told, scores
+    facts, remarks = describe_run(settings, pipe.unet.device), note(len(views), scores)
+    results.write_rows(settings.out, "subject", rows, list(tables_of(rows).values()), facts, remarks)
+    save_image(draw(variants, views, rows, settings), settings.out / "subject.png")
+    return rows, remarks
 
 
 def _fingerprint(pipe: Any, views: Sequence[Path], settings: SubjectSettings) -> dict[str, Any]:
@@ -111,11 +110,11 @@ def generate(
     variants: Sequence[Variant],
     specs: Sequence[ImageSpec],
     settings: SubjectSettings,
-    tick: Callable[[], None],
+    report: Callable[[], None],
 ) -> None:
     """Make every image that isn't on disk, unharmed, already; the rows take turns at each, for their times.
 
-    The pipeline's U-Net is its own again afterwards. `tick` is called for each row's image.
+    The pipeline's U-Net is its own again afterwards. `report` is called for each row's image.
     """
     unets = {variant.training: pipe.unet for variant in variants}
     for training in TRAININGS:
@@ -137,7 +136,7 @@ def generate(
                     images, seconds = sample(pipe, variant.method, [spec], guided)
                     store = store_of(variant, settings)
                     store.save(variant.method, spec.index, [spec], images, seconds, session)
-                tick()
+                report()
     finally:
         pipe.unet = unets[Training(None)]
 

@@ -17,7 +17,7 @@ from ..files import read_lines
 from ..images.methods import Method, parse_method
 from ..images.prompts import SHIPPED, ImageSpec, from_prompts, from_triples
 from ..images.store import Store
-from ..settings import SubjectSettings
+from ..table_settings import SubjectSettings
 
 if TYPE_CHECKING:
     from agentsd_demo.scenes import Triple

@@ -24,8 +24,8 @@ from ..images.prompts import ImageSpec, note_unknown_words, specs_of
 from ..images.sampling import Seconds, sample, size_of
 from ..images.store import Entry, Store
 from ..pages import rows as results
-from ..pages.frontier import draw_frontier, has_frontier
-from ..pages.output import progress
+from ..pages.output import plot_bytes, progress
+from ..pages.plots import frontier, has_frontier
 from ..pages.quality_table import note, plan, tables_of
 from ..pages.rows import Row
 from ..quality.features import check_network
@@ -43,7 +43,7 @@ from ..quality.measure import (
 )
 from ..quality.metrics import KernelSet
 from ..quality.real import load_real
-from ..settings import RunSettings
+from ..table_settings import RunSettings
 from .preflight import check_disk, check_memory, check_settings, measure_memory
 
 OTHERS = 1_000_000
@@ -141,7 +141,8 @@ def run(settings: RunSettings, methods: list[Method], name: str, console: Consol
     results.write_rows(settings.out, name, rows, tables, facts, note(settings.features))
     results.write_singles(settings.out / f"{name}-images.csv", singles)
     if has_frontier(rows):
-        write_bytes(settings.out / f"{name}.png", draw_frontier(rows, plot_title(settings, rows)))
+        plot = plot_bytes(frontier(rows, plot_title(settings, rows)))
+        write_bytes(settings.out / f"{name}.png", plot)
     return rows
 
 

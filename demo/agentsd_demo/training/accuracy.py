@@ -1,6 +1,6 @@
-"""Prompt accuracy: is a generated picture's nearest reference of the prompted concept?
+"""Prompt accuracy: is a generated image's nearest reference of the prompted concept?
 
-`python -m agentsd_demo.training.accuracy` prints it for the embedded model.
+`python -m agentsd_demo.training.accuracy` prints it for the toy model.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ def generate(
     size: int | None = None,
     batch: int = 8,
 ) -> list[Image.Image]:
-    """Return a picture of `size` pixels a side for each prompt; the i-th has noise seeded with `seed + i`."""
+    """Return an image of `size` pixels a side for each prompt; the i-th has noise seeded with `seed + i`."""
     pipe.set_progress_bar_config(disable=True)
     images: list[Image.Image] = []
     for start in range(0, len(prompts), batch):
@@ -51,7 +51,7 @@ def generate(
 
 
 def contact_sheet(images: Sequence[Image.Image]) -> Image.Image:
-    """Return pictures of one size in rows of eight."""
+    """Return images of one size in rows of eight."""
     width, height = images[0].size
     rows = -(-len(images) // SHEET_COLUMNS)
     sheet = Image.new("RGB", (width * SHEET_COLUMNS, height * rows), "white")
@@ -72,7 +72,7 @@ def load_efficientnet_lite0() -> Any:
 
 
 def efficientnet_lite0() -> Features:
-    """Return pictures to unit-length features (N, 1280) of EfficientNet-Lite0."""
+    """Return images to unit-length features (N, 1280) of EfficientNet-Lite0."""
     model = load_efficientnet_lite0()
 
     @torch.inference_mode()
@@ -93,7 +93,7 @@ def nearest(queries: Tensor, references: Tensor) -> list[int]:
 
 
 def autoencoded(pipe: Any, images: Sequence[Image.Image]) -> list[Image.Image]:
-    """Return pictures passed through the pipeline's autoencoder."""
+    """Return images passed through the pipeline's autoencoder."""
     decoded = decode(pipe.vae, encode(pipe.vae, to_pixels(list(images))))
     arrays = ((decoded + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
     return [Image.fromarray(array) for array in arrays]
@@ -102,7 +102,7 @@ def autoencoded(pipe: Any, images: Sequence[Image.Image]) -> list[Image.Image]:
 def accuracy(
     pictures: Sequence[tuple[Reference, Image.Image]], among: Sequence[Reference], features: Features
 ) -> dict[str, float]:
-    """Return for each split the share of pictures whose nearest reference has the asked concept.
+    """Return for each split the share of images whose nearest reference has the asked concept.
 
     `pictures` holds what was asked for and what came; either style of the concept counts.
     """

@@ -17,7 +17,7 @@ from .loop import compile_loss, train_loop
 
 
 def to_pixels(images: list[Image.Image]) -> Tensor:
-    """Return RGB pictures as a float tensor (N, 3, H, W) in [-1, 1]."""
+    """Return RGB images as a float tensor (N, 3, H, W) in [-1, 1]."""
     pixels = torch.from_numpy(np.stack([np.asarray(image) for image in images]))
     return pixels.permute(0, 3, 1, 2).float() / 127.5 - 1
 
@@ -39,7 +39,7 @@ def build_autoencoder(config: AutoencoderConfig) -> Any:
 
 
 def latent_shape(autoencoder: Any, pixels: Tensor) -> tuple[int, int, int]:
-    """Return the shape (channels, h, w) of the latents of pictures (N, 3, H, W)."""
+    """Return the shape (channels, h, w) of the latents of images (N, 3, H, W)."""
     scale = 2 ** (len(autoencoder.config.block_out_channels) - 1)
     return autoencoder.config.latent_channels, pixels.shape[2] // scale, pixels.shape[3] // scale
 
@@ -53,7 +53,7 @@ class AutoencoderLoss(nn.Module):
         self.config = config
 
     def forward(self, pixels: Tensor, noise: Tensor) -> Tensor:
-        """Return the loss of pictures (B, 3, H, W), their latents drawn with noise (B, 4, h, w)."""
+        """Return the loss of images (B, 3, H, W), their latents drawn with noise (B, 4, h, w)."""
         posterior = self.autoencoder.encode(pixels).latent_dist
         decoded = self.autoencoder.decode(posterior.mean + posterior.std * noise).sample
         error = (decoded - pixels).float()
@@ -70,9 +70,9 @@ def train_autoencoder(
     seed: int,
     device: torch.device,
 ) -> None:
-    """Train on pictures without end, then normalise the latents.
+    """Train on images without end, then normalise the latents.
 
-    `pictures` returns so many pictures of a seed.
+    `pictures` returns so many images of a seed.
     """
     loss = AutoencoderLoss(autoencoder, config).to(device)
     if config.compile:
@@ -95,13 +95,13 @@ def encode(autoencoder: Any, pixels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def decode(autoencoder: Any, latents: Tensor) -> Tensor:
-    """Return pictures (N, 3, H, W) in [-1, 1] of unscaled latents."""
+    """Return images (N, 3, H, W) in [-1, 1] of unscaled latents."""
     return torch.cat([autoencoder.decode(part).sample for part in latents.split(64)]).clamp(-1, 1)
 
 
 @torch.no_grad()
 def normalise_latents(autoencoder: Any, pixels: Tensor) -> None:
-    """Give the latents of `pixels` mean 0 and variance 1 in each channel, without changing any picture.
+    """Give the latents of `pixels` mean 0 and variance 1 in each channel, without changing any image.
 
     A pipeline's scaling factor can't shift, and a mean left in (white surroundings) leaks through the last
     step of SD's noise schedule. So both go into the 1x1 convolutions on either side of the latent.
@@ -120,7 +120,7 @@ def normalise_latents(autoencoder: Any, pixels: Tensor) -> None:
 
 
 def psnr(autoencoder: Any, pixels: Tensor) -> float:
-    """Return the mean over pictures of the reconstruction's peak signal-to-noise ratio, in dB."""
+    """Return the mean over images of the reconstruction's peak signal-to-noise ratio, in dB."""
     error = decode(autoencoder, encode(autoencoder, pixels)) - pixels
     mse = F.mse_loss(error, torch.zeros_like(error), reduction="none").mean((1, 2, 3)) / 4
     return (-10 * mse.log10()).mean().item()

@@ -1,4 +1,4 @@
-"""Whether pictures were learnt by heart: how near each is to the nearest scene of the training."""
+"""Whether images were learnt by heart: how near each is to the nearest scene of the training."""
 
 import json
 from collections.abc import Sequence

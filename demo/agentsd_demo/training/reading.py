@@ -21,7 +21,7 @@ _SPLITS: tuple[SceneSplit, ...] = ("seen", "heldout triple", "heldout pair")
 
 
 def shares(asked: Sequence[Triple], images: Sequence[Image.Image], reader: ConceptReader) -> dict[str, Any]:
-    """By split: how many pictures, and the shares with the right concept, style and colour."""
+    """By split: how many images, and the shares with the right concept, style and colour."""
     hits: dict[str, list[tuple[bool, bool, bool]]] = {}
     for triple, image in zip(asked, images, strict=True):
         reading = read_scene(image)

@@ -10,13 +10,13 @@ from rich import print
 
 from ..data import SIZE, SUBJECT
 
-_CODEPOINT = "1f916"  # "robot face", of a category that the reference pictures leave out in both styles
+_CODEPOINT = "1f916"  # "robot face", of a category that the reference images leave out in both styles
 _FINE = 4  # turned and scaled on so many times finer pixels
 
 
 @dataclass(frozen=True)
 class View:
-    """How the picture stands in a view: `scale` and `shift` (right, down) are shares of the view's side."""
+    """How the image stands in a view: `scale` and `shift` (right, down) are shares of the view's side."""
 
     scale: float
     degrees: float
@@ -25,7 +25,7 @@ class View:
     background: str
 
     def draw(self, picture: Image.Image) -> Image.Image:
-        """Return a transparent square picture as RGB, 64x64, on the view's background."""
+        """Return a transparent square image as RGB, 64x64, on the view's background."""
         fine = SIZE * _FINE
         side = round(fine * self.scale)
         turned = picture.convert("RGBA").resize((side, side), Image.Resampling.LANCZOS)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from agentsd import Recipe, StepCache, apply_agentsd
 from agentsd.attention.residual import FULL, PLAIN
@@ -17,14 +18,45 @@ from agentsd.hosts.models import find_attention_layers
 from agentsd.recipe import MODES
 from agentsd.schedule import Phases, stages_of
 
+from ..cost.latency import baseline_of, load, row_of, speedup_of
+from ..cost.workload import Case, forward_call
+from ..environment import describe_run
 from ..errors import EvalError
-from ..images.methods import Method
+from ..files import check_writable
+from ..images.methods import Method, expand
 from ..images.sampling import Seconds, Stopwatch
-from ..settings import LatencySettings
-from .workload import Case, forward_call
+from ..pages.cost_table import columns_of
+from ..pages.output import progress
+from ..pages.rows import to_terminal, write_rows
+from .settings import PricedSettings
 
 PROBED = 8
 """Steps of the run whose first calls are timed: step caching takes so many at least."""
+
+
+def command(settings: PricedSettings, console: Console) -> None:
+    """Measure size by size, print the table, and write it."""
+    methods = expand(settings.methods, [settings.ratio], settings, settings.fewer_steps)
+    check_writable(settings.out / "latency.jsonl")
+    pipe = load(settings)
+    device = pipe.unet.device
+    run = describe_run(settings, device)
+    rows = []
+    sizes = settings.sizes or (pipe.unet.config.sample_size * pipe.vae_scale_factor,)
+    with progress(console) as bars:
+        task = bars.add_task("rounds", total=len(sizes) * settings.repeats)
+        for size in sizes:
+            case, rounds = Case("priced", size, 1), []
+            for _ in range(settings.repeats):
+                rounds.append(priced(pipe, methods, case, settings))
+                bars.advance(task)
+            seconds = {method: [of[i] for of in rounds] for i, method in enumerate(methods)}
+            for method in methods:
+                row = row_of(method, case, settings.repeats, seconds[method]) | {"macs": None}
+                baseline = baseline_of(methods, method.backend)
+                rows.append(row | speedup_of("speedup", seconds, baseline, method, device))
+            write_rows(settings.out, "latency", rows, [columns_of(rows, run["clock"])], run)
+    console.print(to_terminal("priced", rows, columns_of(rows, run["clock"])))
 
 
 @dataclass(frozen=True)
@@ -54,7 +86,7 @@ def recipe_of(method: Method) -> Recipe | None:
     if method.parts and (recipe is None or len(method.parts) > 1 or recipe.guidance):
         raise EvalError(
             f"{method.label}: a run is priced for the baseline, DeepCache and recipes without guidance "
-            "caching; time this one with --scope pipeline"
+            "caching; time this one with agentsd-eval latency --scopes pipeline"
         )
     settings = dict(method.agent) | ({} if method.ratio is None else {"ratio": method.ratio})
     return recipe.with_settings(**settings) if recipe and mode and settings else recipe
@@ -113,7 +145,7 @@ def prices_of(pipe: Any, recipe: Recipe | None, call: Any) -> dict[Kind, Seconds
 
 
 @torch.no_grad()
-def priced(pipe: Any, methods: Sequence[Method], case: Case, settings: LatencySettings) -> list[Seconds]:
+def priced(pipe: Any, methods: Sequence[Method], case: Case, settings: PricedSettings) -> list[Seconds]:
     """Return the seconds of a run of each method, autoencoder and all, from one call of each kind."""
     device, side = pipe.unet.device, case.size // pipe.vae_scale_factor
     grid = find_attention_layers(pipe.unet, 1, at_most=True)[0].grid(torch.empty(1, 1, side, side))

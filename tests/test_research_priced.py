@@ -4,13 +4,15 @@ from collections import Counter
 
 import pytest
 import torch
-from agentsd_eval.cost import architectures, latency, priced
-from agentsd_eval.cost.priced import Kind, calls_of, on_grid, recipe_of
+from agentsd_eval.cost import architectures
+from agentsd_eval.cost.latency import load
 from agentsd_eval.cost.workload import Case
 from agentsd_eval.errors import EvalError
 from agentsd_eval.images.methods import parse_method
 from agentsd_eval.images.sampling import Seconds
-from agentsd_eval.settings import LatencySettings
+from agentsd_eval.research import priced
+from agentsd_eval.research.priced import Kind, calls_of, on_grid, recipe_of
+from agentsd_eval.research.settings import PricedSettings
 from diffusers import DPMSolverMultistepScheduler
 from tiny import make_scheduler, make_unet
 
@@ -63,10 +65,10 @@ def test_every_kind_of_a_run_has_a_price(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(
         priced.Stopwatch, "__exit__", lambda self, *e: setattr(self, "seconds", Seconds(1, 1))
     )
-    settings = LatencySettings(
+    settings = PricedSettings(
         steps=25, scheduler="dpm++karras", arch="sd15", named={"shared": {"recipe": SHARED}}
     )
-    pipe = latency.load(settings)
+    pipe = load(settings)
     names = ["baseline", "baseline@12", "paper", "step-caching", "deepcache-3", "agentsd", "shared"]
     methods = [parse_method(name, 0.4, settings) for name in names]
     seconds = priced.priced(pipe, methods, Case("priced", 64, 1), settings)
@@ -78,4 +80,4 @@ def test_what_is_not_priced_is_refused() -> None:
     with pytest.raises(
         EvalError, match=r"tomesd r=0\.4: a run is priced for the baseline, DeepCache and recipes"
     ):
-        recipe_of(parse_method("tomesd", 0.4, LatencySettings()))
+        recipe_of(parse_method("tomesd", 0.4, PricedSettings()))

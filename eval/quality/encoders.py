@@ -1,0 +1,81 @@
+"""CLIP and DINO: how well an image fits its prompt, and how alike two images' subjects are."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModel, CLIPModel, CLIPProcessor
+
+from ..errors import EvalError
+
+_BATCH = 16
+
+
+def _load(kind: Any, processor: Any, model: str, device: torch.device, name: str) -> tuple[Any, Any]:
+    try:
+        return kind.from_pretrained(model).eval().to(device), processor.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        hub_id = {"clip": "openai/clip-vit-base-patch16", "dino": "facebook/dino-vits16"}[name]
+        raise EvalError(
+            f"can't load the {name.upper()} model {model!r}: {error}\nGive a folder or a hub id such as "
+            f"{hub_id}, or leave {name} out."
+        ) from error
+
+
+def _batches(images: Sequence[Image.Image]) -> list[list[Image.Image]]:
+    every = [image.convert("RGB") for image in images]
+    return [every[start : start + _BATCH] for start in range(0, len(every), _BATCH)]
+
+
+class ClipScore:
+    """100 times the cosine of an image's and its prompt's embedding, at least 0 (Hessel et al. 2021).
+
+    As torchmetrics has it; the model is a folder or a hub id, EvalError if it can't be loaded.
+    """
+
+    def __init__(self, model: str, device: torch.device) -> None:
+        self._model, self._processor = _load(CLIPModel, CLIPProcessor, model, device, "clip")
+
+    @torch.inference_mode()
+    def embed(self, images: Sequence[Image.Image]) -> np.ndarray:
+        """Return the embedding of each image, (N, D)."""
+        found = []
+        for batch in _batches(images):
+            inputs = self._processor(images=batch, return_tensors="pt").to(self._model.device)
+            pooled = self._model.vision_model(pixel_values=inputs["pixel_values"]).pooler_output
+            found.append(self._model.visual_projection(pooled).float().cpu())
+        return torch.cat(found).numpy()
+
+    @torch.inference_mode()
+    def __call__(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> np.ndarray:
+        """Return the score of each image, (N,)."""
+        scores = []
+        for number, batch in enumerate(_batches(images)):
+            text = list(prompts[number * _BATCH :][: len(batch)])
+            inputs = self._processor(
+                text=text, images=batch, return_tensors="pt", padding=True, truncation=True
+            )
+            output = self._model(**inputs.to(self._model.device))
+            scores += (output.image_embeds * output.text_embeds).sum(dim=1).tolist()
+        return 100 * np.clip(np.array(scores), 0, None)
+
+
+class Dino:
+    """Images to the class token's last hidden state, as DreamBooth's DINO score has it (Ruiz et al. 2023).
+
+    The model is a folder or a hub id, EvalError if it can't be loaded.
+    """
+
+    def __init__(self, model: str, device: torch.device) -> None:
+        self._model, self._processor = _load(AutoModel, AutoImageProcessor, model, device, "dino")
+
+    @torch.inference_mode()
+    def __call__(self, images: Sequence[Image.Image]) -> np.ndarray:
+        """Return the features of each image, (N, D)."""
+        found = []
+        for batch in _batches(images):
+            inputs = self._processor(images=batch, return_tensors="pt").to(self._model.device)
+            found.append(self._model(**inputs).last_hidden_state[:, 0].float().cpu())
+        return torch.cat(found).numpy()
