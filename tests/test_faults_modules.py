@@ -36,7 +36,7 @@ def test_a_trained_module_has_the_dtype_of_computing_under_layerwise_casting(rec
     unet = make_unet()
     unet.enable_layerwise_casting(storage_dtype=storage, compute_dtype=torch.float32)
     handle = apply_agentsd(unet, recipe=recipe)
-    assert {p.dtype for core in handle._cores for p in core.parameters()} == {torch.float32}
+    assert {p.dtype for module in handle._layers.modules for p in module.parameters()} == {torch.float32}
     assert call(unet).isfinite().all()
 
 

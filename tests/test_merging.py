@@ -32,7 +32,9 @@ def test_unmerge_by_hand():
 def test_two_maps_are_merged_in_one_pass(r, further, dtype):
     x, maps = X.to(dtype), [make_merge_map(RANKING, n, dtype) for n in (r, further)]
     expected = [merge(x, each) for each in maps]
-    joined = join(*maps)
+    joined, *parts = join(*maps)
+    for part, each in zip(parts, expected, strict=True):
+        assert torch.equal(merge(x, part), each)
     assert torch.equal(merge_rows(x, joined), torch.cat([part.flatten(0, 1) for part in expected]))
     assert torch.equal(unmerge(expected[0], joined), unmerge(expected[0], maps[0]))
 

@@ -27,7 +27,6 @@ from agentsd import (
 )
 from agentsd.attention.matching import rank_tokens
 from agentsd.attention.merging import make_merge_map, merge, of_last, unmerge
-from agentsd.attention.ranking import sample_partition
 from agentsd.hosts.schedulers import training_sigma
 from agentsd.modules import AgentModule
 from agentsd.recipe import STEP_CACHING
@@ -231,7 +230,7 @@ def test_cuts_of_the_last_images_of_a_batch(images):
     place = type(
         "GridContext", (), {"grid": (8, 8), "half": False, "batch": 4, "key": (0, 0, 1.0), "device": "cpu"}
     )
-    ranking = rank_tokens(x, sample_partition(place, 4, "random"))
+    ranking = rank_tokens(x, Agents(destinations="random").sample_partition(place, 4))
     one, two = make_merge_map(ranking, 20), make_merge_map(ranking, 50)
     for cut in (one, two):
         small = of_last(cut, 4, images)

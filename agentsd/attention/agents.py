@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
-from ..checks import check, check_share
+from ..checks import check
 from .formula import agent_attention
 from .matching import Ranking
 from .merging import MergeMap, join, make_merge_map, merge, merge_rows, of_last, unmerge
-from .operator import Attend, GridContext, Operator, heads, project, project_out
-from .ranking import RankedPlan, check_destinations, sample_partition
+from .operator import Attend, GridContext, heads, project, project_out
+from .ranking import RankedOperator, RankedPlan
 
 _LARGEST_K = 1000.0  # half precision ends at 65,504
 
@@ -26,7 +26,7 @@ def check_formula(k: float, scale: float) -> None:
 
 
 @dataclass(frozen=True)
-class Agents(Operator):
+class Agents(RankedOperator):
     """Tokens are merged by `ratio`, and by the same ranking further for the agents.
 
     Attributes:
@@ -56,31 +56,16 @@ class Agents(Operator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_share("ratio", self.ratio, below_one=True)
         check_formula(self.k, self.scale)
-        check_destinations(self.destinations, self.stride, self.at_most)
-        check_ranking(self.ranking)
         ok = self.agent_ratio is None or 0 < self.agent_ratio < 1
         check("agent_ratio", self.agent_ratio, ok, "pass a share in (0, 1), like 0.95, or None")
-
-    @property
-    def own_ranking(self) -> bool:
-        """Whether each layer ranks its own tokens."""
-        return self.ranking == "layer"
 
     def plan(self, context: GridContext) -> AgentsPlan | None:
         """Sample the destinations; None where no cell is whole."""
         stride = context.stride(self.stride, self.at_most)
         if min(context.grid) < stride:
             return None
-        return AgentsPlan(
-            self, sample_partition(context, stride, self.destinations), self.ratio, self.own_ranking
-        )
-
-
-def check_ranking(ranking: str) -> None:
-    """Raise ValueError unless it is whose ranking is."""
-    check("ranking", ranking, ranking in ("level", "layer"), "choose 'level' or 'layer'")
+        return AgentsPlan(self, self.sample_partition(context, stride), self.ratio, self.own_ranking)
 
 
 class AgentsPlan(RankedPlan):
@@ -108,8 +93,9 @@ class AgentsPlan(RankedPlan):
             self._set_agents(make_merge_map(ranking, n_tokens - n_agents, block_input.dtype))
 
     def _set_agents(self, agents: MergeMap) -> None:
-        self.agents = agents
-        self.joined = None if self.tokens is None else join(self.tokens, agents)
+        self.agents, self.joined = agents, None
+        if self.tokens is not None:
+            self.joined, self.tokens, self.agents = join(self.tokens, agents)
 
     def of_last(self, batch: int, images: int) -> AgentsPlan:
         """The same maps for the last images of a batch."""

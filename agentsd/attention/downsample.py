@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .matching import sample_destinations, split_grid
 from .operator import Attend, GridContext, Operator, Plan, separate
-from .ranking import check_destinations
+from .ranking import check_stride
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Downsample(Operator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_destinations("first", self.stride, self.at_most)
+        check_stride(self.stride, self.at_most)
 
     def plan(self, context: GridContext) -> DownsamplePlan | None:
         """Pick the tokens that are kept; None where no cell is whole."""

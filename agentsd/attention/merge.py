@@ -8,15 +8,13 @@ from typing import ClassVar
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
-from ..checks import check_share
-from .agents import check_ranking
 from .merging import merge, unmerge
-from .operator import Attend, GridContext, Operator
-from .ranking import RankedPlan, check_destinations, sample_partition
+from .operator import Attend, GridContext
+from .ranking import RankedOperator, RankedPlan
 
 
 @dataclass(frozen=True)
-class Merge(Operator):
+class Merge(RankedOperator):
     """Tokens are merged by `ratio` before attention.
 
     Attributes:
@@ -31,24 +29,11 @@ class Merge(Operator):
     ranking: str = "level"
     destinations: str = "auto"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_share("ratio", self.ratio, below_one=True)
-        check_destinations(self.destinations, self.stride)
-        check_ranking(self.ranking)
-
-    @property
-    def own_ranking(self) -> bool:
-        """Whether each layer ranks its own tokens."""
-        return self.ranking == "layer"
-
     def plan(self, context: GridContext) -> MergePlan | None:
         """Sample the destinations; None where no cell is whole, or nothing is to be merged."""
         if self.ratio == 0 or min(context.grid) < self.stride:
             return None
-        return MergePlan(
-            sample_partition(context, self.stride, self.destinations), self.ratio, self.own_ranking
-        )
+        return MergePlan(self.sample_partition(context, self.stride), self.ratio, self.own_ranking)
 
 
 class MergePlan(RankedPlan):

@@ -64,13 +64,22 @@ def of_last(merge_map: MergeMap, batch: int, images: int) -> MergeMap:
     )
 
 
-def join(first: MergeMap, second: MergeMap) -> MergeMap:
-    """Two maps of the same tokens as one, for a single pass of `merge`: the rows of the first come first."""
-    weights = None
+def join(first: MergeMap, second: MergeMap) -> tuple[MergeMap, MergeMap, MergeMap]:
+    """Two maps of the same tokens as one, for a single pass of `merge_rows`, and both as views of that one.
+
+    The rows of the first come first; the second loses its way back.
+    """
+    tokens, rows = first.members.numel(), first.offsets.numel()
+    members = torch.cat([first.members, second.members])
+    offsets = torch.cat([first.offsets, second.offsets[1:] + tokens])
+    joined = MergeMap(first.assignment, members, offsets, None)
+    first = first._replace(members=members[:tokens], offsets=offsets[:rows])
+    second = second._replace(assignment=members[:0], members=members[tokens:])
     if first.weights is not None and second.weights is not None:
         weights = torch.cat([first.weights, second.weights])
-    offsets = torch.cat([first.offsets, second.offsets[1:] + first.members.numel()])
-    return MergeMap(first.assignment, torch.cat([first.members, second.members]), offsets, weights)
+        joined = joined._replace(weights=weights)
+        first, second = first._replace(weights=weights[:tokens]), second._replace(weights=weights[tokens:])
+    return joined, first, second
 
 
 def merge_rows(x: Tensor, merge_map: MergeMap) -> Tensor:

@@ -14,17 +14,17 @@ from typing import ClassVar
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
-from ..checks import check, check_share
-from .agents import attend_agents, check_formula, check_ranking
+from ..checks import check
+from .agents import attend_agents, check_formula
 from .matching import Partition
 from .merging import merge, unmerge
-from .operator import Attend, GridContext, Operator
+from .operator import Attend, GridContext
 from .pooling import Pool, make_pool, pool_tokens
-from .ranking import RankedPlan, check_destinations, sample_partition
+from .ranking import RankedOperator, RankedPlan
 
 
 @dataclass(frozen=True)
-class PooledAgents(Operator):
+class PooledAgents(RankedOperator):
     """Agents pooled from the queries, on all tokens or on merged ones.
 
     Attributes:
@@ -47,17 +47,9 @@ class PooledAgents(Operator):
     def __post_init__(self) -> None:
         super().__post_init__()
         check("count", self.count, self.count is None or self.count >= 1, "pass 1 or more, or None")
-        check_share("ratio", self.ratio, below_one=True)
         check_formula(self.k, self.scale)
-        check_destinations(self.destinations, self.stride, self.at_most)
-        check_ranking(self.ranking)
         plain = self.ratio > 0 or (self.ranking, self.destinations) == ("level", "auto")
         check("ratio", self.ratio, plain, "ranking and destinations are of merged tokens: pass more than 0")
-
-    @property
-    def own_ranking(self) -> bool:
-        """Whether each layer ranks its own tokens."""
-        return self.ranking == "layer"
 
     def plan(self, context: GridContext) -> PooledPlan | None:
         """Plan the pooling; None where no cell is whole."""
@@ -80,7 +72,7 @@ class PooledAgents(Operator):
         if 2 * max(wanted) < kept:  # as the reference: else attention stays plain
             counts = [settings.count or cells for settings in every or each]
             pool = make_pool(*context.grid, counts, wanted, context.device)
-        partition = sample_partition(context, stride, self.destinations) if self.ratio else None
+        partition = self.sample_partition(context, stride) if self.ratio else None
         return PooledPlan(self, pool, partition) if partition or pool else None
 
 

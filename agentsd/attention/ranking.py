@@ -8,35 +8,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check
+from ..checks import check, check_share
 from .matching import Partition, Ranking, rank_tokens, sample_destinations, split_grid
 from .merging import MergeMap, make_merge_map, of_last
-from .operator import GridContext, Plan
-
-DESTINATIONS = ("auto", "random", "first")
+from .operator import GridContext, Operator, Plan
 
 
-def check_destinations(destinations: str, stride: int, at_most: int | None = None) -> None:
-    """Raise ValueError for a bad way to sample destinations, or a bad size of their cells."""
-    check(
-        "destinations",
-        destinations,
-        destinations in DESTINATIONS,
-        "choose " + " or ".join(map(repr, DESTINATIONS)),
-    )
+def check_stride(stride: int, at_most: int | None = None) -> None:
+    """Raise ValueError for a bad side of cells, or bound of their number."""
     check("stride", stride, stride >= 2, "pass 2 or more")
     check("at_most", at_most, at_most is None or at_most >= 1, "pass 1 or more, or None for no bound")
 
 
-def sample_partition(context: GridContext, stride: int, destinations: str) -> Partition:
-    """Sample a destination in each cell: random ones are sampled anew for each (seed, group, step).
+class RankedOperator(Operator):
+    """An operator whose plan ranks tokens by their likeness to one destination in each cell."""
 
-    "auto" is random for an even batch and first for an odd one, as ToMeSD does; a half goes by both halves.
-    """
-    even = context.half or context.batch % 2 == 0
-    random = destinations == "random" or (destinations == "auto" and even)
-    offsets = sample_destinations(*context.grid, stride, context.key if random else None)
-    return Partition(*(_to(index, context.device) for index in split_grid(*context.grid, stride, offsets)))
+    ratio: float
+    stride: int
+    ranking: str
+    destinations: str
+    at_most: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_share("ratio", self.ratio, below_one=True)
+        check_stride(self.stride, self.at_most)
+        check("ranking", self.ranking, self.ranking in ("level", "layer"), "choose 'level' or 'layer'")
+        ok = self.destinations in ("auto", "random", "first")
+        check("destinations", self.destinations, ok, "choose 'auto' or 'random' or 'first'")
+
+    @property
+    def own_ranking(self) -> bool:
+        """Whether each layer ranks its own tokens."""
+        return self.ranking == "layer"
+
+    def sample_partition(self, context: GridContext, stride: int) -> Partition:
+        """Sample a destination in each cell: random ones are sampled anew for each (seed, group, step).
+
+        "auto" is random for an even batch and first for an odd one (ToMeSD); a half goes by both halves.
+        """
+        even = context.half or context.batch % 2 == 0
+        random = self.destinations == "random" or (self.destinations == "auto" and even)
+        offsets = sample_destinations(*context.grid, stride, context.key if random else None)
+        indices = split_grid(*context.grid, stride, offsets)
+        return Partition(*(_to(index, context.device) for index in indices))
 
 
 def _to(index: Tensor, device: Any) -> Tensor:

@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from ..attention.agents import check_formula
 from ..attention.operator import MODULE, Attend, GridContext, Operator, Plan, project, project_out
-from ..attention.ranking import check_destinations
+from ..attention.ranking import check_stride
 from ..checks import check
 from .agent import AgentAttention
 from .attnzero import AttnZeroAttention
@@ -67,7 +67,7 @@ class AgentModule(TrainedOperator):
         super().__post_init__()
         check("count", self.count, self.count is None or self.count >= 1, "pass 1 or more, or None")
         check_formula(self.k, self.scale)
-        check_destinations("first", self.stride)
+        check_stride(self.stride)
 
     def build(self, heads: int, head_dim: int, grid: tuple[int, int]) -> Module:
         """An `AgentAttention` of so many agents."""

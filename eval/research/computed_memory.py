@@ -22,8 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from agentsd import apply_agentsd
-from agentsd.attention import agents
+from agentsd import Agents, apply_agentsd
 from agentsd.dreambooth.config import DreamBoothConfig
 from agentsd.dreambooth.step import diffusion_loss
 
@@ -236,11 +235,11 @@ def training(ratio: float | None, prior: bool, checkpointing: bool = True) -> di
 @contextmanager
 def _destinations_are_real() -> Iterator[None]:
     """Destination tokens are drawn with numbers, also while no other tensor has any."""
-    drawn = agents.sample_partition
+    drawn = Agents.sample_partition
 
     def sample_partition(*args: Any) -> Any:
         with _disable_current_modes():
             return drawn(*args)
 
-    with patch.object(agents, "sample_partition", sample_partition):
+    with patch.object(Agents, "sample_partition", sample_partition):
         yield
