@@ -11,7 +11,10 @@ from agentsd_eval.cli import main
 from agentsd_eval.cost.memory import memory_per_image
 from click.testing import CliRunner
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def invoke(*arguments: object) -> None:

@@ -3,8 +3,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from agentsd_demo import accuracy
 from agentsd_demo.scenes import compose, triples
+from agentsd_demo.training import accuracy
 from agentsd_eval.quality.features import efficientnet_lite0, load_network
 from agentsd_eval.quality.perceptual import PerceptualFeatures, StageFeatures, stage_distance
 from agentsd_eval.quality.scenes import scene_reader

@@ -33,7 +33,7 @@ from rich.console import Console
 
 from agentsd import Agents, Merge, Phases, Recipe
 from agentsd.dreambooth import training
-from agentsd.dreambooth.data import find_pictures
+from agentsd.dreambooth.data import find_images
 
 CONCEPTS = ["strawberry", "panda face", "carrot"]
 
@@ -262,7 +262,7 @@ def test_the_preset_is_valid() -> None:
 
 
 def test_the_views_that_ship() -> None:
-    images = [Image.open(path) for path in find_pictures(SUBJECT)]
+    images = [Image.open(path) for path in find_images(SUBJECT)]
     assert 4 <= len(images) <= 6
     assert {(image.size, image.mode) for image in images} == {((64, 64), "RGB")}
     assert len({image.tobytes() for image in images}) == len(images)

@@ -1,8 +1,8 @@
 """What a GPU is asked first: the gpu tests, Table 10 on a few images, latencies, a training step.
 
-Each stage is a command of its own, whose output is in a log beside the results; a stage that fails is noted, and
-the others run. What was done is not done again. `first-gpu-run.json` has no paths and prompts: it is meant to
-be sent in.
+Each stage is a command of its own, whose output is in a log beside the results; a stage that fails is noted,
+and the others run. What was done is not done again. `first-gpu-run.json` has no paths and prompts: it is
+meant to be sent in.
 """
 
 from __future__ import annotations
@@ -59,19 +59,13 @@ def stages(settings: FirstGpuSettings, device: torch.device) -> dict[str, list[s
     short = ["--features", "efficientnet-lite0", "--limit", str(settings.limit), "--steps", steps]
     short += ["--height", size, "--width", size, "--out", str(out / "table")]
     runs = ["--scheduler", "dpm++karras", "--steps", "25", "--sizes", ",".join(map(str, settings.sizes))]
-    runs += ["--scopes", "priced", "--methods", METHODS, "--out", str(out / "latency")]
-    study = [sys.executable, "-m", "agentsd_eval.research"]
+    runs += ["--scopes", "pipeline", "--repeats", "3", "--methods", METHODS, "--out", str(out / "latency")]
+    study = "agentsd_eval.research.first_gpu_run"
     return {
         "tests": [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests"],
         "table": [*EVAL, "table", "--config", "table10", *model, *shared, *short],
-        "latency": [*study, "latency", *model, *shared, *runs],
-        "training": [
-            *study[:2],
-            f"{study[2]}.first_gpu_run",
-            settings.model,
-            str(device),
-            str(out / "training.json"),
-        ],
+        "latency": [*EVAL, "latency", *model, *shared, *runs],
+        "training": [sys.executable, "-m", study, settings.model, str(device), str(out / "training.json")],
     }
 
 
