@@ -119,6 +119,7 @@ def test_what_is_wrong_is_said_in_the_page_with_the_way_out(page: Any) -> None:
     make(page)
     alert.get_by_text("a run of 4 steps has none to spare").wait_for()
     page.get_by_label("paper", exact=True).click()
+    page.get_by_text('mode="paper"').wait_for()
     page.get_by_label("ratio (").fill("1.5")
     button.click()
     alert.get_by_text("ratio=1.5: pass a share in [0, 1)").wait_for()
@@ -140,4 +141,5 @@ def test_a_port_that_is_taken_is_said_at_once(address: str) -> None:
     ):
         done = subprocess.run([*words, *more], capture_output=True, text=True, check=False)
         assert done.returncode == 2
-        assert done.stderr.startswith(said)
+        said_last = done.stderr.splitlines()[-1]  # bitsandbytes prints before it, where it is installed
+        assert said_last.startswith(said)

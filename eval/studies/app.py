@@ -206,8 +206,9 @@ def build(pairs: Pairs) -> gr.Blocks:
                 figures: figures_of(pair, mode, pairs.device),
             }
 
-        mode.input(show, mode, numbers, show_progress="hidden")
         asked = [mode, *numbers]
+        shown = mode.input(show, mode, numbers, show_progress="hidden")
+        shown.then(say, asked, line, show_progress="hidden")
         gr.on([part.change for part in asked], say, asked, line, show_progress="hidden")
         gr.on(
             [button.click, prompt.submit],
