@@ -111,6 +111,14 @@ KINDS: dict[str, Callable[[Row, Rows], str]] = {
     },
 }
 
+
+def figure(kind: str, row: Row, rows: Rows) -> str:
+    """A row's figure of a kind; what is no kind is a column of the rows."""
+    if kind in KINDS:
+        return KINDS[kind](row, rows)
+    return f"{row[kind]:.2f}" if kind in row else ""
+
+
 _CONTENT = yaml.safe_load((ROOT / "docs/tables.yaml").read_text(encoding="utf-8"))
 RUNS: dict[str, str] = _CONTENT["runs"]
 TABLES: dict[str, dict[str, Any]] = _CONTENT["tables"]
@@ -128,7 +136,7 @@ def rows_of(run: str) -> Rows:
     rows = list(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
     if "less" in rows[0]:
         return _pairs(rows)
-    return {row.get("label", row["method"]): row for row in rows}
+    return {row.get("label") or row["method"]: row for row in rows}
 
 
 def _pairs(rows: list[Row]) -> Rows:
@@ -144,7 +152,7 @@ def table(name: str) -> str:
     """A Markdown table. Rows that its run lacks, and columns that have nothing in them, are left out."""
     columns, wanted, rows = TABLES[name]["columns"], TABLES[name]["rows"], rows_of(TABLES[name]["run"])
     kept = {head: rows[label] for head, label in wanted.items() if label in rows}
-    cells = [[head, *(KINDS[kind](row, rows) for kind in columns.values())] for head, row in kept.items()]
+    cells = [[head, *(figure(kind, row, rows) for kind in columns.values())] for head, row in kept.items()]
     full = [i for i in range(len(columns) + 1) if any(line[i] for line in cells)]
     lines = [["", *columns], ["---"] * (len(columns) + 1), *cells]
     return "\n" + "\n".join("| " + " | ".join(line[i] for i in full) + " |" for line in lines) + "\n"
@@ -162,7 +170,7 @@ def written(text: str, page: Path = ROOT / "README.md") -> str:
             path = Path(os.path.relpath(folder_of(kind), page.parent)).as_posix()
             return f"{start}[every row]({path}/table.md){end}"
         rows = rows_of([run for place, run in runs if place < match.start()][-1])
-        return start + KINDS[kind](rows[label], rows) + end
+        return start + figure(kind, rows[label], rows) + end
 
     return _MARKED.sub(fill, text)
 
