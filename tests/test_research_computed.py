@@ -30,7 +30,7 @@ def counted(method: str) -> int:
     with Storages("meta") as storages, FusedAttention():
         model = in_dtype(lambda: unet(TINY), torch.float32, "meta")
         weights = storages.peak = storages.live
-        denoise(parse_method(method, 0.4, Settings()), model, 256, 4, 8)
+        denoise(parse_method(method, 0.4, Settings()), model, 512, 2, 8)
     return storages.peak - weights
 
 
@@ -56,7 +56,7 @@ model, method = unet(TINY), parse_method(sys.argv[1], 0.4, Settings())
 denoise(method, model, 64, 1, 8)
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()
-denoise(method, model, 256, 4, 8)
+denoise(method, model, 512, 2, 8)
 print(peak() - before)
 """
 
@@ -72,7 +72,7 @@ def test_as_much_is_counted_as_a_process_takes(method: str, request: pytest.Fixt
 
 def test_residuals_and_features_are_counted() -> None:
     baseline, agentsd = counted("baseline"), counted("agentsd")
-    features_of_two_passes = 4 * 2 * 32 * 32 * 32 * 4
+    features_of_two_passes = 2 * 2 * 32 * 64 * 64 * 4
     assert agentsd - baseline >= features_of_two_passes
 
 
