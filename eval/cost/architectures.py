@@ -27,6 +27,18 @@ SDXL: dict[str, Any] = {
 }
 
 
+def autoencoder(size: int = 512) -> Any:
+    """Return the autoencoder of both, random, for images of so many pixels on a side."""
+    return AutoencoderKL(
+        block_out_channels=(128, 256, 512, 512),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=2,
+        latent_channels=4,
+        sample_size=size,
+    )
+
+
 def build(arch: str, device: torch.device, dtype: torch.dtype) -> Any:
     """Return a pipeline of the U-Net and VAE of "sd15" or "sdxl", random, without text encoders.
 
@@ -39,14 +51,7 @@ def build(arch: str, device: torch.device, dtype: torch.dtype) -> Any:
     try:
         with device:
             unet: Any = UNet2DConditionModel(**(SDXL if arch == "sdxl" else SD15))
-            vae: Any = AutoencoderKL(
-                block_out_channels=(128, 256, 512, 512),
-                down_block_types=("DownEncoderBlock2D",) * 4,
-                up_block_types=("UpDecoderBlock2D",) * 4,
-                layers_per_block=2,
-                latent_channels=4,
-                sample_size=8 * (SDXL if arch == "sdxl" else SD15)["sample_size"],
-            )
+            vae = autoencoder(8 * (SDXL if arch == "sdxl" else SD15)["sample_size"])
     finally:
         torch.set_default_dtype(before)
     unet.eval()

@@ -26,13 +26,14 @@ from agentsd import Agents, apply_agentsd
 from agentsd.dreambooth.config import DreamBoothConfig
 from agentsd.dreambooth.step import diffusion_loss
 
+from ..cost.architectures import autoencoder
 from ..environment import describe_run
 from ..images.methods import Method, parse_method
 from ..pages import rows as results
 from ..pages.rows import Column, Row, figure
 from ..settings import Settings
 from .settings import ComputedSettings
-from .shapes import METHODS, FusedAttention, autoencoder, denoise, in_dtype, unet
+from .shapes import METHODS, FusedAttention, denoise, in_dtype, unet
 
 GB = 1e9
 STEPS = 9

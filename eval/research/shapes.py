@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, DPMSolverMultistepScheduler, UNet2DConditionModel
+from diffusers import DPMSolverMultistepScheduler, UNet2DConditionModel
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -54,18 +54,6 @@ def _flash(
 def unet(config: Mapping[str, Any] = SD15) -> Any:
     """Return a U-Net with random weights, SD 1.5's where nothing else is said."""
     model: Any = UNet2DConditionModel(**config)
-    return model.eval()
-
-
-def autoencoder() -> Any:
-    """Return SD 1.5's, with random weights."""
-    model: Any = AutoencoderKL(
-        block_out_channels=(128, 256, 512, 512),
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        layers_per_block=2,
-        sample_size=512,
-    )
     return model.eval()
 
 
