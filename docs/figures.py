@@ -91,7 +91,7 @@ KINDS: dict[str, Callable[[Row, Rows], str]] = {
     "macs": lambda row, rows: f"{row['macs'] / rows['baseline']['macs']:.2f}",
     "fewer-macs": lambda row, rows: f"{_base(row, rows)['macs'] / row['macs']:.2f}x",
     "images": lambda row, rows: str(row["images"]),
-    "seconds": lambda row, rows: f"{row['seconds']:.1f}",
+    "seconds": lambda row, rows: f"{row['cpu_seconds']:.1f}",
     "faster": lambda row, rows: f"{row['speedup']:.2f}x",
     "memory": lambda row, rows: f"{row['memory_per_image']:.2f}" if row.get("memory_per_image") else "",
     "distance": lambda row, rows: f"{row['reference_distance']:.3f}",
@@ -116,7 +116,8 @@ def figure(kind: str, row: Row, rows: Rows) -> str:
     """A row's figure of a kind; what is no kind is a column of the rows."""
     if kind in KINDS:
         return KINDS[kind](row, rows)
-    return f"{row[kind]:.2f}" if kind in row else ""
+    value = row.get(kind)
+    return "" if value is None else f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
 _CONTENT = yaml.safe_load((ROOT / "docs/tables.yaml").read_text(encoding="utf-8"))
@@ -131,11 +132,13 @@ def folder_of(run: str) -> Path:
 
 @cache
 def rows_of(run: str) -> Rows:
-    """The rows of a run's table by their labels, real images' as real/real; of a validation by its pairs."""
+    """The rows of a run's table by their labels; of latencies by method; of a validation by its pairs."""
     (path,) = folder_of(run).glob("*.jsonl")
     rows = list(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
     if "less" in rows[0]:
         return _pairs(rows)
+    if "scope" in rows[0]:
+        return _methods(rows)
     return {row.get("label") or row["method"]: row for row in rows}
 
 
@@ -146,6 +149,15 @@ def _pairs(rows: list[Row]) -> Rows:
         pair = f"{row['less']} < {row['more']}".replace("-sdpa", "")
         pairs.setdefault(pair, {})[row["measure"]] = row
     return pairs
+
+
+def _methods(rows: list[Row]) -> Rows:
+    """A row for each method, with what it takes at each size: "seconds 512", "speedup 512"."""
+    methods: Rows = {}
+    for row in rows:
+        sized = {f"{kind} {row['size']}": row[kind] for kind in ("seconds", "speedup")}
+        methods.setdefault(row["method"], {}).update(sized)
+    return methods
 
 
 def table(name: str) -> str:
@@ -186,7 +198,7 @@ def points() -> dict[str, Any]:
     rows = rows_of(plot["run"])
 
     def point(label: str) -> tuple[float, float]:
-        return round(rows[label]["seconds"], 2), round(rows[label]["reference_distance"], 4)
+        return round(rows[label]["cpu_seconds"], 2), round(rows[label]["reference_distance"], 4)
 
     steps = {row["label"].partition("@")[2] or "25": row["label"] for row in rows.values() if _is_fewer(row)}
     return {
@@ -218,14 +230,14 @@ def draw(shown: dict[str, Any], path: Path) -> None:
     for i, (name, place) in enumerate(shown["methods"].items()):
         first = i == 0
         axes.plot(*place, "o", ms=10 if first else 7, color="#c4600c" if first else "#2b6cb0", zorder=3)
-        # The first two are neighbours: one name to the left, the other to the right.
+        # The first two are neighbours: the one on the left is named to the left.
         shift, side = ((-9, -4), "right") if first else ((9, -4), "left")
         weight = "bold" if first else "normal"
         axes.annotate(name, place, shift, textcoords="offset points", ha=side, weight=weight)
     tops = [y for group in ("fewer steps", "methods") for _, y in shown[group].values()]
     rights = [x for group in ("fewer steps", "methods") for x, _ in shown[group].values()]
     axes.set(ylim=(0, 1.15 * max(tops)), xlim=(0.85 * line[0][0], 1.12 * max(rights)))
-    axes.set_xlabel("seconds an image (2 CPU cores)")
+    axes.set_xlabel("CPU seconds an image")
     axes.set_ylabel("perceptual distance to the reference image")
     axes.spines[["top", "right"]].set_visible(False)
     middle = line[len(line) // 2]
