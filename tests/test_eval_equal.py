@@ -16,7 +16,7 @@ from logs import warned
 
 
 def image(psnr: float, distance: float) -> dict[str, Any]:
-    return {"psnr": psnr, "ssim": 0.5, "baseline_distance": distance, "split": None}
+    return {"psnr": psnr, "baseline_distance": distance, "split": None}
 
 
 def test_an_equal_image_is_counted_and_in_no_mean() -> None:

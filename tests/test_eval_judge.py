@@ -34,7 +34,6 @@ def test_means_and_paired_changes() -> None:
     assert (row["clip"], row["clip_change"]) == (20.0, 0.0)
     assert row["clip_change_error"] == pytest.approx(3**-0.5)  # changes 1, 0, -1
     assert row["psnr"] == 50.0
-    assert "ssim" not in row
     assert "right_seen_change" not in summary_of(baseline, None)
     assert summary_of([spec(None, None)], None) == {}
 

@@ -283,7 +283,7 @@ def test_equal_images_have_an_infinite_psnr_that_json_can_hold(tmp_path: Path) -
 
 
 PSNR = results.figure("psnr", ".2f")
-QUALITY = ("method", "ratio", "fd", "kid", "kid_error", "psnr", "ssim", "baseline_distance")
+QUALITY = ("method", "ratio", "fd", "kid", "kid_error", "psnr", "baseline_distance")
 
 
 def quality(folder: Path) -> list[list[str]]:

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 from PIL import Image
-from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
+from torchmetrics.functional.image import peak_signal_noise_ratio
 
 
 def to_tensor(image: Image.Image) -> torch.Tensor:
@@ -15,12 +15,6 @@ def to_tensor(image: Image.Image) -> torch.Tensor:
 def psnr(image: Image.Image, baseline: Image.Image) -> float:
     """Return the peak signal-to-noise ratio in dB; infinite for equal images."""
     return float(peak_signal_noise_ratio(to_tensor(image), to_tensor(baseline), data_range=255.0))
-
-
-def ssim(image: Image.Image, baseline: Image.Image) -> float:
-    """Return the structural similarity (Wang et al. 2004, 11x11 Gaussian window); 1 for equal images."""
-    value = structural_similarity_index_measure(to_tensor(image), to_tensor(baseline), data_range=255.0)
-    return float(torch.as_tensor(value))
 
 
 def mean_abs(image: Image.Image, baseline: Image.Image) -> float:

@@ -188,7 +188,6 @@ def measure_each(shown: Shown, asked: Sequence[ImageSpec], beside: References, b
             "baseline_distance": _number(to_baseline[i]),
             "reference_distance": _number(reference[i]),
             "psnr": None if is_baseline else fidelity.psnr(*pair),
-            "ssim": None if is_baseline else fidelity.ssim(*pair),
             "clip": _number(clip[i]),
         }
         rows.append(row | read[i])

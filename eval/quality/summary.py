@@ -28,10 +28,9 @@ def summary_of(rows: Sequence[Row], baseline: Sequence[Row] | None) -> Row:
     means: Row = {}
     for key in ("baseline_distance", "reference_distance"):
         means |= _distance(key, [row[key] for row in rows if row.get(key) is not None])
-    for key in ("psnr", "ssim"):
-        values = np.array([row[key] for row in rows if row.get(key) is not None and row[key] < np.inf])
-        if len(values):
-            means[key] = float(values.mean())
+    ratios = [row["psnr"] for row in rows if row.get("psnr") is not None and row["psnr"] < np.inf]
+    if ratios:
+        means["psnr"] = float(np.mean(ratios))
     if equal := sum(row.get("psnr") == np.inf for row in rows):
         means["equal_images"] = equal
     for key, split in _SHARES:
