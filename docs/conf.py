@@ -22,6 +22,7 @@ suppress_warnings = ["toc.not_included"]  # raw tables, which pages link to one 
 
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # the notebooks' outputs are committed; CI executes them apart
+nb_render_markdown_format = "myst"  # tables in them are tables
 default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
@@ -33,6 +34,8 @@ smartquotes = False  # two dashes are an option's
 html_theme = "furo"
 html_title = "AgentSD for diffusers"
 html_extra_path = ["_root"]
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 
 COMMANDS = ("compare", "table", "ablate", "check", "calibrate", "latency", "subject", "report", "app")
 """The commands of `agentsd-eval` that the reference explains, in this order."""

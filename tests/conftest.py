@@ -85,7 +85,7 @@ def model_folder(make_pipeline: Callable[..., Any], tmp_path_factory: pytest.Tem
 
 @pytest.fixture(scope="session")
 def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Nine pictures of noise, of two sizes."""
+    """Nine images of noise, of two sizes."""
     folder = tmp_path_factory.mktemp("photographs")
     random = np.random.default_rng(0)
     for i in range(9):

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from PIL import Image
 from tiny import (
     BETAS,
-    PICTURE,
+    INPUT_IMAGE,
     WIDTH,
     make_controlnet,
     make_image_encoder,
@@ -27,7 +27,7 @@ from tiny import (
 MASK = Image.radial_gradient("L").resize((32, 32))
 
 
-IMAGE = {"image": PICTURE, "strength": 1.0}
+IMAGE = {"image": INPUT_IMAGE, "strength": 1.0}
 
 
 HOSTS = {
@@ -73,19 +73,19 @@ HOSTS = {
         diffusers.StableDiffusionControlNetPipeline,
         make_unet(),
         {"controlnet": make_controlnet()},
-        {"image": PICTURE},
+        {"image": INPUT_IMAGE},
     ),
     "T2I-Adapter": lambda t: (
         diffusers.StableDiffusionAdapterPipeline,
         make_unet(),
         {"adapter": make_t2i_adapter()},
-        {"image": PICTURE},
+        {"image": INPUT_IMAGE},
     ),
     "InstructPix2Pix": lambda t: (
         diffusers.StableDiffusionInstructPix2PixPipeline,
         make_unet(in_channels=8),
         {},
-        {"image": PICTURE},
+        {"image": INPUT_IMAGE},
     ),
     "LCM": lambda t: (
         diffusers.LatentConsistencyModelPipeline,
@@ -103,7 +103,7 @@ HOSTS = {
         diffusers.StableDiffusionUpscalePipeline,
         make_unet(in_channels=7, num_class_embeds=1000),
         {"low_res_scheduler": diffusers.DDPMScheduler(**BETAS)},
-        {"image": PICTURE.resize((16, 16))},
+        {"image": INPUT_IMAGE.resize((16, 16))},
     ),
     "unCLIP": lambda t: (
         diffusers.StableUnCLIPImg2ImgPipeline,

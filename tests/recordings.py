@@ -1,4 +1,4 @@
-"""Pictures that must not change: tiny runs under every kind of settings of commit b2348a6.
+"""Images that must not change: tiny runs under every kind of settings of commit b2348a6.
 
 `python tests/recordings.py` runs them at that commit and in this tree, one after the other on one machine,
 and prints how far each lies apart.

@@ -61,7 +61,7 @@ def make_sd_vae() -> AutoencoderKL:
 
 
 def make_safety_checker() -> StableDiffusionSafetyChecker:
-    """A checker that calls every picture unsafe: where it is not left out, pictures are black."""
+    """A checker that calls every image unsafe: where it is not left out, images are black."""
     vision = make_image_encoder().config.to_dict()
     torch.manual_seed(0)
     checker = StableDiffusionSafetyChecker(CLIPConfig(vision_config=vision, projection_dim=16)).eval()

@@ -137,7 +137,7 @@ def test_a_deep_copy_has_a_patch_of_its_own():
 
 
 @pytest.mark.parametrize("position", [0, 1])
-def test_a_picture_does_not_depend_on_its_place_in_the_batch(position):
+def test_an_image_does_not_depend_on_its_place_in_the_batch(position):
     """The property holds for the baseline model up to rounding; so for the patched one."""
     unet = make_unet()
     apply_agentsd(unet, recipe=Recipe(Phases(Agents(destinations="random"), Downsample())))

@@ -36,18 +36,18 @@ def test_the_module_starts_as_pooled_agents():
 
 @pytest.mark.parametrize("operator", TRAINED, ids=lambda operator: operator.name)
 def test_applied_and_removed(pipe, sample, operator):
-    before, weights, picture = snapshot(pipe.unet), everything(pipe.unet), sample(pipe)
+    before, weights, image = snapshot(pipe.unet), everything(pipe.unet), sample(pipe)
     state = torch.get_rng_state()
     with apply_agentsd(pipe, recipe=Recipe(Phases(operator, None))):
         applied = sample(pipe)
     assert torch.equal(torch.get_rng_state(), state)
     with apply_agentsd(pipe, recipe=Recipe(Phases(operator, None))) as handle:
         assert torch.equal(sample(pipe), applied)  # starts the same each time
-        assert not torch.equal(sample(pipe), picture)
+        assert not torch.equal(sample(pipe), image)
         assert len(handle.parameters()) >= 4 * len(handle.layer_names)
     assert snapshot(pipe.unet) == before
     assert same(everything(pipe.unet), weights)
-    assert torch.equal(sample(pipe), picture)
+    assert torch.equal(sample(pipe), image)
 
 
 @pytest.mark.parametrize("operator", TRAINED, ids=lambda operator: operator.name)

@@ -101,10 +101,10 @@ def test_no_step_before_is_no_correction():
 def test_samplers(make_pipeline, sample, scheduler, corrected):
     pipe = make_pipeline(scheduler=copy.deepcopy(scheduler))
     handle = apply_agentsd(pipe, mode="step-caching")
-    picture = sample(pipe, **RUN)
+    image = sample(pipe, **RUN)
     assert ("corrected" in handle.summary()) == corrected
     apply_agentsd(pipe, recipe=Recipe(steps=replace(handle.recipe.steps, correct=False)))
-    assert torch.equal(sample(pipe, **RUN), picture) != corrected
+    assert torch.equal(sample(pipe, **RUN), image) != corrected
 
 
 def test_without_a_scheduler_noise_levels_are_stable_diffusions_and_nothing_is_corrected():

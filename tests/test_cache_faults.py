@@ -40,7 +40,7 @@ def whole(unet):
 @pytest.mark.parametrize("at", [2, 3])
 def test_an_exception_in_a_call_leaves_the_next_run_clean(ddim, sample, place, error, at):
     handle = apply_agentsd(ddim, recipe=BOTH)
-    before, picture = snapshot(ddim.unet), sample(ddim, **RUN)
+    before, image = snapshot(ddim.unet), sample(ddim, **RUN)
     blocks = {"down": ddim.unet.down_blocks[1], "up": ddim.unet.up_blocks[0], "last": ddim.unet.conv_out}
     calls = []
 
@@ -56,7 +56,7 @@ def test_an_exception_in_a_call_leaves_the_next_run_clean(ddim, sample, place, e
     if error is ZeroDivisionError:
         assert snapshot(ddim.unet) == before
         assert not kept(handle)
-    assert torch.equal(sample(ddim, **RUN), picture)
+    assert torch.equal(sample(ddim, **RUN), image)
     handle.remove()
     assert whole(ddim.unet)
 
@@ -112,7 +112,7 @@ def test_no_reference_cycle_holds_the_model():
 
 
 def test_states_take_the_memory_that_the_docs_say(ddim, sample):
-    """`order + 1` states of the finest level for each picture and pass, and one difference."""
+    """`order + 1` states of the finest level for each image and pass, and one difference."""
     handle = apply_agentsd(ddim, recipe=BOTH)
     most = []
 
@@ -140,10 +140,10 @@ CHANGES = {
 def test_a_run_knows_nothing_of_the_run_before(make_pipeline, ddim, sample, name):
     apply_agentsd(ddim, recipe=BOTH)
     sample(ddim, **RUN)
-    picture = sample(ddim, **RUN | CHANGES[name])
+    image = sample(ddim, **RUN | CHANGES[name])
     fresh = make_pipeline(scheduler=ddim.scheduler)
     apply_agentsd(fresh, recipe=BOTH)
-    assert torch.equal(sample(fresh, **RUN | CHANGES[name]), picture)
+    assert torch.equal(sample(fresh, **RUN | CHANGES[name]), image)
 
 
 def test_a_run_without_guidance_after_one_with_it(make_pipeline, ddim, sample):
@@ -315,9 +315,9 @@ def test_applied_and_removed_in_the_middle_of_a_run(ddim, sample):
             assert whole(pipe.unet)
         return tensors
 
-    picture = sample(ddim, **RUN, callback_on_step_end=step)
+    image = sample(ddim, **RUN, callback_on_step_end=step)
     assert seen[0].summary().startswith("FfHh ")
-    assert not torch.equal(picture, baseline)
+    assert not torch.equal(image, baseline)
     assert torch.equal(sample(ddim, **RUN), baseline)
 
 
@@ -345,10 +345,10 @@ def test_modular_guiders_call_once_for_each_pass(tokenizer):
 
     baseline = run()
     handle = apply_agentsd(pipe, recipe=Recipe(steps=StepCache(2)))
-    picture = run()
+    image = run()
     assert handle.summary().split()[0] == "FFff" * 4
-    assert (picture - baseline).norm() < 0.3 * baseline.norm()
-    assert torch.equal(run(), picture)
+    assert (image - baseline).norm() < 0.3 * baseline.norm()
+    assert torch.equal(run(), image)
 
 
 def test_two_hundred_runs_leave_no_hook_and_no_tensor():

@@ -31,12 +31,12 @@ def test_a_conditional_only_step_is_the_conditional_pass_and_the_kept_difference
     assert handle.summary().startswith("FH ")
 
 
-def test_the_true_difference_gives_baselines_picture(make_pipeline, sample):
+def test_the_true_difference_gives_baselines_image(make_pipeline, sample):
     pipe, twin = ddim(make_pipeline), make_unet()
     baseline = sample(pipe, **RUN)
     handle = apply_agentsd(pipe, recipe=HALVES)
-    picture = sample(pipe, **RUN)
-    assert not torch.allclose(picture, baseline, atol=1e-3)
+    image = sample(pipe, **RUN)
+    assert not torch.allclose(image, baseline, atol=1e-3)
 
     def tell_true_difference(unet, args, kwargs):
         for entry in handle._hook.run.entries.values():
@@ -52,7 +52,7 @@ def test_the_difference_is_kept_between_guided_steps(make_pipeline, sample, resc
     """A pipeline by hand: what `guidance_rescale` and the scheduler get has both halves."""
     pipe, twin = ddim(make_pipeline), make_unet()
     apply_agentsd(pipe, recipe=Recipe(guidance=GuidanceCache(3)))
-    picture = sample(pipe, guidance_rescale=rescale, **RUN)
+    image = sample(pipe, guidance_rescale=rescale, **RUN)
     calls = []
 
     def by_hand(latents, t, text, **more):
@@ -69,7 +69,7 @@ def test_the_difference_is_kept_between_guided_steps(make_pipeline, sample, resc
     pipe.unet.forward = lambda *args, return_dict=None, encoder_hidden_states=None, **kwargs: by_hand(
         *args, encoder_hidden_states
     )
-    torch.testing.assert_close(sample(pipe, guidance_rescale=rescale, **RUN), picture, rtol=0, atol=1e-5)
+    torch.testing.assert_close(sample(pipe, guidance_rescale=rescale, **RUN), image, rtol=0, atol=1e-5)
 
 
 def test_every_argument_of_a_conditional_only_step_is_halved():
@@ -171,10 +171,10 @@ def test_computed_and_guided_steps_are_planned_together(make_pipeline, sample, s
     before, baseline = snapshot(pipe.unet), sample(pipe, **RUN)
     recipe = Recipe(steps=steps and StepCache(**steps), guidance=GuidanceCache(**guidance))
     handle = apply_agentsd(pipe, recipe=recipe)
-    picture = sample(pipe, **RUN)
+    image = sample(pipe, **RUN)
     assert handle.summary().split()[0] == symbols
-    assert torch.equal(picture, baseline) == (set(symbols) == {"F"})
-    assert torch.equal(sample(pipe, **RUN), picture)
+    assert torch.equal(image, baseline) == (set(symbols) == {"F"})
+    assert torch.equal(sample(pipe, **RUN), image)
     handle.remove()
     assert snapshot(pipe.unet) == before
     assert torch.equal(sample(pipe, **RUN), baseline)

@@ -14,7 +14,7 @@ from pipelines import FEATURES, HOSTS, IMAGE
 from recipes import AGENTS_THEN_KEYS
 from tiny import (
     BETAS,
-    PICTURE,
+    INPUT_IMAGE,
     WIDTH,
     make_image_encoder,
     make_image_processor,
@@ -86,7 +86,7 @@ MORE = {
         {"scheduler": diffusers.DPMSolverMultistepScheduler(**BETAS)},
         {"guidance_rescale": 0.7},
     ),
-    "two prompts, two pictures each": lambda t: (
+    "two prompts, two images each": lambda t: (
         diffusers.StableDiffusionPipeline,
         make_unet(),
         {"scheduler": diffusers.DDIMScheduler(**BETAS)},
@@ -123,7 +123,7 @@ def check(pipe, run, *more, rounds=1):
     before = snapshot(pipe.unet)
     handle = apply_agentsd(pipe, recipe=BOTH)
     with silent("adds noise", *more):
-        picture = run()
+        image = run()
     symbols = handle.summary().split()[0]
     summary = handle.summary()
     assert not handle._hook.run.entries
@@ -135,7 +135,7 @@ def check(pipe, run, *more, rounds=1):
     assert not twin.left
     assert f"{twin.corrected // rounds} corrected" in summary or not twin.corrected
     assert twin.corrected or "corrected" not in summary
-    assert (picture - expected).abs().max() < 1e-4 * max(1.0, expected.abs().max())
+    assert (image - expected).abs().max() < 1e-4 * max(1.0, expected.abs().max())
     return symbols
 
 
@@ -153,15 +153,15 @@ def test_residuals_are_shared_in_each_host(build, name):
     pipe, run = build(name)
     before, shared = snapshot(pipe.unet), ResidualSharing(2, warmup_steps=2)
     off = Recipe(Off(constant=0.3), residual=shared, steps=STEPS, guidance=GuidanceCache())
-    pictures = []
+    images = []
     for recipe in (BOTH, off):
         handle = apply_agentsd(pipe, recipe=recipe)
-        pictures.append(run())
+        images.append(run())
     assert ("attention" in handle.summary()) == (name not in WHOLE)
     assert not handle._hook.run.entries
     remove_agentsd(pipe)
     assert snapshot(pipe.unet) == before
-    expected, made = pictures
+    expected, made = images
     assert (made - expected).abs().max() < 1e-3 * max(1.0, expected.abs().max())
 
 
@@ -250,7 +250,7 @@ def test_marigold(make_pipeline, mode):
     def run():
         rng = torch.Generator().manual_seed(0)
         sizes = {"processing_resolution": 0, "ensemble_size": 1, "output_latent": True}
-        return pipe(PICTURE, num_inference_steps=10, generator=rng, **sizes).latent
+        return pipe(INPUT_IMAGE, num_inference_steps=10, generator=rng, **sizes).latent
 
     if mode is None:
         baseline = run()
@@ -294,7 +294,7 @@ def test_controlnet_xs_has_conditional_only_steps_and_refuses_cached_ones(make_p
     assert snapshot(pipe.unet) == before
     handle = apply_agentsd(pipe, recipe=Recipe(guidance=GuidanceCache()))
     rng = torch.Generator().manual_seed(0)
-    pipe("a cat", PICTURE, num_inference_steps=10, output_type="latent", generator=rng)
+    pipe("a cat", INPUT_IMAGE, num_inference_steps=10, output_type="latent", generator=rng)
     assert set(handle.summary().split()[0]) == set("FH")
 
 
@@ -325,5 +325,5 @@ def test_a_processor_that_looks_at_each_call_keeps_it_whole(pipe, sample):
     apply_agentsd(pipe, recipe=BOTH)
     rng = torch.Generator().manual_seed(0)
     with warned("mid_block.*has a Watch, which may have to see each call"):
-        picture = pipe("a cat", num_inference_steps=8, output_type="latent", generator=rng).images
-    assert torch.equal(picture, baseline)
+        image = pipe("a cat", num_inference_steps=8, output_type="latent", generator=rng).images
+    assert torch.equal(image, baseline)

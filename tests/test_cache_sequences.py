@@ -63,7 +63,7 @@ RUNS = st.tuples(
     st.just(8),  # steps
     st.sampled_from([0, 2]),  # of which left out at the start, as img2img does
     st.sampled_from([(4, 4), (6, 4)]),
-    st.sampled_from([1, 2]),  # pictures
+    st.sampled_from([1, 2]),  # images
     st.sampled_from([True, True, False]),  # guided
     st.sampled_from([0, 1]),  # prompt
     st.sampled_from(["whole", "whole", "break", "error", "interrupt", "cut", "prompt", "reapply"]),
@@ -99,7 +99,7 @@ class Denoising:
     """A pipeline's loop on a U-Net, with something that happens after some of its calls."""
 
     def __init__(self, host, spec):
-        _, sampler, steps, skipped, size, pictures, self.guided, prompt, self.happens, self.after = spec
+        _, sampler, steps, skipped, size, images, self.guided, prompt, self.happens, self.after = spec
         self.host, self.unet = host, host.unet
         self.scheduler = host.scheduler = SAMPLERS[sampler](**BETAS)
         self.scheduler.set_timesteps(steps + skipped)
@@ -108,8 +108,8 @@ class Denoising:
             self.scheduler.set_begin_index(begin)
         self.timesteps = self.scheduler.timesteps[begin:]
         self.rng = torch.Generator().manual_seed(prompt)
-        self.latent = torch.randn(pictures, 4, *size, generator=self.rng)
-        self.text = torch.randn(pictures * (1 + self.guided), 3, 4, generator=self.rng)
+        self.latent = torch.randn(images, 4, *size, generator=self.rng)
+        self.text = torch.randn(images * (1 + self.guided), 3, 4, generator=self.rng)
         self.outs, self.hooks = [], []
 
     def run(self):

@@ -165,7 +165,7 @@ def test_order_1_in_a_run():
 
 
 @pytest.mark.parametrize("interval", [2, 3, 5])
-def test_deepcache_gives_the_same_pictures(make_pipeline, sample, interval):
+def test_deepcache_gives_the_same_images(make_pipeline, sample, interval):
     from DeepCache import DeepCacheSDHelper
 
     pipe = make_pipeline(unet=deep_unet(), scheduler=diffusers.DDIMScheduler(**BETAS))
@@ -196,9 +196,9 @@ def test_every_step_computed_is_bit_equal_to_baseline(make_pipeline, sample, sch
         assert torch.equal(sample(pipe, **RUN), baseline)
         assert set(handle.summary().split()[0]) == {"F"}
     handle = apply_agentsd(pipe, mode="step-caching")
-    picture = sample(pipe, **RUN)
-    assert not torch.equal(picture, baseline)
-    assert torch.equal(sample(pipe, **RUN), picture)
+    image = sample(pipe, **RUN)
+    assert not torch.equal(image, baseline)
+    assert torch.equal(sample(pipe, **RUN), image)
     assert not handle._hook.run.entries
     handle.remove()
     assert snapshot(pipe.unet) == before
@@ -243,10 +243,10 @@ def test_attention_runs_where_its_layer_does(make_pipeline, sample, attention):
     pipe = make_pipeline(unet=deep_unet())
     recipe = Recipe(attention, steps=StepCache(2))
     handle = apply_agentsd(pipe, recipe=recipe)
-    picture = sample(pipe, **RUN)  # a warning is an error in there
+    image = sample(pipe, **RUN)  # a warning is an error in there
     assert handle.summary().startswith("FffFfFfFfFf ")
     apply_agentsd(pipe, recipe=Recipe(steps=StepCache(2)))
-    assert not torch.equal(sample(pipe, **RUN), picture)
+    assert not torch.equal(sample(pipe, **RUN), image)
 
 
 def test_few_steps_stay_whole_and_say_so_once(make_pipeline, sample):
@@ -254,13 +254,13 @@ def test_few_steps_stay_whole_and_say_so_once(make_pipeline, sample):
     baseline = sample(pipe, num_inference_steps=7)
     handle = apply_agentsd(pipe, mode="step-caching")
     with warned("a run of 7 steps has none to spare"):
-        picture = pipe(
+        image = pipe(
             "a cat",
             num_inference_steps=7,
             output_type="latent",
             generator=torch.Generator().manual_seed(0),
         ).images
-    assert torch.equal(picture, baseline)
+    assert torch.equal(image, baseline)
     assert handle.summary() == "FFFFFFFF  (8 calls: 8 computed)"
     assert torch.equal(sample(pipe, num_inference_steps=7), baseline)  # not said again
     sample(pipe, **RUN)

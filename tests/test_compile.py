@@ -129,7 +129,7 @@ def test_compile_repeated_blocks(name):
 
 
 @pytest.mark.slow
-def test_inductor_gives_the_same_picture():
+def test_inductor_gives_the_same_image():
     unet = make_unet()
     apply_agentsd(unet, recipe=Recipe(Phases(Agents(destinations="first"), Downsample())))
     compiled = torch.compile(unet, fullgraph=True)

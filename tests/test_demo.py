@@ -1,4 +1,4 @@
-"""The bundled toy model, its pictures and the recipe that makes it."""
+"""The bundled toy model, its images and the recipe that makes it."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from agentsd_demo import load_pipeline, load_references
 from agentsd_demo.data import PIPELINE, STYLES, caption_of, split_of, trained_concepts
 from agentsd_demo.scenes import random_scene, triples
 from agentsd_demo.training import train as recipe
-from agentsd_demo.training.accuracy import accuracy, autoencoded, contact_sheet, generate, nearest
+from agentsd_demo.training.accuracy import accuracy, autoencoded, generate, image_grid, nearest
 from agentsd_demo.training.autoencoder import (
     AutoencoderLoss,
     build_autoencoder,
@@ -65,7 +65,7 @@ def micro(tmp_path_factory) -> DemoConfig:
             "export_dir": folder / "export",
             "concepts": names,
             "autoencoder": {**loop, "steps": 2, "channels": (8, 8)},
-            "diffusion": {**loop, "steps": 4, **sizes, "sheet_every": 4},
+            "diffusion": {**loop, "steps": 4, **sizes, "grid_every": 4},
         }
     )
 
@@ -97,7 +97,7 @@ def test_a_folder_without_a_pipeline_is_named(tmp_path):
         load_pipeline(folder=tmp_path)
 
 
-def test_one_seed_makes_one_picture(pipe):
+def test_one_seed_makes_one_image(pipe):
     prompt = load_references()[0].caption
     first, again = (np.asarray(generate(pipe, [prompt], steps=2)[0]) for _ in range(2))
     other = np.asarray(generate(pipe, [prompt], steps=2, seed=1)[0])
@@ -141,7 +141,7 @@ def test_references_can_be_chosen():
     assert {r.concept for r in trained} == set(trained_concepts())
     name = trained[0].concept
     assert {r.concept for r in load_references(concepts=[name])} == {name}
-    with pytest.raises(ValueError, match=r"no reference pictures of .'a word of nonsense'."):
+    with pytest.raises(ValueError, match=r"no reference images of .'a word of nonsense'."):
         load_references(concepts=["a word of nonsense"])
 
 
@@ -203,15 +203,15 @@ def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
     assert torch.equal(_train_line(tmp_path / "cut", 12), whole)
 
 
-def test_the_recipe_runs_from_pictures_to_a_pipeline(micro, tmp_path, monkeypatch):
-    monkeypatch.setattr(recipe, "SHEET_PROMPTS", 2)
-    monkeypatch.setattr(recipe, "SHEET_SIZE", 32)
+def test_the_recipe_runs_from_images_to_a_pipeline(micro, tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe, "GRID_PROMPTS", 2)
+    monkeypatch.setattr(recipe, "GRID_SIZE", 32)
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(micro.model_dump(mode="json")))
     recipe.main(path)
     pipe = load_pipeline(folder=micro.export_dir)
     assert set(trained_concepts(micro.export_dir)) == set(micro.concepts)
-    assert (micro.run_dir / "diffusion" / "sheet_000004.png").exists()
+    assert (micro.run_dir / "diffusion" / "grid_000004.png").exists()
     before = torch.load(micro.run_dir / "diffusion" / CHECKPOINT, weights_only=True)
     recipe.main(path)  # the budget is spent: nothing is trained again
     after = torch.load(micro.run_dir / "diffusion" / CHECKPOINT, weights_only=True)
@@ -262,7 +262,7 @@ def test_a_style_leaks_into_the_words_after_it_alone(pipe):
     assert style_leak(causal, ids[1], ids[1], shared_suffix(ids[1], ids[1])) == 0
 
 
-def test_normalised_latents_decode_to_the_same_pictures():
+def test_normalised_latents_decode_to_the_same_images():
     torch.manual_seed(0)
     autoencoder = build_autoencoder(AutoencoderConfig(channels=(8, 8))).eval()
     pixels = to_pixels([reference.image for reference in load_references()[:8]])
@@ -314,11 +314,11 @@ def test_noise_is_shifted_by_channel():
     assert (noise - means[..., None, None]).std().item() == pytest.approx(1, rel=0.01)
 
 
-def test_the_autoencoder_keeps_a_picture(pipe):
+def test_the_autoencoder_keeps_an_image(pipe):
     references = load_references()[:4]
-    pictures = autoencoded(pipe, [reference.image for reference in references])
-    for reference, picture in zip(references, pictures, strict=True):
-        error = np.asarray(picture, float) - np.asarray(reference.image, float)
+    images = autoencoded(pipe, [reference.image for reference in references])
+    for reference, image in zip(references, images, strict=True):
+        error = np.asarray(image, float) - np.asarray(reference.image, float)
         assert -10 * np.log10((error**2).mean() / 255**2) > 28
 
 
@@ -327,7 +327,7 @@ def test_accuracy_counts_either_style_of_the_asked_concept():
     references = [r for r in load_references() if r.split == first.split][:6]
 
     def features(images):
-        """Recognise a picture by its exact pixels."""
+        """Recognise an image by its exact pixels."""
         keys = [reference.image.tobytes() for reference in references]
         return torch.eye(len(keys))[[keys.index(image.tobytes()) for image in images]]
 
@@ -339,9 +339,9 @@ def test_accuracy_counts_either_style_of_the_asked_concept():
     assert nearest(torch.eye(3), torch.eye(3)[[2, 0, 1]]) == [1, 2, 0]
 
 
-def test_a_contact_sheet_has_rows_of_eight():
+def test_a_image_grid_has_rows_of_eight():
     images = [reference.image for reference in load_references()[:9]]
-    assert contact_sheet(images).size == (512, 128)
+    assert image_grid(images).size == (512, 128)
 
 
 @pytest.mark.slow
@@ -395,7 +395,7 @@ def test_the_models_own_training_scenes_are_found_again():
     assert training_scenes(PIPELINE, 80, 10) == []  # never a canvas
 
 
-def test_a_picture_learnt_by_heart_has_similarity_one():
+def test_an_image_learnt_by_heart_has_similarity_one():
     known = torch.eye(4)
     found = nearest_similarities(torch.tensor([[0.0, 0, 1, 0], [0.6, 0.8, 0, 0], [-1, 0, 0, 0]]), known)
     assert found == pytest.approx([1.0, 0.8, 0.0])

@@ -54,7 +54,7 @@ def model(tokenizer, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory):
-    """Three pictures of a subject."""
+    """Three images of a subject."""
     folder = tmp_path_factory.mktemp("subject")
     for i, colour in enumerate(("red", "green", "blue")):
         Image.new("RGB", (40, 32), colour).save(folder / f"{i}.png")
@@ -194,7 +194,7 @@ def test_checkpoints_are_limited_and_found_by_name(settings):
     assert find_checkpoint(folder, "latest") is None
 
 
-def test_prior_preservation_makes_the_class_pictures_that_lack(settings, tmp_path):
+def test_prior_preservation_makes_the_class_images_that_lack(settings, tmp_path):
     classes = tmp_path / "classes"
     config = settings(
         with_prior_preservation=True, class_data_dir=classes, class_prompt="a cat", num_class_images=2
@@ -267,24 +267,24 @@ def test_gradient_checkpointing_changes_no_gradient():
     assert all(torch.equal(a, b) for a, b in zip(grads, recomputed, strict=True))
 
 
-def test_prior_loss_is_the_class_pictures_share():
+def test_prior_loss_is_the_class_images_share():
     """The loss is linear in the weight of the second half of the batch."""
     at = [loss_and_gradients(False, prior)[0] for prior in (0.0, 1.0, 3.0)]
     assert at[1] > at[0]
     assert at[2] - at[0] == pytest.approx(3 * (at[1] - at[0]), rel=1e-4)
 
 
-def test_pictures_are_drawn_by_step(subject):
+def test_images_are_drawn_by_step(subject):
     ids = torch.zeros(1, 4, dtype=torch.int64)
-    pictures = SubjectImages(find_images(subject), find_images(subject), ids, ids + 1, 16)
-    a, b, other = (pictures.draw(2, seed=0, step=step) for step in (5, 5, 6))
+    images = SubjectImages(find_images(subject), find_images(subject), ids, ids + 1, 16)
+    a, b, other = (images.draw(2, seed=0, step=step) for step in (5, 5, 6))
     assert torch.equal(a.pixels, b.pixels)
     assert a.pixels.shape == (4, 3, 16, 16)
     assert a.input_ids[:, 0].tolist() == [0, 0, 1, 1]
     assert not torch.equal(a.pixels, other.pixels)
 
 
-def test_a_transparent_picture_stands_on_white(tmp_path):
+def test_a_transparent_image_stands_on_white(tmp_path):
     Image.new("RGBA", (20, 30), (255, 0, 0, 0)).save(tmp_path / "a.png")
     assert load_image(tmp_path / "a.png", 8).eq(1).all()
 
@@ -307,7 +307,7 @@ BAD = [
 def test_bad_input_is_said_before_anything_is_loaded(options, message, subject, tmp_path):
     for name in ("EMPTY", "BROKEN"):
         (tmp_path / name).mkdir()
-    (tmp_path / "BROKEN" / "broken.png").write_bytes(b"no picture")
+    (tmp_path / "BROKEN" / "broken.png").write_bytes(b"no image")
     (tmp_path / "UNKNOWN").write_text("max_steps: 3\n")
     options = [str(tmp_path / o) if (tmp_path / o).exists() else o for o in options]
     base = ["--pretrained_model_name_or_path", "no/model", "--instance_prompt", "a sks cat"]

@@ -35,7 +35,12 @@ def page(browser: Any, screen: dict[str, int], address: str) -> Iterator[Any]:
     page.on("request", lambda request: asked.append(request.url))
     page.on("pageerror", lambda error: broken.append(str(error)))
     page.goto(address)
-    page.get_by_role("button", name="Make both images").wait_for()
+    button = page.get_by_role("button", name="Make both images")
+    button.wait_for()
+    box = button.bounding_box()
+    assert box["y"] + box["height"] <= screen["height"]  # it is seen at first
+    for name in ("Sampling", "Recipe"):
+        page.get_by_role("button", name=name, exact=False).first.click()
     yield page
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert not [url for url in asked if not url.startswith((address, "data:", "blob:"))]

@@ -31,7 +31,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 SETTINGS = RunSettings(steps=1, batch_size=2, scheduler="model", fewer_steps=())
-PICTURES = from_prompts(["a cat"], 2, 0)
+IMAGES = from_prompts(["a cat"], 2, 0)
 BASELINE = parse_method("baseline", None, SETTINGS)
 
 
@@ -140,19 +140,19 @@ def test_presets_are_found_by_name_from_anywhere(tmp_path: Path, monkeypatch: py
 def test_a_folder_that_is_no_run_of_ours_is_refused(pipe: Any, tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
     with pytest.raises(EvalError, match=r"run.json"):
-        Store(tmp_path).claim(fingerprint(pipe, PICTURES, SETTINGS))
+        Store(tmp_path).claim(fingerprint(pipe, IMAGES, SETTINGS))
     assert (tmp_path / "run.json").read_text() == content
 
 
 def test_a_run_knows_its_makers_and_goes_on_with_other_threads_and_batches(pipe: Any, tmp_path: Path) -> None:
-    store, facts = Store(tmp_path), fingerprint(pipe, PICTURES, SETTINGS)
+    store, facts = Store(tmp_path), fingerprint(pipe, IMAGES, SETTINGS)
     for maker in ({"commit": "a"}, {"commit": "a"}, {"commit": "b"}):
         store.claim(facts, maker)
     assert run_file.read(tmp_path)["environments"] == {"1": {"commit": "a"}, "2": {"commit": "b"}}
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:
-        store.claim(fingerprint(pipe, PICTURES, SETTINGS.model_copy(update={"batch_size": 5})))
+        store.claim(fingerprint(pipe, IMAGES, SETTINGS.model_copy(update={"batch_size": 5})))
     finally:
         torch.set_num_threads(before)
 
@@ -169,7 +169,7 @@ def test_a_run_knows_its_makers_and_goes_on_with_other_threads_and_batches(pipe:
 )  # fmt: skip
 def test_odd_lines_of_a_manifest_are_passed_over(pipe: Any, tmp_path: Path, line: bytes) -> None:
     store = Store(tmp_path)
-    generate(pipe, store, [BASELINE], PICTURES, SETTINGS, _alone(), lambda count: None)
+    generate(pipe, store, [BASELINE], IMAGES, SETTINGS, _alone(), lambda count: None)
     times = store.timings(BASELINE)
     manifest = store.path(BASELINE, 0).with_name("manifest-0.jsonl")
     manifest.write_bytes(line + b"\n" + manifest.read_bytes())

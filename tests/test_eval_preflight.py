@@ -23,7 +23,7 @@ from agentsd_eval.table_settings import RunSettings
 from rich.console import Console
 
 BASELINE = Method(())
-PICTURES = from_prompts(["a cat"], 4, 0)
+IMAGES = from_prompts(["a cat"], 4, 0)
 CLASSES = "tench\ngoldfish\nshark\n"
 
 
@@ -149,8 +149,8 @@ def test_a_batch_that_does_not_fit_is_refused_with_one_that_does(monkeypatch: py
     with pytest.raises(
         EvalError, match=r"batches of 8 need about 6\.0 GB, and this GPU has 4\.0 GB; take --b"
     ):
-        preflight.measure_memory(gpu.pipe, BASELINE, PICTURES, RunSettings(batch_size=8))
-    found = preflight.measure_memory(gpu.pipe, BASELINE, PICTURES, RunSettings(batch_size=3))
+        preflight.measure_memory(gpu.pipe, BASELINE, IMAGES, RunSettings(batch_size=8))
+    found = preflight.measure_memory(gpu.pipe, BASELINE, IMAGES, RunSettings(batch_size=3))
     assert isinstance(found, PipelineMemory)
 
 
@@ -163,9 +163,9 @@ def test_where_two_images_do_not_fit_one_still_makes_a_row(monkeypatch: pytest.M
         gpu.call(count)
 
     sampled(monkeypatch, full)
-    assert preflight.measure_memory(gpu.pipe, BASELINE, PICTURES, RunSettings(batch_size=1)) is None
+    assert preflight.measure_memory(gpu.pipe, BASELINE, IMAGES, RunSettings(batch_size=1)) is None
     with pytest.raises(EvalError, match=r"baseline: this GPU's memory doesn't do for 2 .*--batch-size 1"):
-        preflight.measure_memory(gpu.pipe, BASELINE, PICTURES, RunSettings(batch_size=2))
+        preflight.measure_memory(gpu.pipe, BASELINE, IMAGES, RunSettings(batch_size=2))
 
 
 def test_memory_comes_before_images_and_its_lack_costs_none(

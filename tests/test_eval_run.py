@@ -40,7 +40,7 @@ from agentsd_eval.studies import ablate, table
 from agentsd_eval.table_settings import AblateSettings, RunSettings
 from logs import warned
 
-PICTURES = from_prompts(["a cat", "a dog"], 7, 10)
+IMAGES = from_prompts(["a cat", "a dog"], 7, 10)
 SETTINGS = RunSettings(
     methods=("baseline", "tomesd", "paper"),
     steps=3,
@@ -68,8 +68,8 @@ def fill(pipe: Any, folder: Path, share: Share | None = None, stop_after: int = 
 
     share = share or Share()
     store = Store(folder, share.rank)
-    store.claim(fingerprint(pipe, PICTURES, SETTINGS))
-    generate(pipe, store, METHODS, PICTURES, SETTINGS, share, tick)
+    store.claim(fingerprint(pipe, IMAGES, SETTINGS))
+    generate(pipe, store, METHODS, IMAGES, SETTINGS, share, tick)
     return store
 
 
@@ -125,10 +125,10 @@ def test_a_row_that_joins_later_has_baseline_timed_again(pipe: Any, tmp_path: Pa
 def test_that_no_step_of_a_warm_up_is_early_goes_unsaid(pipe: Any, caplog: pytest.LogCaptureFixture) -> None:
     settings = SETTINGS.model_copy(update={"steps": 2, "agent": {"early_frac": 0.2}})
     method = table.table_methods(settings)[-1]
-    warm_up(pipe, method, PICTURES[:1], settings)
+    warm_up(pipe, method, IMAGES[:1], settings)
     assert "agentsd: " not in caplog.text
     with warned("no early step"):
-        sample(pipe, method, PICTURES[:1], settings)
+        sample(pipe, method, IMAGES[:1], settings)
 
 
 def test_damage_is_found_and_made_again(pipe: Any, tmp_path: Path, whole: dict[str, bytes]) -> None:
@@ -151,8 +151,8 @@ def test_a_run_goes_on_with_another_batch(pipe: Any, tmp_path: Path) -> None:
         fill(pipe, tmp_path, stop_after=3)
     smaller = SETTINGS.model_copy(update={"batch_size": 2})
     store = Store(tmp_path)
-    store.claim(fingerprint(pipe, PICTURES, smaller))
-    generate(pipe, store, METHODS, PICTURES, smaller, Share(), lambda count: None)
+    store.claim(fingerprint(pipe, IMAGES, smaller))
+    generate(pipe, store, METHODS, IMAGES, smaller, Share(), lambda count: None)
     assert all(set(store.intact(method)) == set(range(7)) for method in METHODS)
     baseline, later = (store.timings(METHODS[i]) for i in (0, 1))
     assert {entry.batch_images for entry in baseline.values()} == {1, 2, 3}
@@ -172,13 +172,13 @@ def test_processes_share_the_work(pipe: Any, tmp_path: Path, whole: dict[str, by
 
 def test_a_folder_of_another_run_is_refused(pipe: Any, tmp_path: Path) -> None:
     store = Store(tmp_path)
-    store.claim(fingerprint(pipe, PICTURES, SETTINGS))
+    store.claim(fingerprint(pipe, IMAGES, SETTINGS))
     more = SETTINGS.model_copy(update={"steps": 4})
     with pytest.raises(EvalError, match=r"steps: 3 there, 4 now\); choose another --out"):
-        store.claim(fingerprint(pipe, PICTURES, more))
+        store.claim(fingerprint(pipe, IMAGES, more))
     torch.nn.init.zeros_(pipe.unet.conv_in.weight)
     with pytest.raises(EvalError, match="weights: "):
-        store.claim(fingerprint(pipe, PICTURES, SETTINGS))
+        store.claim(fingerprint(pipe, IMAGES, SETTINGS))
 
 
 def test_a_full_disk_loses_nothing(
@@ -217,8 +217,8 @@ def test_an_image_hardly_depends_on_its_batch(pipe: Any, scheduler: str) -> None
 
     set_scheduler(pipe, scheduler)
     for method in METHODS[0], METHODS[2]:  # tomesd's random cells belong to the batch
-        three, _ = sample(pipe, method, PICTURES[:3], SETTINGS)
-        one, _ = sample(pipe, method, PICTURES[1:2], SETTINGS)
+        three, _ = sample(pipe, method, IMAGES[:3], SETTINGS)
+        one, _ = sample(pipe, method, IMAGES[1:2], SETTINGS)
         difference = np.array(three[1], dtype=float) - np.array(one[0], dtype=float)
         assert np.abs(difference).max() <= 2
 

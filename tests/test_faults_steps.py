@@ -69,8 +69,8 @@ def test_a_shared_unet_is_corrected_by_each_pipelines_own_scheduler(make_pipelin
     for patched in (pipe, other, third, pipe.unet):
         handle = apply_agentsd(patched, recipe=STEPS)
         for name, run in {"eps": pipe, "PLMS": other, "v": third}.items():
-            picture = sample(run, **RUN)
-            assert torch.equal(made.setdefault(name, picture), picture)
+            image = sample(run, **RUN)
+            assert torch.equal(made.setdefault(name, image), image)
             assert ("corrected" in handle.summary()) == (name != "PLMS")
     remove_agentsd(pipe)
 

@@ -55,19 +55,19 @@ def test_a_thread_that_died_in_a_call_locks_nobody_out():
 
 
 @pytest.mark.parametrize("recipe", [AGENTS_THEN_KEYS, Recipe(ByDistance((Agents(), None), (0.9,)))])
-def test_threads_that_take_turns_each_get_their_own_picture(make_pipeline, recipe):
+def test_threads_that_take_turns_each_get_their_own_image(make_pipeline, recipe):
     """Two pipelines share a U-Net and change over after every step."""
     pipe = make_pipeline()
     other = make_pipeline(unet=pipe.unet, scheduler=diffusers.EulerDiscreteScheduler(**BETAS))
     jobs = [(pipe, 5), (other, 8)]
     apply_agentsd(pipe, recipe=recipe)
 
-    def picture(job, **more):
+    def make_image(job, **more):
         pipe, steps = job
         rng = torch.Generator().manual_seed(0)
         return pipe("a cat", num_inference_steps=steps, output_type="latent", generator=rng, **more).images
 
-    alone = [picture(job) for job in jobs]
+    alone = [make_image(job) for job in jobs]
     turns, done, made = [threading.Semaphore(1), threading.Semaphore(0)], [False, False], {}
 
     def work(me):
@@ -79,7 +79,7 @@ def test_threads_that_take_turns_each_get_their_own_picture(make_pipeline, recip
 
         assert turns[me].acquire(timeout=60)
         try:
-            made[me] = picture(jobs[me], callback_on_step_end=change_over)
+            made[me] = make_image(jobs[me], callback_on_step_end=change_over)
         finally:
             done[me] = True
             turns[1 - me].release()

@@ -51,12 +51,12 @@ def test_weights_that_cannot_be_used_leave_the_patch_in_force(pipe, sample, tmp_
         trained.save(tmp_path)
     before = [p.clone() for p in pipe.unet.parameters()]
     handle = apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
-    picture = sample(pipe)
+    image = sample(pipe)
     spoil(tmp_path / "agentsd.safetensors")
     with pytest.raises(ValueError, match=message):
         apply_agentsd(pipe, recipe=tmp_path)
     assert pipe.unet._agentsd is handle
-    assert torch.equal(sample(pipe), picture)
+    assert torch.equal(sample(pipe), image)
     assert all(torch.equal(a, b) for a, b in zip(before, pipe.unet.parameters(), strict=True))
 
 
@@ -181,7 +181,7 @@ def test_weights_beside_a_recipes_file_are_loaded(pipe, make_pipeline, sample, t
 def test_a_file_of_weights_may_change_while_they_are_in_use(pipe, sample, tmp_path):
     baseline, folder = sample(pipe), trained_folder(tmp_path)
     with apply_agentsd(pipe, recipe=folder):
-        picture = sample(pipe)
+        image = sample(pipe)
         os.truncate(folder / "agentsd.safetensors", 0)
-        assert torch.equal(sample(pipe), picture)
+        assert torch.equal(sample(pipe), image)
     assert torch.equal(sample(pipe), baseline)

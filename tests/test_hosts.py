@@ -40,7 +40,7 @@ def build(make_pipeline, tokenizer):
 
 @pytest.mark.parametrize("name", HOSTS)
 def test_host(build, name):
-    """Both phases run in every patched layer, the picture changes, and all of it can be undone."""
+    """Both phases run in every patched layer, the image changes, and all of it can be undone."""
     pipe, run = build(name)
     baseline = run()
     processors = dict(pipe.unet.attn_processors)

@@ -56,7 +56,7 @@ def same(a, b):
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("patch_first", [True, False])
 def test_feature_and_patch_in_either_order(new_pipe, name, patch_first):
-    """The picture does not depend on which came first, and each can be taken away first."""
+    """The image does not depend on which came first, and each can be taken away first."""
     feature, pipe, twin = FEATURES[name], new_pipe(), new_pipe()
     plain = run(pipe)
     apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS.with_settings(early_frac=0.5))

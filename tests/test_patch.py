@@ -32,14 +32,14 @@ def cells(how):
 
 
 def test_remove_leaves_no_trace(pipe, sample):
-    before, picture, keys = snapshot(pipe.unet), sample(pipe), list(pipe.unet.state_dict())
+    before, image, keys = snapshot(pipe.unet), sample(pipe), list(pipe.unet.state_dict())
     handle = apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
     patched = sample(pipe)
-    assert not torch.equal(patched, picture)
+    assert not torch.equal(patched, image)
     assert list(pipe.unet.state_dict()) == keys
     handle.remove()
     assert snapshot(pipe.unet) == before
-    assert torch.equal(sample(pipe), picture)
+    assert torch.equal(sample(pipe), image)
     handle.remove()  # harmless
     remove_agentsd(pipe)
     with apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS):
@@ -273,10 +273,10 @@ def test_a_model_with_no_layer_to_patch_is_refused():
 
 def test_a_patch_in_force_survives_a_bad_call(pipe, sample):
     apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
-    picture = sample(pipe)
+    image = sample(pipe)
     with pytest.raises(ValueError, match=r"scale=0\.54"):
         apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS.with_settings(scale=0.54))
-    assert torch.equal(sample(pipe), picture)
+    assert torch.equal(sample(pipe), image)
 
 
 def test_tomesd_and_strange_processors_are_refused(pipe):
@@ -327,7 +327,7 @@ def test_no_tensor_is_kept_and_the_model_is_let_go():
 
 def test_an_exception_in_the_middle_leaves_the_next_run_clean(pipe, sample):
     apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
-    picture = sample(pipe)
+    image = sample(pipe)
 
     def stop(pipeline, step, t, tensors):
         raise KeyboardInterrupt
@@ -339,7 +339,7 @@ def test_an_exception_in_the_middle_leaves_the_next_run_clean(pipe, sample):
         sample(pipe)
     hook.remove()
     assert all(layer.block_input is None for layer in pipe.unet._agentsd._layers.states)
-    assert torch.equal(sample(pipe), picture)
+    assert torch.equal(sample(pipe), image)
 
 
 @pytest.mark.parametrize("settings", [EXACT_AGENTS, {}])

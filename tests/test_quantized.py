@@ -103,16 +103,16 @@ def test_a_recipe(host, make_pipeline, name):
     """
     baseline, before = run(host), snapshot(host.unet)
     handle = apply_agentsd(host, recipe=RECIPES[name])
-    picture = run(host)
-    assert torch.equal(run(host), picture)
+    image = run(host)
+    assert torch.equal(run(host), image)
     handle.remove()
     assert torch.equal(run(host), baseline)
     assert snapshot(host.unet) == before
     plain = make_pipeline(unet=dequantized(host.unet))
     rounding = distance(run(plain), baseline)
     apply_agentsd(plain, recipe=RECIPES[name])
-    assert distance(picture, baseline) > 1e-4
-    assert distance(picture, run(plain)) < 1e-4 + 8 * rounding
+    assert distance(image, baseline) > 1e-4
+    assert distance(image, run(plain)) < 1e-4 + 8 * rounding
 
 
 @pytest.mark.parametrize(("recipe", "t"), [(PAPER, 999), (PAPER, 1), (AGENTS_THEN_KEYS, 999), (TODO, 1)])
@@ -155,14 +155,14 @@ def test_what_leaves_nothing_out_changes_no_bit(host):
 def test_calls_left_out_are_those_of_a_twin(host):
     """That computes each call of the quantised U-Net in whole."""
     handle = apply_agentsd(host, recipe=Recipe(**BOTH))
-    picture = run(host)
+    image = run(host)
     symbols = handle.summary().split()[0]
     assert set(symbols) == set("FfHh")
     handle.remove()
     twin = Twin(host.unet, symbols, scheduler=host.scheduler)
     expected = run(host)
     twin.remove()
-    assert distance(picture, expected) < 1e-3  # a half batch is rounded a little otherwise
+    assert distance(image, expected) < 1e-3  # a half batch is rounded a little otherwise
 
 
 def test_macs_are_those_of_plain_layers(quantize):
@@ -228,11 +228,11 @@ def test_trained_weights_are_refused(host, tmp_path):
     """They would be cast to integers, or not be read at all; the patch that was there stays."""
     folder, _ = trained_folder(tmp_path)
     apply_agentsd(host, recipe=AGENTS_THEN_KEYS)
-    picture, before = run(host), snapshot(host.unet)
+    image, before = run(host), snapshot(host.unet)
     with pytest.raises(ValueError, match=r"to_q.weight is quantised .*into the model unquantised"):
         apply_agentsd(host, recipe=folder)
     assert snapshot(host.unet) == before
-    assert torch.equal(run(host), picture)
+    assert torch.equal(run(host), image)
 
 
 def test_trained_weights_that_are_quantised_later(quantize, tmp_path):

@@ -347,12 +347,12 @@ def test_only_the_named_layers_are_patched_and_all_is_undone(pipe, sample, tmp_p
     assert handle.recipe is layers
     patched = {name for name, module in pipe.unet.named_modules() if hasattr(module, "_agentsd")}
     assert patched == {"", DOWN, UP}
-    picture = sample(pipe)
-    assert not torch.equal(picture, baseline)
+    image = sample(pipe)
+    assert not torch.equal(image, baseline)
     handle.remove()
     assert snapshot(pipe.unet) == before
     with apply_agentsd(pipe, recipe=layers.save(tmp_path / "layers.yaml")):
-        assert torch.equal(sample(pipe), picture)
+        assert torch.equal(sample(pipe), image)
     assert torch.equal(sample(pipe), baseline)
 
 
@@ -365,10 +365,10 @@ def test_a_layer_that_does_nothing_is_bit_equal_to_baseline(pipe, sample):
 @pytest.mark.parametrize("schedule", [AGENTS_THEN_KEYS.attention, Agents(0.2)])
 def test_all_layers_alike_are_one_schedule(pipe, sample, schedule):
     handle = apply_agentsd(pipe, recipe=Recipe(schedule, levels=3))
-    names, picture = handle.layer_names, sample(pipe)
+    names, image = handle.layer_names, sample(pipe)
     assert len(names) == 7
     apply_agentsd(pipe, recipe=Recipe(layers=dict.fromkeys(names, schedule)))
-    assert torch.equal(sample(pipe), picture)
+    assert torch.equal(sample(pipe), image)
 
 
 def output_of(unet, name, schedule, t):
@@ -420,12 +420,12 @@ def test_layers_of_other_settings_share_no_ranking_in_fast_mode():
 
 def test_an_unknown_layer_is_refused_and_the_patch_in_force_stays(pipe, sample):
     apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
-    picture = sample(pipe)
+    image = sample(pipe)
     with pytest.raises(
         ValueError, match=r"layers=\['mid.attn1'\]: UNet2DConditionModel has no such self-att"
     ):
         apply_agentsd(pipe, recipe=Recipe(layers={UP: AGENTS, "mid.attn1": AGENTS}))
-    assert torch.equal(sample(pipe), picture)
+    assert torch.equal(sample(pipe), image)
 
 
 def test_only_regular_files_are_read(tmp_path):

@@ -1,4 +1,4 @@
-"""Pictures do not change: every kind of settings gives what it gave before the core was rebuilt."""
+"""Images do not change: every kind of settings gives what it gave before the core was rebuilt."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_the_latents_are_those_recorded(name):
     torch.testing.assert_close(latents, recorded, atol=1e-4, rtol=1e-5)
 
 
-def test_every_case_is_another_picture():
+def test_every_case_is_another_image():
     recorded = list(load_file(FILE).values())
     assert set(RECIPES) == set(CASES) == set(load_file(FILE))
     for i, one in enumerate(recorded):

@@ -327,8 +327,8 @@ def test_a_copy_and_a_file(tmp_path, make_pipeline, sample):
     assert "residual:" in (tmp_path / "agentsd.yaml").read_text()
     pipe = make_pipeline(scheduler=diffusers.DDIMScheduler(**BETAS, clip_sample=False))
     apply_agentsd(pipe, recipe=recipe)
-    picture = sample(pipe, **RUN)
-    assert torch.equal(sample(copy.deepcopy(pipe), **RUN), picture)
+    image = sample(pipe, **RUN)
+    assert torch.equal(sample(copy.deepcopy(pipe), **RUN), image)
 
 
 @pytest.mark.parametrize(

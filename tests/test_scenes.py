@@ -125,9 +125,9 @@ def test_a_composed_scene_is_read_as_what_it_shows(reader, size):
         assert np.abs(truth - found.box).max() <= 6
     every = shares(asked, [scene.image for scene in scenes], reader)
     assert all(row["concept"] == row["style"] == row["colour"] == 1 for row in every.values())
-    # Asked for something else, the same pictures are wrong.
+    # Asked for something else, the same images are wrong.
     others = shares(asked[1:] + asked[:1], [scene.image for scene in scenes], reader)
-    assert sum(row["colour"] * row["pictures"] for row in others.values()) < len(asked) / 2
+    assert sum(row["colour"] * row["images"] for row in others.values()) < len(asked) / 2
 
 
 def test_an_empty_background_has_no_sprite_and_the_spread_is_that_of_the_centres():

@@ -176,7 +176,7 @@ def watch_phases(handle: Any) -> dict[str, list[str]]:
     return seen
 
 
-PICTURE = Image.linear_gradient("L").resize((32, 32)).convert("RGB")
+INPUT_IMAGE = Image.linear_gradient("L").resize((32, 32)).convert("RGB")
 
 
 def sdxl_unet(**changes: Any) -> UNet2DConditionModel:

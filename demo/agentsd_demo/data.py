@@ -1,4 +1,4 @@
-"""The demonstration model's images: one lossless sheet per style, and an index of labels."""
+"""The demonstration model's images: one lossless grid per style, and an index of labels."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ Split = Literal["seen", "heldout"]
 STYLES: tuple[Style, ...] = ("3d", "noto")
 SIZE = 64
 """Pixels on a side of every reference image."""
-SHEET_COLUMNS = 32
+GRID_COLUMNS = 32
 REFERENCES = Path(__file__).parent / "references"
 PIPELINE = Path(__file__).parent / "pipeline"
 """The 48 directions (48, 1280) of greatest variance of EfficientNet-Lite0's features of 4,096 scenes."""
@@ -62,12 +62,12 @@ def split_of(concept: str, style: str) -> Split:
 
 @cache
 def _all_references() -> tuple[Reference, ...]:
-    sheets = {style: Image.open(REFERENCES / f"{style}.webp").convert("RGBA") for style in STYLES}
+    grids = {style: Image.open(REFERENCES / f"{style}.webp").convert("RGBA") for style in STYLES}
     references = []
     for line in (REFERENCES / "index.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        top, left = (SIZE * n for n in divmod(row.pop("cell"), SHEET_COLUMNS))
-        sprite = sheets[row["style"]].crop((left, top, left + SIZE, top + SIZE))
+        top, left = (SIZE * n for n in divmod(row.pop("cell"), GRID_COLUMNS))
+        sprite = grids[row["style"]].crop((left, top, left + SIZE, top + SIZE))
         white = Image.new("RGBA", sprite.size, "white")
         image = Image.alpha_composite(white, sprite).convert("RGB")
         references.append(Reference(**row, sprite=sprite, image=image))
@@ -94,6 +94,6 @@ def load_references(
         return list(references)
     known = {reference.concept for reference in references}
     if unknown := [concept for concept in concepts if concept not in known]:
-        raise ValueError(f"no reference pictures of {unknown}; the names are in {REFERENCES / 'index.jsonl'}")
+        raise ValueError(f"no reference images of {unknown}; the names are in {REFERENCES / 'index.jsonl'}")
     wanted = set(concepts)
     return [reference for reference in references if reference.concept in wanted]

@@ -28,7 +28,7 @@ def scene_reader(device: torch.device) -> ConceptReader:
         return F.normalize(torch.from_numpy(network(images)))
 
     def known(images: Sequence[Image.Image]) -> torch.Tensor:
-        return F.normalize(torch.from_numpy(features_of(network, images, user_cache() / "features")))
+        return F.normalize(torch.tensor(features_of(network, images, user_cache() / "features")))
 
     return ConceptReader(trained_concepts(), features, known)
 

@@ -33,6 +33,7 @@ _CHOSEN = "the recipe"
 _SHOWN = 512  # pixels on a side that a smaller image is enlarged to
 _PORTS = range(7860, 7960)
 _SAMPLED = ("seed", "width", "height", "steps", "guidance_scale", "scheduler")
+_TITLE = "AgentSD for diffusers"
 _THEME = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
 _CSS = ".note { border-left: 4px solid #c4600c; padding: .4em .8em }"
 
@@ -134,13 +135,15 @@ def build(pairs: Pairs) -> gr.Blocks:
     """Return the page."""
     settings = pairs.settings
     height, width = pairs.size
-    with gr.Blocks(title="agentsd", analytics_enabled=False) as page:
+    with gr.Blocks(title=_TITLE, analytics_enabled=False) as page:
         model = "the toy model" if settings.model == "demo" else settings.model
-        gr.Markdown(f"# agentsd\nBaseline and a recipe from one seed: {model} on {pairs.device}.")
+        gr.Markdown(f"# {_TITLE}\nOne prompt and seed, with and without it: {model} on {pairs.device}.")
         with gr.Row():
             with gr.Column(scale=2, min_width=300):
                 prompt = gr.Textbox(pairs.first_prompt(), label="prompt", lines=2)
-                with gr.Row():
+                mode = gr.Radio(list(MODES), value=settings.recipe, label="mode")
+                button = gr.Button("Make both images", variant="primary")
+                with gr.Accordion("Sampling", open=False), gr.Row():
                     whole = {"precision": 0, "min_width": 110}
                     inputs = [
                         gr.Number(settings.seed, label="seed", **whole),
@@ -155,8 +158,7 @@ def build(pairs: Pairs) -> gr.Blocks:
                             min_width=200,
                         ),
                     ]
-                mode = gr.Radio(list(MODES), value=settings.recipe, label="recipe")
-                with gr.Row():
+                with gr.Accordion("Recipe", open=False), gr.Row():
                     numbers = [
                         gr.Number(
                             label=label,
@@ -166,11 +168,10 @@ def build(pairs: Pairs) -> gr.Blocks:
                         )
                         for name, label in LABELS.items()
                     ]
-                button = gr.Button("Make both images", variant="primary")
             with gr.Column(scale=3, min_width=300):
                 note = gr.HTML(visible=False)
                 slider = gr.ImageSlider(
-                    label="left baseline, right the recipe",
+                    label="left: baseline, right: AgentSD",
                     format="png",
                     interactive=False,
                     buttons=["fullscreen"],

@@ -19,7 +19,7 @@ from ..data import PIPELINE, Reference, load_references, trained_concepts
 from ..pipeline_io import load_pipeline
 from .autoencoder import decode, encode, psnr, to_pixels
 
-SHEET_COLUMNS = 8
+GRID_COLUMNS = 8
 Features = Callable[[Sequence[Image.Image]], Tensor]
 
 
@@ -50,14 +50,14 @@ def generate(
     return images
 
 
-def contact_sheet(images: Sequence[Image.Image]) -> Image.Image:
+def image_grid(images: Sequence[Image.Image]) -> Image.Image:
     """Return images of one size in rows of eight."""
     width, height = images[0].size
-    rows = -(-len(images) // SHEET_COLUMNS)
-    sheet = Image.new("RGB", (width * SHEET_COLUMNS, height * rows), "white")
+    rows = -(-len(images) // GRID_COLUMNS)
+    grid = Image.new("RGB", (width * GRID_COLUMNS, height * rows), "white")
     for i, image in enumerate(images):
-        sheet.paste(image, (width * (i % SHEET_COLUMNS), height * (i // SHEET_COLUMNS)))
-    return sheet
+        grid.paste(image, (width * (i % GRID_COLUMNS), height * (i // GRID_COLUMNS)))
+    return grid
 
 
 def load_efficientnet_lite0() -> Any:
@@ -100,15 +100,15 @@ def autoencoded(pipe: Any, images: Sequence[Image.Image]) -> list[Image.Image]:
 
 
 def accuracy(
-    pictures: Sequence[tuple[Reference, Image.Image]], among: Sequence[Reference], features: Features
+    pairs: Sequence[tuple[Reference, Image.Image]], among: Sequence[Reference], features: Features
 ) -> dict[str, float]:
     """Return for each split the share of images whose nearest reference has the asked concept.
 
-    `pictures` holds what was asked for and what came; either style of the concept counts.
+    `pairs` holds what was asked for and what came; either style of the concept counts.
     """
-    found = nearest(features([image for _, image in pictures]), features([r.image for r in among]))
+    found = nearest(features([image for _, image in pairs]), features([r.image for r in among]))
     right: dict[str, list[bool]] = {}
-    for (asked, _), index in zip(pictures, found, strict=True):
+    for (asked, _), index in zip(pairs, found, strict=True):
         right.setdefault(asked.split, []).append(among[index].concept == asked.concept)
     return {split: sum(hits) / len(hits) for split, hits in right.items()}
 
@@ -117,30 +117,30 @@ def main(
     folder: Annotated[Path, typer.Option(help="an exported pipeline")] = PIPELINE,
     steps: Annotated[int, typer.Option(help="PLMS steps")] = 50,
     guidance: Annotated[float, typer.Option(help="guidance scale")] = 7.5,
-    seeds: Annotated[int, typer.Option(help="pictures for each prompt")] = 4,
+    seeds: Annotated[int, typer.Option(help="images for each prompt")] = 4,
     every: Annotated[bool, typer.Option(help="also against every reference, trained on or not")] = False,
-    sheets: Annotated[Path | None, typer.Option(help="folder for contact sheets, one a seed")] = None,
+    grids: Annotated[Path | None, typer.Option(help="folder for grids of images, one a seed")] = None,
 ) -> None:
     """Print the prompt accuracy of seen and held-out pairs, and the autoencoder's ceiling."""
     pipe: Any = load_pipeline(folder=folder)
     references = load_references(concepts=trained_concepts(folder))
-    pictures: list[tuple[Reference, Image.Image]] = []
+    generated: list[tuple[Reference, Image.Image]] = []
     for seed in range(seeds):
         images = generate(
             pipe, [r.caption for r in references], steps=steps, guidance=guidance, seed=1000 * seed
         )
-        pictures += zip(references, images, strict=True)
-        if sheets is not None:
-            sheets.mkdir(parents=True, exist_ok=True)
-            contact_sheet(images).save(sheets / f"seed_{seed}.png")
+        generated += zip(references, images, strict=True)
+        if grids is not None:
+            grids.mkdir(parents=True, exist_ok=True)
+            image_grid(images).save(grids / f"seed_{seed}.png")
     ceiling = list(zip(references, autoencoded(pipe, [r.image for r in references]), strict=True))
     features = efficientnet_lite0()
     for among in [references, load_references(trained_only=False)][: 2 if every else 1]:
         concepts = len({reference.concept for reference in among})
-        for name, what in (("generated", pictures), ("autoencoder", ceiling)):
+        for name, what in (("generated", generated), ("autoencoder", ceiling)):
             shares = accuracy(what, among, features)
             text = ", ".join(f"{split} {share:.1%}" for split, share in sorted(shares.items()))
-            print(f"{name}, {len(what)} pictures, nearest of {len(among)} ({concepts} concepts): {text}")
+            print(f"{name}, {len(what)} images, nearest of {len(among)} ({concepts} concepts): {text}")
     print(f"autoencoder: {psnr(pipe.vae, to_pixels([r.image for r in references])):.2f} dB")
 
 

@@ -61,7 +61,7 @@ def main(
     levels: Annotated[int, typer.Option(help="attention levels, from the finest one")] = 1,
     size: Annotated[int, typer.Option(help="canvas of the training scenes, pixels")] = 64,
     steps: Annotated[int, typer.Option(help="training steps")] = 1000,
-    batch: Annotated[int, typer.Option(help="pictures a step")] = 8,
+    batch: Annotated[int, typer.Option(help="images a step")] = 8,
     lr: Annotated[float, typer.Option(help="learning rate, with a warm-up and a cosine to 0")] = 2e-4,
     device: Annotated[str, typer.Option(help="cpu, cuda ...")] = "cpu",
 ) -> None:

@@ -63,7 +63,7 @@ class AutoencoderLoss(nn.Module):
 
 def train_autoencoder(
     autoencoder: Any,
-    pictures: Callable[[str, int], list[Image.Image]],
+    draw: Callable[[str, int], list[Image.Image]],
     config: AutoencoderConfig,
     folder: Path,
     *,
@@ -72,19 +72,19 @@ def train_autoencoder(
 ) -> None:
     """Train on images without end, then normalise the latents.
 
-    `pictures` returns so many images of a seed.
+    `draw` returns as many images as it is asked for, of a seed.
     """
     loss = AutoencoderLoss(autoencoder, config).to(device)
     if config.compile:
         compile_loss(loss)
 
     def loss_at(generator: torch.Generator, step: int) -> Tensor:
-        pixels = to_pixels(pictures(f"autoencoder/{seed}/{step}", config.batch)).to(device)
+        pixels = to_pixels(draw(f"autoencoder/{seed}/{step}", config.batch)).to(device)
         noise = torch.randn((config.batch, *latent_shape(autoencoder, pixels)), generator=generator)
         return loss(pixels, noise.to(device))
 
     train_loop(autoencoder, loss_at, config, folder, seed=seed, device=device)
-    normalise_latents(autoencoder, to_pixels(pictures(f"normalise/{seed}", 256)).to(device))
+    normalise_latents(autoencoder, to_pixels(draw(f"normalise/{seed}", 256)).to(device))
 
 
 @torch.no_grad()

@@ -81,15 +81,15 @@ class DiffusionConfig(LoopConfig):
     level of noise; without a shift the background is read there and its word is not learnt."""
     workers: int = Field(default=0, ge=0)
     """Processes that compose scenes ahead; a GPU is kept busy by a dozen, a CPU has no use for any."""
-    sheet_every: int = Field(default=2000, gt=0)
-    """Steps between contact sheets."""
+    grid_every: int = Field(default=2000, gt=0)
+    """Steps between grids of images."""
 
 
 class DemoConfig(_Settings):
     """The whole recipe."""
 
     run_dir: Path = Path("runs/demo")
-    """Checkpoints, logs and contact sheets; a second run with the same folder resumes."""
+    """Checkpoints, logs and grids of images; a second run with the same folder resumes."""
     export_dir: Path = PIPELINE
     init_from: Path | None = None
     """Folder of an exported pipeline whose weights a new run starts from; its shapes are kept."""

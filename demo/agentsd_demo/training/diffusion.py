@@ -219,7 +219,7 @@ def train_diffusion(
 ) -> None:
     """Train on scenes without end that show one of `among`.
 
-    `draw` is called with the step for a contact sheet.
+    `draw` is called with the step for a grid of images.
     """
     loss = loss.to(device)
     if config.compile:
@@ -255,5 +255,5 @@ def train_diffusion(
         leak = style_leak(loss.text_encoder, styled, styleless, suffix)
         return loss(latents, noise.to(device), t.long().to(device), prompt) + config.leak_weight * leak
 
-    every = (config.sheet_every, draw) if draw is not None else None
+    every = (config.grid_every, draw) if draw is not None else None
     train_loop(loss, loss_at, config, folder, seed=seed, device=device, every=every)

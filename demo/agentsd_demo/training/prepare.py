@@ -1,4 +1,4 @@
-"""Make the reference sheets from two npm packages: `python -m agentsd_demo.training.prepare FLUENT NOTO`."""
+"""Make the reference grids from two npm packages: `python -m agentsd_demo.training.prepare FLUENT NOTO`."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import typer
 from PIL import Image
 from rich import print
 
-from ..data import REFERENCES, SHEET_COLUMNS, SIZE, STYLES, Style, caption_of, split_of
+from ..data import GRID_COLUMNS, REFERENCES, SIZE, STYLES, Style, caption_of, split_of
 
 LEFT_OUT = {"Smileys & Emotion", "People & Body", "Flags", "Symbols", "Component"}
 PLAIN_NAMES = {
@@ -35,11 +35,11 @@ def _key(codepoints: str) -> str:
     return "-".join(part for part in codepoints.lower().split("-") if part not in ("fe0f", "200d"))
 
 
-def _picture(path: Path) -> Image.Image:
+def _sprite(path: Path) -> Image.Image:
     return Image.open(path).convert("RGBA").resize((SIZE, SIZE), Image.Resampling.LANCZOS)
 
 
-def find_pictures(fluent: Path, noto: Path) -> list[tuple[str, dict[Style, Path]]]:
+def find_sprites(fluent: Path, noto: Path) -> list[tuple[str, dict[Style, Path]]]:
     """Return (concept, style -> file) for every emoji that is kept, in the order of Unicode's charts."""
     assets = {_key(path.stem): path for path in (fluent / "assets").glob("*.webp")}
     found = []
@@ -58,20 +58,20 @@ def find_pictures(fluent: Path, noto: Path) -> list[tuple[str, dict[Style, Path]
 def main(
     fluent: Annotated[Path, typer.Argument(help="unpacked npm package @lobehub/fluent-emoji-3d")],
     noto: Annotated[Path, typer.Argument(help="unpacked npm package emoji-datasource-google")],
-    out: Annotated[Path, typer.Option(help="folder for the sheets and the index")] = REFERENCES,
+    out: Annotated[Path, typer.Option(help="folder for the grids and the index")] = REFERENCES,
 ) -> None:
-    """Write one lossless sheet with transparency per style and `index.jsonl`."""
-    pictures = find_pictures(fluent, noto)
+    """Write one lossless grid with transparency per style and `index.jsonl`."""
+    sprites = find_sprites(fluent, noto)
     out.mkdir(parents=True, exist_ok=True)
     rows = []
     for style in STYLES:
-        kept = [(concept, files[style]) for concept, files in pictures if style in files]
-        height = SIZE * -(-len(kept) // SHEET_COLUMNS)
-        sheet = Image.new("RGBA", (SIZE * SHEET_COLUMNS, height))
+        kept = [(concept, files[style]) for concept, files in sprites if style in files]
+        height = SIZE * -(-len(kept) // GRID_COLUMNS)
+        grid = Image.new("RGBA", (SIZE * GRID_COLUMNS, height))
         for cell, (concept, file) in enumerate(kept):
-            row, column = divmod(cell, SHEET_COLUMNS)
-            sheet.paste(_picture(file), (SIZE * column, SIZE * row))
-            alone = len(dict(pictures)[concept]) == 1
+            row, column = divmod(cell, GRID_COLUMNS)
+            grid.paste(_sprite(file), (SIZE * column, SIZE * row))
+            alone = len(dict(sprites)[concept]) == 1
             rows.append(
                 {
                     "concept": concept,
@@ -81,10 +81,10 @@ def main(
                     "cell": cell,
                 }
             )
-        sheet.save(out / f"{style}.webp", lossless=True, quality=100, method=6)
+        grid.save(out / f"{style}.webp", lossless=True, quality=100, method=6)
     index = "".join(json.dumps(row) + "\n" for row in rows)
     (out / "index.jsonl").write_text(index, encoding="utf-8")
-    print(f"{len(rows)} pictures of {len(pictures)} concepts in {out}")
+    print(f"{len(rows)} images of {len(sprites)} concepts in {out}")
 
 
 if __name__ == "__main__":

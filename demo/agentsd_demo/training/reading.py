@@ -13,7 +13,7 @@ from ..data import PIPELINE, trained_concepts
 from ..pipeline_io import load_pipeline
 from ..reading import ConceptReader, read_scene
 from ..scenes import SceneSplit, Triple, compose, triples
-from .accuracy import contact_sheet, efficientnet_lite0, generate
+from .accuracy import efficientnet_lite0, generate, image_grid
 from .memorised import nearest_similarities, training_scenes
 
 _TRAINING = 2000
@@ -31,7 +31,7 @@ def shares(asked: Sequence[Triple], images: Sequence[Image.Image], reader: Conce
     table = {}
     for split, rows in hits.items():
         means = np.mean(rows, 0)
-        table[split] = {"pictures": len(rows), "concept": means[0], "style": means[1], "colour": means[2]}
+        table[split] = {"images": len(rows), "concept": means[0], "style": means[1], "colour": means[2]}
     return table
 
 
@@ -48,7 +48,7 @@ def main(
     steps: Annotated[int, typer.Option(help="DPM++ 2M (Karras) steps")] = 25,
     guidance: Annotated[float, typer.Option(help="guidance scale")] = 4.0,
     most: Annotated[int, typer.Option(help="triples of a split at most")] = 72,
-    sheet: Annotated[Path | None, typer.Option(help="where a contact sheet goes")] = None,
+    grid: Annotated[Path | None, typer.Option(help="where a grid of images goes")] = None,
 ) -> None:
     """Print the shares of right concepts, styles and colours, and how far one caption's sprites spread."""
     from diffusers import DPMSolverMultistepScheduler
@@ -66,22 +66,22 @@ def main(
     options = {"steps": steps, "guidance": guidance, "size": size}
     images = generate(pipe, [triple.caption for triple in asked], **options)  # type: ignore[arg-type]
     composed = [compose(triple, f"fresh/{i}", size).image for i, triple in enumerate(asked)]
-    for name, pictures in (("composed", composed), ("generated", images)):
-        for kind, row in shares(asked, pictures, reader).items():
+    for name, made in (("composed", composed), ("generated", images)):
+        for kind, row in shares(asked, made, reader).items():
             rights = ", ".join(f"{part} {row[part]:.0%}" for part in ("concept", "style", "colour"))
-            print(f"{name}, {kind}, {row['pictures']} pictures: {rights}")
+            print(f"{name}, {kind}, {row['images']} images: {rights}")
     if scenes := training_scenes(folder, size, _TRAINING):
         known = features(scenes)
-        for name, pictures in (("composed", composed), ("generated", images)):
-            near = np.quantile(nearest_similarities(features(pictures), known), (0.5, 0.95))
+        for name, made in (("composed", composed), ("generated", images)):
+            near = np.quantile(nearest_similarities(features(made), known), (0.5, 0.95))
             text = f"median {near[0]:.3f}, 95% below {near[1]:.3f}"
             print(f"{name}, cosine to the nearest of {len(scenes)} training scenes: {text}")
     first = asked[0]
     same = generate(pipe, [first.caption] * 16, seed=10_000, **options)  # type: ignore[arg-type]
     truth = [compose(first, f"spread/{i}", size).image for i in range(200)]
     print(f"spread of {first.caption!r}: {spread(same):.1f} px, composed {spread(truth):.1f} px")
-    if sheet is not None:
-        contact_sheet(images[:48] + same).save(sheet)
+    if grid is not None:
+        image_grid(images[:48] + same).save(grid)
 
 
 if __name__ == "__main__":

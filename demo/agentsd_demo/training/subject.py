@@ -24,20 +24,20 @@ class View:
     shift: tuple[float, float]
     background: str
 
-    def draw(self, picture: Image.Image) -> Image.Image:
+    def draw(self, image: Image.Image) -> Image.Image:
         """Return a transparent square image as RGB, 64x64, on the view's background."""
         fine = SIZE * _FINE
         side = round(fine * self.scale)
-        turned = picture.convert("RGBA").resize((side, side), Image.Resampling.LANCZOS)
+        turned = image.convert("RGBA").resize((side, side), Image.Resampling.LANCZOS)
         if self.mirrored:
             turned = ImageOps.mirror(turned)
         turned = turned.rotate(self.degrees, Image.Resampling.BICUBIC, expand=True)
-        sheet = Image.new("RGBA", (fine, fine), self.background)
+        canvas = Image.new("RGBA", (fine, fine), self.background)
         place = [(fine - n) // 2 + round(fine * s) for n, s in zip(turned.size, self.shift, strict=True)]
-        whole = Image.new("RGBA", sheet.size, (0, 0, 0, 0))
+        whole = Image.new("RGBA", canvas.size, (0, 0, 0, 0))
         whole.paste(turned, (place[0], place[1]))
-        sheet = Image.alpha_composite(sheet, whole).convert("RGB")
-        return sheet.resize((SIZE, SIZE), Image.Resampling.LANCZOS)
+        canvas = Image.alpha_composite(canvas, whole).convert("RGB")
+        return canvas.resize((SIZE, SIZE), Image.Resampling.LANCZOS)
 
 
 VIEWS = (
@@ -54,10 +54,10 @@ def main(
     out: Annotated[Path, typer.Option(help="folder for the views")] = SUBJECT,
 ) -> None:
     """Write each view as a PNG."""
-    picture = Image.open(twitter / "img" / "twitter" / "64" / f"{_CODEPOINT}.png")
+    image = Image.open(twitter / "img" / "twitter" / "64" / f"{_CODEPOINT}.png")
     out.mkdir(parents=True, exist_ok=True)
     for number, view in enumerate(VIEWS):
-        view.draw(picture).save(out / f"view_{number}.png", optimize=True)
+        view.draw(image).save(out / f"view_{number}.png", optimize=True)
     print(f"{len(VIEWS)} views in {out}")
 
 

@@ -17,7 +17,7 @@ from transformers import CLIPTokenizer
 from ..data import SIZE, Reference, load_references
 from ..pipeline_io import export_pipeline, load_pipeline
 from ..scenes import random_scene, triples
-from .accuracy import contact_sheet, generate
+from .accuracy import generate, image_grid
 from .autoencoder import build_autoencoder, psnr, to_pixels, train_autoencoder
 from .config import DemoConfig, load_config
 from .diffusion import (
@@ -31,7 +31,7 @@ from .diffusion import (
 )
 from .loop import averaged_weights
 
-SHEET_PROMPTS, SHEET_SIZE = 32, 96
+GRID_PROMPTS, GRID_SIZE = 32, 96
 
 
 @dataclass
@@ -65,13 +65,13 @@ class Recipe:
         autoencoder = autoencoder.to(self.device)
         every = triples(concepts="all")
 
-        def pictures(seed: str, count: int) -> list[Image.Image]:
+        def scenes(seed: str, count: int) -> list[Image.Image]:
             return [random_scene(f"{seed}/{i}", SIZE, among=every).image for i in range(count)]
 
         train_autoencoder(
-            autoencoder, pictures, config.autoencoder, folder, seed=config.seed, device=self.device
+            autoencoder, scenes, config.autoencoder, folder, seed=config.seed, device=self.device
         )
-        fresh = to_pixels(pictures("fresh", 256)).to(self.device)
+        fresh = to_pixels(scenes("fresh", 256)).to(self.device)
         print(f"autoencoder: {psnr(autoencoder, fresh):.2f} dB on fresh scenes")
         autoencoder.save_pretrained(folder / "vae")
         return autoencoder
@@ -120,11 +120,11 @@ class Recipe:
         config = self.config
         folder = config.run_dir / "diffusion"
         every = triples(concepts=config.concepts)
-        prompts = [triple.caption for triple in random.Random(0).sample(every, SHEET_PROMPTS)]
+        prompts = [triple.caption for triple in random.Random(0).sample(every, GRID_PROMPTS)]
 
         def draw(step: int) -> None:
-            images = generate(pipe, prompts, steps=20, guidance=4.0, size=SHEET_SIZE)
-            contact_sheet(images).save(folder / f"sheet_{step:06d}.png")
+            images = generate(pipe, prompts, steps=20, guidance=4.0, size=GRID_SIZE)
+            image_grid(images).save(folder / f"grid_{step:06d}.png")
 
         train_diffusion(
             DiffusionLoss(pipe.unet, pipe.text_encoder, config.diffusion),
