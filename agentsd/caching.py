@@ -25,7 +25,7 @@ from .cache.features import CachedFeatures
 from .cache.guidance import GuidanceCache
 from .cache.plan import COMPUTED, StepKind, plan_run
 from .cache.residuals import Residuals
-from .cache.skip_layers import SkippedLayers
+from .cache.skip_layers import SkippedLayers, copy_inputs
 from .cache.steps import StepCache
 from .cache.support import unsupported_reason
 from .context import CacheEntry, StepContext
@@ -125,7 +125,7 @@ class Caching:
         self.skipped.begin(_join([known.extrapolate(context.sigma)[0] for known in context.features]))
         context.inputs = self.skipped.without_residuals(context.inputs)
         if context.sampler_step is not None:
-            context.inputs["sample"] = context.inputs["sample"].clone()  # samplers may write into theirs
+            context.inputs = copy_inputs(context.inputs)
         return context.inputs
 
     def stop(self) -> Tensor | None:
@@ -163,8 +163,11 @@ class Caching:
     ) -> Any:
         """A computed step's output, made to make up for the cached steps before it."""
         cached, entry.cached = entry.cached, []
-        if context.sampler_step is None:
+        if context.sampler_step is None or self.skipped is None:
             return output
+        sample = sample_of(output)
+        if self.skipped.feature_hook.compiled:  # as a CUDA graph, whose next call overwrites it
+            sample = sample.clone()
         if not context.kind.guided or not all(one.kind.guided for one in cached):
             cached = [one.conditional() if one.kind.guided else one for one in cached]
         steps, errors = [], []
@@ -181,7 +184,6 @@ class Caching:
         if change is None:
             return output
         run.corrected += len(cached)
-        sample = sample_of(output)
         if len(change) < len(sample):  # the unconditional pass is taken to be as wrong
             change = torch.cat([change, change])
         return with_sample(output, sample + change)

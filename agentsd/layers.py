@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,7 +172,9 @@ class PatchedLayers:
             residuals.give(context.sigma, len(context.stages), interpolate, run)
         if any(group.layer.block._compiled_call_impl is not None for group in self.groups):
             # Blocks that are compiled one by one run the same code, and each kind of block is a recompilation
-            # of it: of a group the one that ranks and the others, in either phase.
+            # of it: of a group the one that ranks and the others, in either phase. As CUDA graphs they may
+            # overwrite what those before them in the call gave, maps of tokens too, unless it is one step.
+            torch.compiler.cudagraph_mark_step_begin()
             limit = torch._dynamo.config.recompile_limit + 4 * len(self.groups)
             self._limits = ExitStack()
             self._limits.enter_context(torch._dynamo.config.patch(recompile_limit=limit))
@@ -202,6 +205,10 @@ class PatchedLayers:
         """Keep what the layers found, where the call that ends computed full attention and operators."""
         if context.kind.attention == KEEP and context.residuals is not None:
             plans = {i: plan for i, plan in enumerate(self.plans()) if plan is not None}
+            if any(state.compiled for state in self.states):  # as a CUDA graph, which overwrites what it gave
+                for state in self.states:
+                    state.residual = None if state.residual is None else state.residual.clone()
+                plans = deepcopy(plans)
             context.residuals.keep(context.sigma, context.stages, plans)
 
     def plans(self) -> list[Plan | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor
 from torch.nn import Module
@@ -43,6 +44,7 @@ class LayerState:
         residual: (B, N, C) what is added to the operator's output, or what was found to be missing in it.
         block_input: (B, N, C) the block's input before `norm1`, from which tokens are ranked.
         mismatch: the number of tokens that came instead of the expected one, or 0.
+        compiled: the residual that was found is what a compiled graph gave.
     """
 
     name: str
@@ -52,6 +54,7 @@ class LayerState:
     residual: Tensor | None = None
     block_input: Tensor | None = None
     mismatch: int = 0
+    compiled: bool = False
 
     def note_input(self, norm1: Module, args: tuple[Tensor, ...]) -> None:
         """Forward pre-hook of the block's `norm1`: note the block's input, if it will be ranked."""
@@ -107,6 +110,7 @@ class AgentAttnProcessor:
         if layer.attention == KEEP:
             full = fallback(hidden_states)
             layer.residual = full - plan.attend(attn, hidden_states, fallback)
+            layer.compiled = torch.compiler.is_compiling()
             return full
         out = plan.attend(attn, hidden_states, fallback)
         if layer.attention == SHARE and layer.residual is not None:

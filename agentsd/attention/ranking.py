@@ -51,7 +51,8 @@ class RankedOperator(Operator):
         random = self.destinations == "random" or (self.destinations == "auto" and even)
         offsets = sample_destinations(*context.grid, stride, context.key if random else None)
         indices = split_grid(*context.grid, stride, offsets)
-        return Partition(*(_to(index, context.device) for index in indices))
+        both = _to(torch.cat(indices), context.device)  # they travel as one
+        return Partition(*both.tensor_split([indices.src.numel()]))
 
 
 def _to(index: Tensor, device: Any) -> Tensor:

@@ -12,8 +12,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.utils._pytree import tree_map_only
 
 from ..checks import check
 from ..hosts.models import takes
@@ -48,6 +50,7 @@ class FeatureHook:
         cached: whether the call puts one in.
         hidden: (B, C, H, W) that one.
         computed: (B, C, H, W) what a computed step had there.
+        compiled: the last call of it was in a compiled graph.
         aliased: the host writes into this state (FreeU on the last up block).
     """
 
@@ -55,10 +58,12 @@ class FeatureHook:
         self.cached = False
         self.hidden: Tensor | None = None
         self.computed: Tensor | None = None
+        self.compiled = False
         self.aliased = aliased
 
     def __call__(self, module: Module, args: Any, output: Any) -> Any:
         """Forward hook."""
+        self.compiled = torch.compiler.is_compiling()
         if self.cached:
             state = self.hidden
         else:
@@ -157,6 +162,13 @@ class SkippedLayers:
 
 _DOWN_RESIDUALS = "down_block_additional_residuals"
 _ADAPTER = "down_intrablock_additional_residuals"
+
+
+def copy_inputs(given: dict[str, Any]) -> dict[str, Any]:
+    """A cached step's arguments, to be used again: samplers may write into the latent, and a ControlNet that runs
+    as a CUDA graph into its residuals."""
+    names = [name for name in ("sample", _DOWN_RESIDUALS, _ADAPTER) if name in given]
+    return given | {name: tree_map_only(Tensor, torch.clone, given[name]) for name in names}
 
 
 def _layers(block: Any) -> list[list[tuple[Module, Callable[..., Any]]]]:

@@ -1,0 +1,117 @@
+"""What calls keep outlives CUDA graphs (`mode="reduce-overhead"`), whose outputs the next call overwrites."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from callers import Guided, deep_unet
+from cuda_graphs import OverwrittenOutputs
+from tiny import make_controlnet, make_unet
+from torch._inductor.cudagraph_trees import MarkStepBox
+
+from agentsd import Agents, Downsample, GuidanceCache, Merge, Phases, Recipe, ResidualSharing, StepCache
+from agentsd import apply_agentsd as patch
+from agentsd.recipe import STEP_CACHING
+
+SHARED = ResidualSharing(2, warmup_steps=1)
+RECIPES = {
+    "steps": STEP_CACHING,
+    "sharing": Recipe(Merge(0.5), residual=SHARED, steps=StepCache(2)),
+    "guidance": Recipe(steps=StepCache(2, extrapolation_order=0), guidance=GuidanceCache()),
+    "paper": Recipe(Phases(Agents(ranking="layer"), Merge(ranking="layer"))),
+    "default": Recipe(
+        Phases(Agents(), Downsample(4, at_most=None)),
+        residual=SHARED,
+        steps=StepCache(2),
+        guidance=GuidanceCache(),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+    MarkStepBox.mark_step_counter = 0  # torch counts calls again
+
+
+def small_unet() -> Any:
+    return make_unet(
+        block_out_channels=(8, 16),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        mid_block_type=None,
+    )
+
+
+def run(unet: Any, **more: Any) -> list[torch.Tensor]:
+    caller = Guided(10)
+    return [caller(unet, i, **more).clone() for i in range(10)]
+
+
+def test_the_stand_in_overwrites_what_the_call_before_gave():
+    double = torch.compile(lambda x: 2 * x, backend=OverwrittenOutputs())
+    kept = double(torch.ones(3))
+    assert torch.equal(kept, torch.full((3,), 2.0))
+    double(torch.ones(3))
+    assert kept.isnan().all()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "steps",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("sharing", "guidance", "paper", "default")),
+    ],
+)
+def test_a_compiled_unet(name):
+    eager, unet, backend = small_unet(), small_unet(), OverwrittenOutputs()
+    for model in (eager, unet):
+        patch(model, recipe=RECIPES[name])
+    expected = run(eager)
+    compiled = torch.compile(unet, fullgraph=True, backend=backend)
+    for _ in range(2):  # the second run compiles nothing
+        for out, reference in zip(run(compiled), expected, strict=True):
+            torch.testing.assert_close(out, reference, rtol=0, atol=1e-6)
+    assert backend.overwritten > 10
+
+
+@pytest.mark.parametrize(
+    ("name", "build"),
+    [
+        ("sharing", small_unet),
+        *(pytest.param(name, deep_unet, marks=pytest.mark.slow) for name in RECIPES),
+    ],
+)
+def test_compiled_blocks(name, build):
+    """Of one call they are one generation: layers of a level share the map that one of them made."""
+    eager, unet, backend = build(), build(), OverwrittenOutputs()
+    for model in (eager, unet):
+        patch(model, recipe=RECIPES[name])
+    expected = run(eager)
+    unet.compile_repeated_blocks(fullgraph=True, backend=backend)
+    for _ in range(2):
+        for out, reference in zip(run(unet), expected, strict=True):
+            torch.testing.assert_close(out, reference, rtol=0, atol=1e-6)
+    assert backend.overwritten > 10
+
+
+def test_residuals_of_a_compiled_controlnet():
+    """A cached step is computed again when the ControlNet has overwritten what it gave to that step."""
+    eager, unet, backend, caller = make_unet(), make_unet(), OverwrittenOutputs(), Guided(10)
+    images = {}
+    for model, compiled in ((eager, False), (unet, True)):
+        patch(model, recipe=STEP_CACHING)
+        control = make_controlnet()
+        if compiled:
+            control.compile(backend=backend)
+        hint, images[compiled] = torch.ones(2, 3, 32, 32), []
+        for latent, t in zip(caller.latents, caller.timesteps, strict=True):
+            with torch.no_grad():
+                down, mid = control(latent, t, caller.text, controlnet_cond=hint, return_dict=False)
+                residuals = {"down_block_additional_residuals": down, "mid_block_additional_residual": mid}
+                images[compiled].append(model(latent, t, caller.text, **residuals).sample)
+    assert backend.overwritten > 10
+    for out, reference in zip(images[True], images[False], strict=True):
+        torch.testing.assert_close(out, reference, rtol=0, atol=1e-6)
