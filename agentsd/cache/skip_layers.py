@@ -165,8 +165,8 @@ _ADAPTER = "down_intrablock_additional_residuals"
 
 
 def copy_inputs(given: dict[str, Any]) -> dict[str, Any]:
-    """A cached step's arguments, to be used again: samplers may write into the latent, and a ControlNet that runs
-    as a CUDA graph into its residuals."""
+    """A cached step's arguments, to be used again: a sampler may write into the latent, a CUDA graph of a
+    ControlNet into its residuals."""
     names = [name for name in ("sample", _DOWN_RESIDUALS, _ADAPTER) if name in given]
     return given | {name: tree_map_only(Tensor, torch.clone, given[name]) for name in names}
 

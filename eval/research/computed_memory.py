@@ -1,4 +1,4 @@
-"""Peak memory of Stable Diffusion 1.5, counted at real size without allocating it.
+"""Peak memory of Stable Diffusion 1.5 and XL, counted at real size without allocating it.
 
 Each storage adds its bytes when it is made, and takes them away when it is freed. Not counted: what CUDA and
 its libraries take for themselves, and what the allocator loses by rounding and fragmentation.
@@ -7,7 +7,7 @@ its libraries take for themselves, and what the allocator loses by rounding and 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ from agentsd import Agents, apply_agentsd
 from agentsd.dreambooth.config import DreamBoothConfig
 from agentsd.dreambooth.step import diffusion_loss
 
-from ..cost.architectures import autoencoder
+from ..cost.architectures import SD15, SDXL, autoencoder
 from ..environment import describe_run
 from ..images.methods import Method, parse_method
 from ..pages import rows as results
@@ -66,35 +66,48 @@ TRAINING_COLUMNS = [
     *(Column(p, figure(p, ".2f")) for p in PARTS),
 ]
 NOTE = (
-    "In GB (1e9 bytes), computed from shapes and dtypes: nothing was measured on a GPU. SD 1.5 in float16, "
+    "In GB (1e9 bytes), computed from shapes and dtypes: nothing was measured on a GPU. {} in float16, "
     f"guided, DPM++ 2M, {STEPS} steps; GB/img is the growth of the peak from one image to two. Peaks of "
-    "denoising hold the weights of U-Net and autoencoder, not the text encoder's. Training: DreamBooth at "
+    "denoising hold the weights of U-Net and autoencoder, not the text encoder's."
+)
+TRAINING_NOTE = (
+    " Training: DreamBooth at "
     "batch 1 and 512 px, half precision over float32 weights, 8-bit AdamW (two bytes a number); activations "
     "are the rest at the peak."
 )
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any], tuple[tuple[float | None, bool, bool], ...]]] = {
+    "sd15": ("SD 1.5", SD15, TRAINING),
+    "sdxl": ("SDXL", SDXL, ()),
+}
+"""A name, the U-Net's config, and what is trained."""
 
 
 def command(settings: ComputedSettings, console: Console) -> None:
     """Count each row, print it and write all."""
     run = describe_run(settings, torch.device("cpu"))
+    name, config, trained = ARCHITECTURES[settings.arch]
     rows = []
-    for row in _rows(settings.sizes):
+    for row in _rows(config, settings.sizes, trained):
         rows.append(row)
         console.print(row["label"])
-    results.write_rows(settings.out, "memory", rows, [COLUMNS, TRAINING_COLUMNS], run, NOTE)
-    for columns in (COLUMNS, TRAINING_COLUMNS):
+    tables = [COLUMNS, TRAINING_COLUMNS] if trained else [COLUMNS]
+    note = NOTE.format(name) + (TRAINING_NOTE if trained else "")
+    results.write_rows(settings.out, "memory", rows, tables, run, note)
+    for columns in tables:
         console.print(results.to_terminal("memory", rows, columns))
-    console.print(NOTE)
+    console.print(note)
     console.print(f"figures: {settings.out}", soft_wrap=True)
 
 
-def _rows(sizes: tuple[int, ...]) -> Iterator[Row]:
+def _rows(
+    config: Mapping[str, Any], sizes: tuple[int, ...], trained: tuple[tuple[float | None, bool, bool], ...]
+) -> Iterator[Row]:
     for size in sizes:
         for name, backend in METHODS:
             method = parse_method(name, 0.4, Settings(), backend)
             if method.steps is not None:
                 continue  # fewer steps take as much
-            one, two = (sampling(method, size, images) for images in (1, 2))
+            one, two = (sampling(method, size, images, config) for images in (1, 2))
             both = [max(run["denoising"], run["decoding"]) for run in (one, two)]
             yield {
                 "label": f"{size} px, {method.label}" + (", unfused" if backend == "unfused" else ""),
@@ -105,7 +118,7 @@ def _rows(sizes: tuple[int, ...]) -> Iterator[Row]:
                     for part in ("denoising", "decoding", "cached")
                 },
             }
-    for ratio, prior, checkpointing in TRAINING:
+    for ratio, prior, checkpointing in trained:
         label = "the baseline's attention" if ratio is None else f"ratio {ratio:g}"
         label += ", prior preservation" if prior else ""
         label += "" if checkpointing else ", no gradient checkpointing"
@@ -146,13 +159,14 @@ class Storages(TorchDispatchMode):
         self.live -= size
 
 
-def sampling(method: Method, size: int, images: int) -> dict[str, int]:
+def sampling(method: Method, size: int, images: int, config: Mapping[str, Any]) -> dict[str, int]:
     """Return the bytes of a guided run in float16 and of decoding its images.
 
     Args:
         method: with or without unfused attention.
         size: pixels on a side.
         images: in a batch; the U-Net's is twice as large.
+        config: of the U-Net.
 
     Returns:
         `weights` of U-Net and autoencoder, `denoising` and `decoding` (the peaks above them), and `cached`
@@ -161,7 +175,7 @@ def sampling(method: Method, size: int, images: int) -> dict[str, int]:
     counted = Storages("meta")
     fused = nullcontext() if method.backend == "unfused" else FusedAttention()
     with torch.no_grad(), counted, fused:
-        model = in_dtype(unet, torch.float16, "meta")
+        model = in_dtype(lambda: unet(config), torch.float16, "meta")
         vae = in_dtype(autoencoder, torch.float16, "meta")
         weights = counted.live
         live: list[int] = []

@@ -120,9 +120,11 @@ class DetailsSettings(CommandSettings):
 
 
 class ComputedSettings(CommandSettings):
-    """Count the peak memory of SD 1.5's runs and of DreamBooth's steps, without allocating it."""
+    """Count the peak memory of runs, and of DreamBooth's steps on SD 1.5, without allocating it."""
 
     has_config: ClassVar[bool] = False
+    arch: Literal["sd15", "sdxl"] = "sd15"
+    """Whose architecture."""
     sizes: tuple[Size, ...] = Field((512, 768, 1024), min_length=1)
     """Pixels on a side."""
     out: Path = Path("runs/computed-memory")

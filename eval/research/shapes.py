@@ -1,4 +1,4 @@
-"""Stable Diffusion 1.5 on tensors that have a shape and a dtype and no numbers: at real size, in seconds."""
+"""Stable Diffusion on tensors that have a shape and a dtype and no numbers: at real size, in seconds."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -89,11 +89,17 @@ def denoise(
     like: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
     latents = torch.zeros(images, 4, size // 8, size // 8, **like)
     text = torch.zeros(2 * images, 77, model.config.cross_attention_dim, **like)
+    conditions: dict[str, Any] = {}
+    if model.config.addition_embed_type == "text_time":  # SDXL
+        widths = {"text_embeds": 1280, "time_ids": 6}
+        conditions = {name: torch.zeros(2 * images, width, **like) for name, width in widths.items()}
     scheduler: Any = DPMSolverMultistepScheduler(use_karras_sigmas=True)
     scheduler.set_timesteps(method.steps or steps)
     with torch.no_grad(), method.applied(model):
         for t in scheduler.timesteps:
-            unconditional, conditional = model(torch.cat([latents] * 2), t, text).sample.chunk(2)
+            unconditional, conditional = model(
+                torch.cat([latents] * 2), t, text, added_cond_kwargs=conditions
+            ).sample.chunk(2)
             guided = unconditional + 7.5 * (conditional - unconditional)
             latents = scheduler.step(guided, t, latents).prev_sample
             del unconditional, conditional, guided
