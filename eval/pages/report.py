@@ -55,7 +55,8 @@ def write_report(folder: Path, images: int) -> Path:
     environment = jinja2.Environment(loader=loader, autoescape=True)
     environment.filters["id"] = id_of
     path = folder / "report.html"
-    page = environment.get_template("report.html.j2").render(model=parts[0]["model"], parts=parts)
+    model = "the toy model" if parts[0]["model"] == "demo" else parts[0]["model"]
+    page = environment.get_template("report.html.j2").render(model=model, parts=parts)
     write_bytes(path, page.encode())
     return path
 
@@ -161,7 +162,8 @@ def _gain_and_loss(rows: Sequence[Row], clock: str) -> str | None:
         baseline = next(row for row in rows if row["method"] == "baseline")
         distance, gain = quality_table.interval("reference_distance"), quality_table.gain("gain_macs")
         told.append(
-            f"distance x1000 to the reference image {distance(row)}, the baseline's {distance(baseline)};"
+            f"perceptual distance x1000 to the reference image {distance(row)}, "
+            f"the baseline's {distance(baseline)};"
         )
         told.append(f"gain over fewer steps {gain(row)} by MACs.")
     elif row.get("psnr") is None:
