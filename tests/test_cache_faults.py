@@ -357,7 +357,7 @@ def test_two_hundred_runs_leave_no_hook_and_no_tensor():
 
     def count():
         gc.collect()
-        return sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
+        return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())  # isinstance asks proxies
 
     counts = []
     for i in range(200):
