@@ -53,7 +53,7 @@ def cut(page: Any) -> float:
 def test_the_headline_has_the_gain_and_the_loss(page: Any) -> None:
     said = page.inner_text(".headline")
     assert re.search(
-        r": \d\.\d\dx as fast as baseline .* perceptual distance x1000 .*\d\); "
+        r": \d\.\d\dx as fast as baseline .* perceptual distance .*\d\); "
         r"gain over fewer steps [<> ]*\d\.\d\d \(",
         said,
     )

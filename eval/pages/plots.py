@@ -89,16 +89,16 @@ def frontier(rows: Sequence[Row], title: str = "", key: str = "reference_distanc
     baseline = next(row["macs"] for row in rows if row["method"] == "baseline")
     placed = [row for row in rows if is_placed(row, key)]
     fewer = sorted(filter(is_baseline, placed), key=lambda row: row["macs"])
-    line = [(row["macs"] / baseline, 1e3 * row[key]) for row in fewer]
+    line = [(row["macs"] / baseline, row[key]) for row in fewer]
     names = [row["method"].partition("@")[2] or "all" for row in fewer]
     series = [Series("fewer steps", line, line=True, names=names)] if line else []
     for i, row in enumerate(row for row in placed if not is_baseline(row)):
-        point = (row["macs"] / baseline, 1e3 * row[key])
+        point = (row["macs"] / baseline, row[key])
         label = row.get("label") or row["method"]
-        bars = [(1e3 * row[f"{key}_low"], 1e3 * row[f"{key}_high"])]
+        bars = [(row[f"{key}_low"], row[f"{key}_high"])]
         marker, colour = MARKERS[i // 10 % len(MARKERS)], f"C{i % 10}"
         series.append(Series(label, [point], bars, marker=marker, colour=colour, gid=id_of(label)))
-    heights = [1e3 * row[key] for row in placed]
+    heights = [row[key] for row in placed]
     where = "the reference image" if key == "reference_distance" else "the baseline's image"
     draw(
         axes,
@@ -107,9 +107,9 @@ def frontier(rows: Sequence[Row], title: str = "", key: str = "reference_distanc
         ylim=(0.7 * min(heights), 1.4 * max(heights)),
         title=title,
         xlabel="MACs of an image, all steps of baseline = 1",
-        ylabel=f"perceptual distance x1000 to {where}",
+        ylabel=f"perceptual distance to {where}",
     )
-    axes.fill_between([x for x, _ in line], [y for _, y in line], 1e-9, color="#2a7f4f", alpha=0.07, lw=0)
+    axes.fill_between([x for x, _ in line], [y for _, y in line], 1e-12, color="#2a7f4f", alpha=0.07, lw=0)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     return figure
 

@@ -41,7 +41,7 @@ def change(key: str, form: str, factor: float = 1.0, count: str = "images") -> C
 
 
 def interval(key: str) -> Callable[[Row], str]:
-    """Return a column's text: a distance x1000 and its 95% interval."""
+    """Return a column's text: a distance and its 95% interval."""
 
     def text(row: Row) -> str:
         if row.get(key) is None:
@@ -49,8 +49,8 @@ def interval(key: str) -> Callable[[Row], str]:
         if row[key] == 0:
             return EQUAL
         if row.get("images", FEWEST) < FEWEST:
-            return f"{1e3 * row[key]:.3g}"
-        return f"{1e3 * row[key]:.3g} ({1e3 * row[f'{key}_low']:.3g}-{1e3 * row[f'{key}_high']:.3g})"
+            return f"{row[key]:.4f}"
+        return f"{row[key]:.4f} ({row[f'{key}_low']:.4f}-{row[f'{key}_high']:.4f})"
 
     return text
 
@@ -94,7 +94,7 @@ def tables_of(rows: Sequence[Row], features: str | None) -> dict[str, list[Colum
     """
     on_gpu = any(row.get("memory_per_image") is not None for row in rows)
     tables = {
-        "perceptual distance x1000 to the same seed's images (95%)": [
+        "perceptual distance to the same seed's images (95%)": [
             Column("images", figure("images", "d")),
             Column("to reference image", interval("reference_distance")),
             Column("to the baseline", interval("baseline_distance")),

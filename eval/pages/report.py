@@ -162,7 +162,7 @@ def _gain_and_loss(rows: Sequence[Row], clock: str) -> str | None:
         baseline = next(row for row in rows if row["method"] == "baseline")
         distance, gain = quality_table.interval("reference_distance"), quality_table.gain("gain_macs")
         told.append(
-            f"perceptual distance x1000 to the reference image {distance(row)}, "
+            f"perceptual distance to the reference image {distance(row)}, "
             f"the baseline's {distance(baseline)};"
         )
         told.append(f"gain over fewer steps {gain(row)} by MACs.")

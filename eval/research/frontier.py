@@ -25,13 +25,13 @@ COLUMNS = [
     Column("images", figure("images", "d")),
     Column("cost", figure("cost_macs", ".2f")),
     Column("time", figure("cost_seconds", ".2f")),
-    Column("distance x1000", interval("reference_distance")),
+    Column("perceptual distance", interval("reference_distance")),
     Column("gain, by MACs", gain("gain_macs")),
     Column("gain, by time", gain("gain_seconds")),
 ]
 NOTE = (
-    "Cost and time are an image's, those of baseline's run of all steps in the same table being 1. Distance "
-    "x1000 is that to the image that the sampler converges to, with a 95% interval. Gain is what fewer "
+    "Cost and time are an image's, those of baseline's run of all steps in the same table being 1. The "
+    "distance is to the image that the sampler converges to, with a 95% interval. Gain is what fewer "
     "steps of the same sampler cost at that distance, over the method's own cost: below 1, take fewer "
     "steps. Tables are of different days."
 )

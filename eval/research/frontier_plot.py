@@ -39,7 +39,7 @@ def draw_frontier(rows: Sequence[Row], title: str) -> bytes:
             of_it = [row for row in rows if row["sampler"] == sampler]
             series += _series(of_it, cost, number, families)
         draw(axes, series, xscale="log", yscale="log", xlabel=f"{name}, all steps of baseline = 1")
-    panels[0].set_ylabel("perceptual distance x1000 to the sampler's reference image")
+    panels[0].set_ylabel("perceptual distance to the sampler's reference image")
     handles, labels = panels[0].get_legend_handles_labels()
     shown = dict(zip(labels, handles, strict=True))
     figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=4, frameon=False)
@@ -60,7 +60,7 @@ def _series(rows: Sequence[Row], cost: str, number: int, families: Sequence[str]
     drawn = sorted((row for row in rows if row[key]), key=lambda row: (_group(row), row[key]))
     for family, group in groupby(drawn, key=_group):
         each = list(group)
-        points = [(row[key], 1e3 * row["reference_distance"]) for row in each]
+        points = [(row[key], row["reference_distance"]) for row in each]
         if not family:
             label, colour = f"fewer steps, {each[0]['sampler']}", _LINES[number % len(_LINES)]
             names = [str(row["steps"]) for row in each]
@@ -68,7 +68,7 @@ def _series(rows: Sequence[Row], cost: str, number: int, families: Sequence[str]
                 Series(label, points, line=True, colour=colour, marker=".", names=names, shift=(-13, -10))
             )
             continue
-        bars = [(1e3 * row["reference_distance_low"], 1e3 * row["reference_distance_high"]) for row in each]
+        bars = [(row["reference_distance_low"], row["reference_distance_high"]) for row in each]
         index = families.index(family)
         label = f"{family}, {each[0]['sampler']}" if number else family
         fill = None if index < 10 else "none"
