@@ -7,7 +7,7 @@ ask for all operations where that is longer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -28,6 +28,7 @@ from ..images.methods import Method, parse_method
 from ..pages import rows as results
 from ..pages.rows import Column, Row, figure
 from ..settings import Settings
+from .computed_memory import ARCHITECTURES
 from .settings import ModelledSettings
 from .shapes import FLASH, METHODS, FusedAttention, denoise, in_dtype, unet
 
@@ -36,7 +37,7 @@ SMALL = SD15 | {"block_out_channels": (64, 128, 256, 256), "cross_attention_dim"
 """What a CPU runs in seconds, to check the model."""
 SMALL_SIZE, SMALL_STEPS, ROUNDS = 384, 9, 3
 NOTE = (
-    f"Modelled: nothing was measured on a GPU. SD 1.5 in float16, one image, guided, {STEPS} DPM++ 2M steps, "
+    f"Modelled: nothing was measured on a GPU. {{}} in float16, one image, guided, {STEPS} DPM++ 2M steps, "
     "denoising alone, from vendors' figures of dense float16 products and of bandwidth, 60% of the products "
     "reached (40% in fused attention), 2 microseconds a launch, 6 for the host to ask for an operation. GPU "
     "speed-up is the device's alone, as with a compiled U-Net or larger batches; eager is with the host's "
@@ -128,8 +129,10 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any, machine: Machine) -> flo
 def command(settings: ModelledSettings, console: Console) -> None:
     """Model each row, print it and write all."""
     run = describe_run(settings, torch.device("cpu"))
+    name, config, _ = ARCHITECTURES[settings.arch]
+    note = NOTE.format(name)
     rows = []
-    for row in chain(_rows(settings.sizes), checked()):
+    for row in chain(_rows(config, settings.sizes), checked()):
         rows.append(row)
         console.print(row["label"])
     gpus = [
@@ -149,15 +152,15 @@ def command(settings: ModelledSettings, console: Console) -> None:
         Column("speed-up modelled", figure("modelled_speedup", ".2f")),
         Column("measured", figure("measured_speedup", ".2f")),
     ]
-    results.write_rows(settings.out, "time", rows, [columns, cpu], run, NOTE)
+    results.write_rows(settings.out, "time", rows, [columns, cpu], run, note)
     for some in (columns, cpu):
         console.print(results.to_terminal("time", rows, some))
-    console.print(NOTE)
+    console.print(note)
     console.print(f"figures: {settings.out}", soft_wrap=True)
 
 
-def _rows(sizes: Sequence[int]) -> Iterator[Row]:
-    model = in_dtype(unet, torch.float16, "meta")
+def _rows(config: Mapping[str, Any], sizes: Sequence[int]) -> Iterator[Row]:
+    model = in_dtype(lambda: unet(config), torch.float16, "meta")
     for size in sizes:
         base: dict[str, Roofline] = {}
         for name, backend in METHODS:

@@ -131,12 +131,9 @@ class ComputedSettings(CommandSettings):
     """Folder for memory.jsonl, .csv and .md."""
 
 
-class ModelledSettings(CommandSettings):
-    """Model the seconds of SD 1.5's denoising on three GPUs, and check the model on this CPU."""
+class ModelledSettings(ComputedSettings):
+    """Model the seconds of denoising on three GPUs, and check the model on this CPU."""
 
-    has_config: ClassVar[bool] = False
-    sizes: tuple[Size, ...] = Field((512, 768, 1024), min_length=1)
-    """Pixels on a side."""
     out: Path = Path("runs/modelled-time")
     """Folder for time.jsonl, .csv and .md."""
 
