@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import copy
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,7 +52,7 @@ class RankedOperator(Operator):
         random = self.destinations == "random" or (self.destinations == "auto" and even)
         offsets = sample_destinations(*context.grid, stride, context.key if random else None)
         indices = split_grid(*context.grid, stride, offsets)
-        both = _to(torch.cat(indices), context.device)  # they travel as one
+        both = _to(torch.from_numpy(np.concatenate(indices)), context.device)  # they travel as one
         return Partition(*both.tensor_split([indices.src.numel()]))
 
 
