@@ -63,7 +63,6 @@ def test_early_steps_with_agents_are_counted_op_by_op(unet):
         "div": -1,  # baseline divides by a rescale factor of 1
     }
     each_ranking = {
-        "cat": 1,  # positions of sources, then destinations
         "index_select": 1,  # the tokens in that order
         "linalg_vector_norm": 1,
         "clamp_min": 1,  # no token has norm 0
@@ -93,7 +92,7 @@ def test_early_steps_with_agents_are_counted_op_by_op(unet):
     ):
         expected.update({name: count * times for name, count in counts.items()})
     assert added(unet, EARLY) == expected
-    assert expected.total() == 98
+    assert expected.total() == 96
 
 
 @pytest.mark.parametrize(("operator", "each_layer"), [(Downsample(4), 2), (Agents(), 4)])

@@ -13,7 +13,8 @@ GRIDS = [(8, 8, 2), (8, 8, 4), (9, 13, 4), (33, 25, 2), (7, 4, 3)]
 
 @pytest.mark.parametrize(("height", "width", "stride"), GRIDS)
 def test_each_whole_cell_holds_one_destination_and_nothing_is_lost(height, width, stride):
-    src, dst = split_grid(height, width, stride, sample_destinations(height, width, stride, (0, 0, 981.0)))
+    partition = split_grid(height, width, stride, sample_destinations(height, width, stride, (0, 0, 981.0)))
+    src, dst = partition.src, partition.dst
     assert sorted([*src.tolist(), *dst.tolist()]) == list(range(height * width))
     cells = [(p // width // stride, p % width // stride) for p in dst.tolist()]
     assert sorted(cells) == list(itertools.product(range(height // stride), range(width // stride)))

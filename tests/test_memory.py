@@ -55,8 +55,8 @@ def fake(monkeypatch):
 
     def real_split(*args):
         with unset_fake_temporarily():
-            src, dst = split(*args)
-        return Partition(mode.from_tensor(src), mode.from_tensor(dst))
+            partition = split(*args)
+        return Partition(mode.from_tensor(partition.positions), partition.sources)
 
     for module in (ranking, downsample):
         monkeypatch.setattr(module, "sample_destinations", real_draw)

@@ -18,10 +18,25 @@ SCORE_BUDGET = 2**26
 
 
 class Partition(NamedTuple):
-    """Positions of the tokens on the flattened grid, split into sources (N-n,) and destinations (n,)."""
+    """Positions of the tokens on the flattened grid, split into sources and destinations.
 
-    src: Tensor
-    dst: Tensor
+    Attributes:
+        positions: (N,) those of the sources, then those of the destinations; they travel as one tensor.
+        sources: how many they are.
+    """
+
+    positions: Tensor
+    sources: int
+
+    @property
+    def src(self) -> Tensor:
+        """(N-n,) positions of the sources."""
+        return self.positions[: self.sources]
+
+    @property
+    def dst(self) -> Tensor:
+        """(n,) positions of the destinations."""
+        return self.positions[self.sources :]
 
 
 class Ranking(NamedTuple):
@@ -66,7 +81,8 @@ def split_grid(height: int, width: int, stride: int, destinations: Tensor) -> Pa
     dst = np.sort((y * width + x).ravel())
     is_src = np.ones(height * width, dtype=bool)
     is_src[dst] = False
-    return Partition(torch.from_numpy(np.flatnonzero(is_src)), torch.from_numpy(dst))
+    positions = np.concatenate([np.flatnonzero(is_src), dst])
+    return Partition(torch.from_numpy(positions), len(positions) - len(dst))
 
 
 @torch.no_grad()
@@ -75,9 +91,10 @@ def rank_tokens(metric: Tensor, partition: Partition) -> Ranking:
 
     A token of zero norm is alike to none (similarity 0), so no NaN arises.
     """
-    src, dst = (index.to(metric.device) for index in partition)
+    positions = partition.positions.to(metric.device)
+    src, dst = positions.tensor_split([partition.sources])
     precise = torch.promote_types(metric.dtype, torch.float32)
-    metric = metric.index_select(1, torch.cat([src, dst]))
+    metric = metric.index_select(1, positions)
     norm = torch.linalg.vector_norm(metric, dim=-1, dtype=precise)
     norm = norm.clamp_min(torch.finfo(torch.float32).tiny)
     sources, targets = metric.tensor_split([src.numel()], dim=1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from copy import copy
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,9 +50,8 @@ class RankedOperator(Operator):
         even = context.half or context.batch % 2 == 0
         random = self.destinations == "random" or (self.destinations == "auto" and even)
         offsets = sample_destinations(*context.grid, stride, context.key if random else None)
-        indices = split_grid(*context.grid, stride, offsets)
-        both = _to(torch.from_numpy(np.concatenate(indices)), context.device)  # they travel as one
-        return Partition(*both.tensor_split([indices.src.numel()]))
+        partition = split_grid(*context.grid, stride, offsets)
+        return partition._replace(positions=_to(partition.positions, context.device))
 
 
 def _to(index: Tensor, device: Any) -> Tensor:
