@@ -69,6 +69,7 @@ def test_both_images_are_made_and_compared_under_a_slider(page: Any) -> None:
     assert bodies[0] != bodies[1]
     clip = "[...document.querySelectorAll('img')].map(i => getComputedStyle(i).clipPath).join()"
     before = page.evaluate(clip)
+    own.scroll_into_view_if_needed()
     box = own.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     page.mouse.down()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from agentsd_eval.pages.report import write_report
+from agentsd_eval.pages.rows import write_singles
 from PIL import Image
 
 pytestmark = pytest.mark.slow
@@ -23,7 +24,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report") / "techniques-demo"
     shutil.copytree(RESULTS, folder, ignore=shutil.ignore_patterns("features"))
     rows = map(json.loads, (folder / "table.jsonl").read_text(encoding="utf-8").splitlines())
-    for method, key in enumerate(row["key"] for row in rows if "key" in row):
+    keys = [row["key"] for row in rows if "key" in row]
+    singles = [{"method": keys[0], "index": i, "seed": i, "prompt": "an apple"} for i in range(64)]
+    write_singles(folder / "table-images.csv", singles)  # committed results come without
+    for method, key in enumerate(keys):
         (folder / "images" / key).mkdir(parents=True)
         for index in range(64):
             image = Image.new("RGB", (64, 64), (8 * method, 4 * index, 128))
@@ -98,7 +102,7 @@ def test_a_table_is_sorted_by_its_figures(page: Any) -> None:
         table.get_by_role("button", name="to reference image").click()
         cells = table.locator("tbody td:nth-child(3)").all_inner_texts()
         assert cells[-1] == "-"  # what was not measured comes last
-        assert [cell.split()[0] for cell in cells[:-1]] == [f"{1e3 * value:.3g}" for value in order]
+        assert [cell.split()[0] for cell in cells[:-1]] == [f"{value:.4f}" for value in order]
     table.get_by_role("button", name="method").click()
     labels = table.locator("tbody td:first-child").all_inner_texts()
     assert labels[0] == max(row["label"] for row in rows if "label" in row)
