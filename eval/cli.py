@@ -68,7 +68,7 @@ def make_program(
 def _run(kind: type[s.CommandSettings], module: str, config: str | None = None, **options: Any) -> None:
     """Do a command's work; an EvalError, a full GPU or Ctrl-C end it with a message and an exit code."""
     try:
-        settings = load_settings(kind, config, settings_of(options, kind))
+        settings = load_settings(kind, config, settings_of(options))
         # The libraries' remarks and bars would stand between a user and the table.
         for library in ("DIFFUSERS", "TRANSFORMERS"):
             os.environ.setdefault(f"{library}_VERBOSITY", "error")

@@ -8,27 +8,22 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import click
-import yaml
 
-from .errors import EvalError
 from .settings import CommandSettings
 
 GROUPS = {
     "Arguments": "what folder first second",
-    "Model": "model dtype device arch backend backends compile gradient_checkpointing",
-    "Sampling": "prompt prompts classes template per_class scheduler steps guidance_scale height width sizes "
+    "Model": "model dtype device arch backend backends compile",
+    "Sampling": "prompt prompts classes scheduler steps guidance_scale height width sizes "
     "seed images batch_size batches",
-    "Methods": "methods ratio ratios fewer_steps agent calibrated ablate_ratio ablate_values recipe",
-    "References": "reference references reference_steps other_seeds features inception_weights clip dino",
+    "Methods": "methods ratio ratios fewer_steps calibrated ablate_ratio ablate_values recipe",
+    "References": "reference references reference_steps other_seeds features clip dino",
     "Output and measurement": "",
 }
 """Settings under each head of a command's help; the last one has the others."""
 
 
-RARE = (
-    "backend agent template per_class references other_seeds inception_weights count_on bootstrap "
-    "lr_scheduler class_images other_prompts subject_guidance_scale"
-)
+RARE = "backend references other_seeds lr_scheduler class_images other_prompts subject_guidance_scale"
 """Settings that a command's help only names."""
 
 
@@ -70,7 +65,7 @@ def parameters_of(kind: type[CommandSettings]) -> list[click.Parameter]:
         parameters.append(click.Option(["--config"], metavar="NAME|FILE", help=about))
     for key, field in kind.model_fields.items():
         value = plain(field.annotation)
-        many = typing.get_origin(value) in (tuple, dict)
+        many = typing.get_origin(value) is tuple
         if key in kind.hidden:
             continue
         if field.is_required():
@@ -106,8 +101,6 @@ def plain(kind: Any) -> Any:
 
 def metavar_of(kind: Any) -> str:
     """Return what stands for an option's value: its kind, or the choices."""
-    if typing.get_origin(kind) is dict:
-        return "KEY=VALUE"
     if typing.get_origin(kind) is tuple:
         inner = metavar_of(plain(typing.get_args(kind)[0]))
         return inner if "|" in inner else f"{inner},..."
@@ -132,28 +125,14 @@ def written(value: Any) -> str:
     return str(value) if isinstance(value, str | int | float | Path) else ""
 
 
-def settings_of(options: dict[str, Any], kind: type[CommandSettings]) -> dict[str, Any]:
+def settings_of(options: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that options give.
 
     Lists stand in one option, with commas, or in several; "none" is empty. A `--prompt` is taken whole.
     """
     given = {key: value for key, value in options.items() if value is not None and value != ()}
     for key, value in given.items():
-        origin = typing.get_origin(plain(kind.model_fields[key].annotation))
-        if origin is dict:
-            given[key] = dict(map(parse_pair, value))
-        elif origin is tuple and key != "prompt":
+        if isinstance(value, tuple) and key != "prompt":
             parts = [part for text in value for part in text.split(",")]
             given[key] = [] if parts == ["none"] else parts
     return given
-
-
-def parse_pair(pair: str) -> tuple[str, Any]:
-    """Return ("k", 0.05) for "k=0.05"; the value is read as YAML. Raises EvalError on a pair without "="."""
-    key, equals, value = pair.partition("=")
-    if not equals or not value:
-        raise EvalError(f"--agent {pair!r} must be KEY=VALUE, such as k=0.05")
-    try:
-        return key, yaml.safe_load(value)
-    except yaml.YAMLError:
-        return key, value

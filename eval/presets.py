@@ -16,7 +16,7 @@ from .errors import EvalError
 _INSTALLED, _CHECKOUT = Path(__file__).parent / "configs", Path(__file__).parent.parent / "configs"
 PRESETS = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
 """The folder of the presets that ship."""
-_INPUT_FILES = {"prompts", "classes", "reference", "inception_weights", "subject"}
+_INPUT_FILES = {"prompts", "classes", "reference", "subject"}
 _SHOWN = 120  # characters of a wrong value
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
@@ -42,13 +42,10 @@ def load_settings(
     if unused := [key for key in getattr(kind, "unused", ()) if key in values]:
         raise EvalError(f"{path}: {unused[0]}: this command has rows of its own; leave it out")
     given = {key: value for key, value in overrides.items() if value is not None}
-    typed = set(given)
-    if "agent" in given and isinstance(values.get("agent"), dict):
-        given["agent"] = {**values["agent"], **given["agent"]}
     try:
         return kind.model_validate({**values, **given})
     except ValidationError as error:
-        raise EvalError(_explain(kind, path, typed, error)) from None
+        raise EvalError(_explain(kind, path, set(given), error)) from None
 
 
 def find_config(config: str | Path) -> Path:

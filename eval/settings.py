@@ -6,7 +6,6 @@ Nothing heavy is imported before a setting is checked.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -79,21 +78,9 @@ class Settings(CommandSettings):
     scheduler: SchedulerName = "plms"
     steps: Steps = 50
     guidance_scale: Guidance = 7.5
-    agent: dict[str, Any] = Field(default_factory=dict)
-    """k, scale, early_frac or seed of the methods that have it."""
     named: dict[str, dict[str, Any] | Path] = Field(default_factory=dict)
     """More methods by a name of your own: keywords of `agentsd.apply_agentsd`, with `recipe` as it stands in
     a recipe's file; or such a file, or a folder with trained attention. They have no ratio but their own."""
-
-    @field_validator("agent")
-    @classmethod
-    def _known_agent_settings(cls, agent: dict[str, Any]) -> dict[str, Any]:
-        if "ratio" in agent:
-            raise ValueError("the ratio is an option of its own")
-        if named := sorted({"mode", "recipe"} & set(agent)):
-            raise ValueError(f"{named[0]} is chosen by a method's name")
-        recipe_of(agent)
-        return agent
 
     @field_validator("named")
     @classmethod
@@ -111,7 +98,6 @@ class Settings(CommandSettings):
 
 
 _KEYWORDS = ("ratio", "k", "scale", "early_frac", "seed")
-_LARGEST = 3.4e38  # of the 32-bit floats that tensors hold
 
 
 def recipe_of(settings: Mapping[str, Any]) -> Recipe:
@@ -127,10 +113,6 @@ def recipe_of(settings: Mapping[str, Any]) -> Recipe:
     content, mode = given.pop("recipe", None), given.pop("mode", None)
     if unknown := sorted(map(str, set(given) - set(_KEYWORDS))):
         raise ValueError(f"unknown {unknown}; known: {', '.join(sorted((*_KEYWORDS, 'mode', 'recipe')))}")
-    for name, value in given.items():
-        number = isinstance(value, int | float) and math.isfinite(value) and name != "seed"
-        if number and abs(value) > _LARGEST:
-            raise ValueError(f"{name}={value!r} is beyond a 32-bit float: pass a smaller number")
     try:
         if content is not None:
             if given or mode is not None:
@@ -184,7 +166,7 @@ class CompareSettings(ShowSettings):
 class AppSettings(SamplingSettings):
     """Serve a page in the browser: baseline and a recipe side by side, from one seed."""
 
-    hidden: ClassVar[tuple[str, ...]] = ("named", "backend", "agent")
+    hidden: ClassVar[tuple[str, ...]] = ("named", "backend")
     scheduler: SchedulerName = "dpm++karras"
     steps: Steps = 25
     guidance_scale: Guidance = 4.0
@@ -230,8 +212,6 @@ class LatencySettings(CostSettings):
     """What is timed: forward, pipeline, training. forward is one guided U-Net call in the early and in the
     later phase, pipeline a whole run, training a forward and backward pass at an early timestep, without
     guidance and optimizer."""
-    gradient_checkpointing: bool = False
-    """In training steps."""
     compile: bool = False
     """Compile the U-Net under every method, baseline too."""
     count: bool = True
@@ -243,7 +223,6 @@ class LatencySettings(CostSettings):
 class CalibrateSettings(ShowSettings):
     """Find the recipe that meets a goal, among the named ones and variations, on your model and prompts."""
 
-    hidden: ClassVar[tuple[str, ...]] = ("named", "agent")
     resumes: ClassVar[bool] = True
     steps: Steps = 25
     images: int = Field(3, ge=1)

@@ -42,11 +42,7 @@ class RunSettings(SamplingSettings):
     prompts: Path | None = None
     """A text file, a prompt a line. Without one, the toy model's captions are taken."""
     classes: Path | None = None
-    """A text file, a class name a line. Each is asked for by `template` for `per_class` images."""
-    template: str = "A high quality photograph of a {cls}."
-    """The prompt for a class."""
-    per_class: int = Field(2, ge=1)
-    """Images for each class."""
+    """A text file, a class name a line. Two images of each are asked for by the paper's prompt."""
     reference: Path | None = None
     """A folder of real images; else the toy model's own."""
     references: int = Field(4096, ge=8)
@@ -56,14 +52,8 @@ class RunSettings(SamplingSettings):
     """Compare rows with the baseline's images of other seeds, too."""
     features: FeatureName = "efficientnet-lite0"
     """Network of FD and KID; inception is that of real FID."""
-    inception_weights: Path | None = None
-    """pytorch-fid's weights file; without it, pytorch-fid downloads it."""
     clip: str | None = None
     """A CLIP model (folder or hub id) for the CLIP score."""
-    count_on: int = Field(1, ge=1)
-    """MACs are counted on so many images; they differ where the latent's distance decides."""
-    bootstrap: int = Field(200, ge=2)
-    """Resamples for the error of a FD."""
     out: Path = Path("runs/default")
     """The run's folder. The same folder resumes it."""
 
@@ -79,13 +69,6 @@ class RunSettings(SamplingSettings):
             return values
         out, mark = Path(values.get("out") or cls.model_fields["out"].default), f"-limit-{values['limit']}"
         return values if out.name.endswith(mark) else {**values, "out": out.with_name(out.name + mark)}
-
-    @field_validator("template")
-    @classmethod
-    def _names_the_class(cls, template: str) -> str:
-        if "{cls}" not in template:
-            raise ValueError("a template holds {cls}, where the class name goes")
-        return template
 
 
 class AblateSettings(RunSettings):
@@ -181,10 +164,3 @@ class SubjectSettings(SamplingSettings):
                 "--subject FOLDER --instance-prompt 'a photo of a sks dog' --class-prompt 'a photo of a dog'"
             )
         return self
-
-    @field_validator("agent")
-    @classmethod
-    def _of_the_training(cls, agent: dict[str, Any]) -> dict[str, Any]:
-        if unknown := sorted(set(agent) - {"k", "scale"}):
-            raise ValueError(f"{unknown} can't be trained with; known: k, scale")
-        return agent

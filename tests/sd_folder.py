@@ -156,29 +156,22 @@ def _save(pipe: Any, folder: Path, variant: str | None = None) -> Path:
     return folder
 
 
-def stand_in_for_inception(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
-    """Put a module in the place of pytorch-fid's, which needs torchvision; return its weights' file."""
-    weights = {"projection": torch.randn(3, 2048, generator=torch.Generator().manual_seed(0))}
-    torch.save(weights, folder / "weights.pth")
+def stand_in_for_inception(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a module in the place of pytorch-fid's, which needs torchvision."""
+    projection = torch.randn(3, 2048, generator=torch.Generator().manual_seed(0))
     inception: Any = types.ModuleType("pytorch_fid.inception")
 
     class InceptionV3(torch.nn.Module):
         def __init__(self, blocks: list[int]) -> None:
             super().__init__()
             assert blocks == [3]  # the block that FID is computed on
-            self.projection = inception.load_state_dict_from_url("the network's address")["projection"]
+            self.projection = projection
 
         def forward(self, pixels: torch.Tensor) -> list[torch.Tensor]:
             assert 0 <= pixels.min() <= pixels.max() <= 1
             return [(pixels.mean((2, 3)) @ self.projection)[..., None, None]]
 
-    def download(url: str) -> None:
-        pytest.fail("nothing is to be downloaded")
-
     inception.InceptionV3 = InceptionV3
-    inception.load_state_dict_from_url = download
     package: Any = types.ModuleType("pytorch_fid")
     package.inception = inception
     monkeypatch.setitem(sys.modules, "pytorch_fid", package)
-    monkeypatch.setattr("agentsd_eval.quality.features.check_inception_weights", lambda path: None)
-    return folder / "weights.pth"

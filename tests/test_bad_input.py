@@ -72,8 +72,6 @@ TABLE = [
     (lambda: Recipe.load("nowhere"), "nowhere: no such file; Recipe.save(path) writes one"),
     (evaluate("compare", "--methods", "tomesdd"), "tomesdd"),
     (evaluate("compare", "--ratio", "1.5"), "1.5"),
-    (evaluate("compare", "--agent", "speed=1"), "speed"),
-    (evaluate("compare", "--agent", "k"), "KEY=VALUE"),
     (evaluate("compare", "--model", "/nowhere/model"), "nowhere"),
     (evaluate("latency", "--sizes", "100"), "100"),
     (evaluate("table", "--config", "nowhere.yaml"), "nowhere.yaml"),

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from agentsd import Recipe, StepCache
 
-RUN = ("--images", 2, "--steps", 8, "--reference-steps", 10, "--methods", "step-caching", "--bootstrap", 2)
+RUN = ("--images", 2, "--steps", 8, "--reference-steps", 10, "--methods", "step-caching")
 
 
 def invoke(*arguments: object, code: int = 0) -> str:

@@ -24,25 +24,25 @@ def plain():
 
 def test_fewer_steps_themselves_are_worth_one(plain):
     for steps in plain:
-        ours = gain(plain[steps], steps, list(plain.values()), list(plain), 50)
+        ours = gain(plain[steps], steps, list(plain.values()), list(plain))
         assert ours.value == pytest.approx(1)
         assert ours.low == pytest.approx(1)  # each seed moves both alike
 
 
 def test_twice_as_cheap_at_the_same_distance_is_worth_two(plain):
-    ours = gain(plain[12], 6.0, list(plain.values()), list(plain), 50)
+    ours = gain(plain[12], 6.0, list(plain.values()), list(plain))
     assert ours.value == pytest.approx(2)
     assert ours.beyond is None
 
 
 def test_what_is_off_the_curve_says_so(plain):
-    near = gain(plain[25] / 10, 25, list(plain.values()), list(plain), 50)
-    far = gain(plain[6] * 10, 1, list(plain.values()), list(plain), 50)
+    near = gain(plain[25] / 10, 25, list(plain.values()), list(plain))
+    far = gain(plain[6] * 10, 1, list(plain.values()), list(plain))
     assert (near.value, near.beyond) == (pytest.approx(1), "more")
     assert (far.value, far.beyond) == (pytest.approx(6), "less")
 
 
 def test_unlike_seeds_widen_the_interval(plain):
     shuffled = np.random.default_rng(1).permutation(plain[12])
-    ours = gain(shuffled, 12, list(plain.values()), list(plain), 200)
+    ours = gain(shuffled, 12, list(plain.values()), list(plain))
     assert ours.low < 0.9 < 1.1 < ours.high

@@ -54,7 +54,7 @@ def test_worth_is_what_fewer_steps_cost_at_the_distance_over_the_own_cost() -> N
     rows = [row("baseline", 100, 1.0), row("baseline@12", 50, 2.0), row("quick", 50, 1.6)]
     distances = {"baseline": 0.1, "baseline@12": 0.2, "quick": 0.1}
     singles = [{"method": k, "reference_distance": d * s} for k, d in distances.items() for s in (1, 2, 3)]
-    table.add_gain(rows, singles, 20)
+    table.add_gain(rows, singles)
     assert rows[2]["gain_macs"] == pytest.approx(2.0)
     assert rows[2]["gain_seconds"] == pytest.approx(1.6)
     assert rows[2]["gain_seconds_beyond"] is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,6 @@ from agentsd_eval.settings import CompareSettings
 from agentsd_eval.table_settings import RunSettings
 from diffusers import DDIMScheduler, HeunDiscreteScheduler, PNDMScheduler
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
-from pydantic import ValidationError
 from tiny import BETAS, fingerprint, make_sdxl_unet, make_unet
 
 from agentsd import Downsample, Phases, PooledAgents, Recipe, StepCache, apply_agentsd
@@ -67,10 +67,10 @@ def test_methods_are_removed_after_an_error(pipe: Any) -> None:
 def test_a_mode_can_stand_in_the_name(pipe: Any) -> None:
     with parse_method("agentsd+deepcache", 0.5, SETTINGS).applied(pipe):
         assert pipe.unet._agentsd.recipe == AGENTSD.with_settings(ratio=0.5)
-    with parse_method("paper", 0.5, CompareSettings(agent={"k": 0.1})).applied(pipe):
+    varied = replace(parse_method("paper", 0.5, SETTINGS), agent=(("k", 0.1),))
+    with varied.applied(pipe):
         assert pipe.unet._agentsd.recipe == PAPER.with_settings(ratio=0.5, k=0.1)
-    with pytest.raises(ValidationError, match="mode is chosen by a method's name"):
-        CompareSettings(agent={"mode": "paper"})
+    assert varied.key == "paper-r0.5-k0.1-sdpa"
 
 
 @pytest.mark.parametrize(("backend", "kind"), [("sdpa", AttnProcessor2_0), ("unfused", AttnProcessor)])
@@ -130,11 +130,7 @@ def test_rows_of_a_table() -> None:
     methods = expand(["paper", "deepcache"], [0.2, 0.4], SETTINGS)
     assert [m.label for m in methods] == ["baseline", "paper r=0.2", "paper r=0.4", "deepcache"]
     assert len({m.key for m in methods}) == 4
-    other = CompareSettings(agent={"k": 0.1})
-    assert parse_method("paper", 0.2, other).key != methods[1].key
-    assert parse_method("tomesd", 0.2, other).key == parse_method("tomesd", 0.2, SETTINGS).key
-    spelled_out = CompareSettings(agent={"k": 0.075, "seed": 2})
-    assert parse_method("paper", 0.2, spelled_out).key == "paper-r0.2-seed2-sdpa"
+    assert replace(methods[1], agent=(("k", 0.075),)).key == methods[1].key  # a default goes unsaid
 
 
 def test_deepcache_is_refused_where_it_would_mistake_its_step() -> None:
@@ -197,8 +193,6 @@ def test_rows_of_fewer_steps() -> None:
         ("paper r=0.4", False),
         ("agentsd r=0.4", False),
     ]
-    assert [method.is_default for method in methods] == [False, False, False, True]
-    assert not parse_method("agentsd@20", 0.4, SETTINGS).is_default
 
 
 def test_what_saves_whole_calls_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,10 +212,9 @@ def test_what_saves_whole_calls_is_known(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_recipe_with_a_name_is_a_method(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = CompareSettings(agent={"k": 0.1, "early_frac": 0.2, "seed": 3})
-    monkeypatch.setitem(MODES, "few", Recipe(Phases(None, Downsample(stride=4))))
-    method = parse_method("few", 0.5, settings)
-    assert (method.ratio, method.agent) == (None, (("early_frac", 0.2),))  # all that it has
+    recipe = Recipe(Phases(None, Downsample(stride=4)))
+    monkeypatch.setitem(MODES, "few", recipe)
+    method = parse_method("few", 0.5, SETTINGS)
+    assert method.ratio is None  # it has none
     with method.applied(pipe):
-        assert pipe.unet._agentsd.recipe == Recipe(Phases(None, Downsample(stride=4), 0.2))
-    assert parse_method("todo", 0.5, settings).agent == ()
+        assert pipe.unet._agentsd.recipe == recipe

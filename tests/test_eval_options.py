@@ -10,7 +10,6 @@ from importlib.metadata import version
 import pytest
 from agentsd_eval.cli import COMMANDS, main
 from agentsd_eval.options import settings_of
-from agentsd_eval.table_settings import RunSettings
 from click.testing import CliRunner
 
 
@@ -61,11 +60,9 @@ def test_options_become_settings() -> None:
         "methods": ("paper,tomesd", "todo"),
         "ratios": ("0.5,half",),
         "fewer_steps": ("none",),
-        "agent": ("k=0.1", "seed=2"),
     }
-    assert settings_of(options, RunSettings) == {
+    assert settings_of(options) == {
         "methods": ["paper", "tomesd", "todo"],
         "ratios": ["0.5", "half"],  # for the settings to read or refuse
         "fewer_steps": [],
-        "agent": {"k": 0.1, "seed": 2},
     }

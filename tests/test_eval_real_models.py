@@ -42,12 +42,12 @@ def sd15(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def preset(sd15: Path, photographs: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What a preset of the paper is run with: a folder, photographs, weights, few steps; a trial."""
+    """What a preset of the paper is run with: a folder, photographs, few steps; a trial."""
     folder = tmp_path_factory.mktemp("presets")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        weights = stand_in_for_inception(patch, folder)
-        options = ("--model", sd15, "--reference", photographs, "--inception-weights", weights, *SMALL)
+        stand_in_for_inception(patch)
+        options = ("--model", sd15, "--reference", photographs, *SMALL)
         yield folder, (*options, "--steps", 2)
 
 

@@ -67,14 +67,14 @@ def test_similarity_is_the_mean_cosine() -> None:
 
 
 def test_agents_generate_as_they_were_trained() -> None:
-    settings = SubjectSettings(ratio=0.3, agent={"k": 0.05})
+    settings = SubjectSettings(ratio=0.3)
     variants = subject_plan.variants_of(settings)
     assert [v.training.key for v in variants] == [
         "before", *["baseline"] * 3, "agents", *["baseline-prior"] * 3, "agents-prior",
     ]  # fmt: skip
     applied = [v.method.recipe for v in variants if v.method.parts]
     trained = subject_plan.training_config(variants[4].training, settings)
-    agents = Agents(0.3, 0.05, at_most=None, agent_ratio=0.95, ranking="layer", destinations="random")
+    agents = Agents(0.3, at_most=None, agent_ratio=0.95, ranking="layer", destinations="random")
     assert trained.recipe == Recipe(agents, levels=1)
     early = Recipe(Phases(agents, Merge(0.3, ranking="layer", destinations="random")), levels=1)
     assert applied == [early, trained.recipe, trained.recipe] * 2
@@ -234,8 +234,6 @@ def test_images_are_judged_by_views_and_references(make_pipeline: Any, tmp_path:
         (("--subject", "ONE"), "holds 1 image; 2 views or more can be compared"),
         (("--images", "1"), "--images = 1: Input should be greater than or equal to 2"),
         (("--learning-rate", "0"), "--learning-rate = 0: Input should be greater than 0"),
-        (("--agent", "early_frac=0.5"), "['early_frac'] can't be trained with; known: k, scale"),
-        (("--agent", "scale=0.5"), "scale=0.5: it is the exponent"),
         (("--model", "EMPTY"), "subject: the bundled subject is for the toy model; give --subject"),
         (("--out", "/proc/no/such"), "choose another place with --out"),
     ],

@@ -24,29 +24,25 @@ def fid_score() -> Any:
 
 
 @pytest.fixture(scope="module")
-def network(fid_score: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Ours and pytorch-fid's network on random weights, and the file that holds them."""
+def network(fid_score: Any) -> Any:
+    """Ours and pytorch-fid's network on random weights, which are the ones that are downloaded."""
     from pytorch_fid import inception
 
-    path = tmp_path_factory.mktemp("weights") / "inception.pth"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inception, "load_state_dict_from_url", lambda *args, **kwargs: {})
         patch.setattr(torch.nn.Module, "load_state_dict", lambda self, state, **kwargs: None)
         torch.manual_seed(0)
         bare = inception.fid_inception_v3()
-    torch.save(bare.state_dict(), path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(features, "check_inception_weights", lambda path: None)
-        loaded = features.load_network("inception", torch.device("cpu"), path)
         patch.setattr(inception, "load_state_dict_from_url", lambda *args, **kwargs: bare.state_dict())
         theirs = inception.InceptionV3([inception.InceptionV3.BLOCK_INDEX_BY_DIM[2048]]).eval()
-        yield loaded, theirs, path
+        yield features.load_network("inception", torch.device("cpu")), theirs
 
 
 def test_features_are_those_of_pytorch_fid(
     fid_score: Any, network: Any, photographs: Path, tmp_path: Path
 ) -> None:
-    ours, theirs, _ = network
+    ours, theirs = network
     for size in ((50, 40), (51, 40)):  # pytorch-fid takes images of one size at a time
         paths = [path for path in sorted(photographs.glob("*.png")) if Image.open(path).size == size]
         assert len(paths) > 2
@@ -68,12 +64,9 @@ def test_the_distance_is_pytorch_fids(fid_score: Any, network: Any) -> None:
     assert ours == pytest.approx(theirs, rel=1e-6)
 
 
-def test_the_command_prints_fid(
-    network: Any, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours, _, weights = network
-    monkeypatch.setattr(features, "check_inception_weights", lambda path: None)
-    command = ["fid", photographs, photographs, "--inception-weights", weights, "--cache", tmp_path]
+def test_the_command_prints_fid(network: Any, photographs: Path, tmp_path: Path) -> None:
+    ours, _ = network
+    command = ["fid", photographs, photographs, "--cache", tmp_path]
     done = CliRunner().invoke(main, list(map(str, command)), catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert "FID" in done.output

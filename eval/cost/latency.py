@@ -55,8 +55,6 @@ def measure(
     that needs more memory than the GPU has gets a row without figures. `report` is called after each round.
     """
     check_schedulers(methods, pipe.scheduler, settings.steps)
-    if settings.gradient_checkpointing:
-        pipe.unet.enable_gradient_checkpointing()
     for case in cases:
         fitting = [method for method in methods if suits(method, case)]
         yield from _measure_case(pipe, case, fitting, settings, report)

@@ -20,9 +20,7 @@ from ..names import METHODS, is_method, numbered
 from ..settings import Backend, FewerSteps, Settings, recipe_of
 from .other_packages import OTHER_PACKAGES, Applied, unet_of
 
-DEFAULT = "agentsd"
-"""The recipe that `apply_agentsd` runs if nothing is said."""
-_DEFAULTS = {"k": 0.075, "scale": -0.15, "early_frac": 0.4, "seed": 0}
+_DEFAULTS = {"k": 0.075, "scale": -0.15, "early_frac": 0.4}
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,7 @@ class Method:
     ratio: float | None = None
     backend: Backend = "sdpa"
     agent: tuple[tuple[str, Any], ...] = ()
+    """Settings of a recipe that an ablation varies."""
     recipe: Recipe | None = None
     """What a part runs that has a name of the user's own."""
     folder: Path | None = None
@@ -75,11 +74,6 @@ class Method:
         return not self.parts and self.steps is None
 
     @property
-    def is_default(self) -> bool:
-        """Whether it is what `apply_agentsd(pipe)` runs."""
-        return self.parts == (DEFAULT,) and self.steps is None
-
-    @property
     def interval(self) -> int | None:
         """The steps between two computed steps of DeepCache; None without it."""
         return next((number for kind, number in self._numbered if kind == "deepcache"), None)
@@ -111,8 +105,7 @@ def parse_method(
 ) -> Method:
     """Return the method named by `text`, such as "paper+deepcache" or "baseline@20"; "baseline" has no parts.
 
-    A method that has no ratio drops it, and so it does with `settings.agent`. Raises EvalError on an unknown
-    name.
+    A method that has no ratio drops it. Raises EvalError on an unknown name.
     """
     joined, at, count = text.partition("@")
     if at and not re.fullmatch(r"[1-9]\d{0,2}|1000", count):
@@ -132,9 +125,8 @@ def parse_method(
     if beside > 1 or len(parts) - beside > 1 or (beside and {"tgate", "forecast"} & {*kinds}):
         raise EvalError(f"{text!r} can't be combined: name one method, and deepcache beside it at most")
     mode = next((MODES[part] for part in parts if part in MODES), None)
-    if "tomesd" not in parts and not (mode and _has(mode, "ratio", ratio)):
+    if "tomesd" not in parts and not (mode and any(hasattr(part, "ratio") for part in mode.operators)):
         ratio = None
-    agent = {key: value for key, value in settings.agent.items() if mode and _has(mode, key, value)}
     recipe, folder = None, None
     for own in (settings.named[part] for part in parts if part in settings.named):
         recipe, folder = (recipe_of(own), None) if isinstance(own, dict) else (None, own)
@@ -142,24 +134,10 @@ def parse_method(
         parts,
         ratio,
         backend or settings.backend,
-        tuple(sorted(agent.items())),
-        recipe,
-        folder,
-        int(count) if at else None,
+        recipe=recipe,
+        folder=folder,
+        steps=int(count) if at else None,
     )
-
-
-def _has(recipe: Recipe, setting: str, value: Any) -> bool:
-    """Whether a recipe has such a setting."""
-    if value is None:
-        return False
-    if setting == "seed":
-        return any(hasattr(operator, "destinations") for operator in recipe.operators)
-    try:
-        recipe.with_settings(**{setting: value})
-    except ValueError:
-        return False
-    return True
 
 
 def fewer(shares: FewerSteps, settings: Settings, backend: Backend | None = None) -> list[Method]:

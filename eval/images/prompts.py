@@ -53,9 +53,9 @@ def from_prompts(prompts: Sequence[str], images: int, seed: int) -> list[ImageSp
     return [ImageSpec(i, prompts[i % len(prompts)], seed + i) for i in range(images)]
 
 
-def from_classes(classes: Sequence[str], template: str, per_class: int, seed: int) -> list[ImageSpec]:
-    """Return `per_class` images of each class (Appendix B.2 of the paper: 2 of each ImageNet class)."""
-    prompts = [template.replace("{cls}", name) for name in classes for _ in range(per_class)]
+def from_classes(classes: Sequence[str], seed: int) -> list[ImageSpec]:
+    """Return two images of each class by the paper's prompt (Appendix B.2)."""
+    prompts = [f"A high quality photograph of a {name}." for name in classes for _ in range(2)]
     return from_prompts(prompts, len(prompts), seed)
 
 
@@ -108,17 +108,11 @@ def specs_of(settings: RunSettings) -> list[ImageSpec]:
     if settings.classes:
         names = read_lines(settings.classes)
         if "images" in settings.model_fields_set:
-            count = len(names) * settings.per_class
             raise EvalError(
-                f"images = {settings.images}: the classes ask for {count} ({settings.per_class} of each, "
-                f"--per-class); leave it out, or try fewer with --limit {settings.images}"
+                f"images = {settings.images}: the classes ask for {2 * len(names)}, two of each; leave it "
+                f"out, or try fewer with --limit {settings.images}"
             )
-        found = from_classes(names, settings.template, settings.per_class, settings.seed)[: settings.limit]
-        if len(found) < 2:
-            raise EvalError(f"{settings.classes}: 1 image a row; distances need 2 (--per-class 2)")
-        return found
-    if unused := sorted({"template", "per_class"} & settings.model_fields_set):
-        raise EvalError(f"{unused[0]} is of classes: give --classes FILE, or leave it out")
+        return from_classes(names, settings.seed)[: settings.limit]
     count = min(settings.images, settings.limit or settings.images)
     if settings.prompts:
         return from_prompts(read_lines(settings.prompts), count, settings.seed)

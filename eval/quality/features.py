@@ -4,11 +4,9 @@ import hashlib
 import io
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -19,8 +17,6 @@ from ..files import write_bytes
 from .fidelity import to_tensor
 
 _BATCH = 16
-_INCEPTION_SHA256 = "6726825d"  # head of the hash, as in pytorch-fid's own file name
-_INCEPTION_FILE = "pt_inception-2015-12-05-6726825d.pth"
 Sources = Sequence[Image.Image] | Sequence[Path]
 
 
@@ -41,14 +37,12 @@ class Network:
         return self._forward(torch.cat([to_tensor(image) for image in images])).float().cpu().numpy()
 
 
-def load_network(name: str, device: torch.device, inception_weights: Path | None = None) -> Network:
+def load_network(name: str, device: torch.device) -> Network:
     """Return the network "efficientnet-lite0" (1280 features) or "inception" (2048; real FID).
 
-    Raises EvalError if a package or a weights file is missing, or the file isn't pytorch-fid's.
+    Raises EvalError if its package or weights can't be loaded.
     """
-    if name == "inception":
-        return _inception(device, inception_weights)
-    return _efficientnet_lite0(device)
+    return _inception(device) if name == "inception" else _efficientnet_lite0(device)
 
 
 @cache
@@ -72,16 +66,14 @@ def _efficientnet_lite0(device: torch.device) -> Network:
     return Network("efficientnet-lite0", 224, forward)
 
 
-def _inception(device: torch.device, weights: Path | None) -> Network:
+def _inception(device: torch.device) -> Network:
     """Return pytorch-fid's Inception v3; it resizes to 299x299 itself, bilinearly."""
-    check_network("inception", weights)
-    inception = _pytorch_fid()
     try:
-        with nullcontext() if weights is None else _weights_from(inception, weights):
-            model = inception.InceptionV3([3]).eval().to(device)
+        model = pytorch_fid().InceptionV3([3]).eval().to(device)
     except OSError as error:
         raise EvalError(
-            f"pytorch-fid couldn't download its weights ({error}): give --inception-weights {_INCEPTION_FILE}"
+            f"pytorch-fid couldn't download its weights ({error}): put "
+            f"pt_inception-2015-12-05-6726825d.pth in {torch.hub.get_dir()}/checkpoints"
         ) from None
 
     def forward(pixels: torch.Tensor) -> torch.Tensor:
@@ -90,22 +82,8 @@ def _inception(device: torch.device, weights: Path | None) -> Network:
     return Network("inception", None, forward)
 
 
-def _weights_from(inception: Any, path: Path) -> AbstractContextManager[Any]:
-    """Make pytorch-fid take its weights from a file for a `with` block: it has no other door for one."""
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    return patch.object(inception, "load_state_dict_from_url", lambda *args, **kwargs: state)
-
-
-def check_network(name: str, weights: Path | None) -> None:
-    """Raise EvalError now if the network's package or its weights file won't do."""
-    if name != "inception":
-        return
-    _pytorch_fid()
-    if weights is not None:
-        check_inception_weights(weights)
-
-
-def _pytorch_fid() -> Any:
+def pytorch_fid() -> Any:
+    """Return pytorch-fid's module of the network; raises EvalError where it isn't installed."""
     try:
         from pytorch_fid import inception
     except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision is of another torch
@@ -114,19 +92,6 @@ def _pytorch_fid() -> Any:
             "or use --features efficientnet-lite0"
         ) from None
     return inception
-
-
-def check_inception_weights(path: Path) -> None:
-    """Raise EvalError unless `path` is pytorch-fid's weights file, by its SHA-256."""
-    try:
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise EvalError(f"can't read --inception-weights {path}: {error.strerror}") from None
-    if not found.startswith(_INCEPTION_SHA256):
-        raise EvalError(
-            f"--inception-weights {path} has SHA-256 {found[:8]}..., but pytorch-fid's {_INCEPTION_FILE} has "
-            f"{_INCEPTION_SHA256}...; download it again"
-        )
 
 
 def features_of(

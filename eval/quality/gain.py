@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 Array = np.ndarray
+RESAMPLES = 200
 
 
 def cost_at(distance: float, costs: Array, distances: Array) -> float:
@@ -33,15 +34,16 @@ class Gain:
     beyond: str | None = None
 
 
-def gain(ours: Array, cost: float, plain: Sequence[Array], costs: Sequence[float], resamples: int) -> Gain:
+def gain(ours: Array, cost: float, plain: Sequence[Array], costs: Sequence[float]) -> Gain:
     """Return the cost of fewer steps at a method's distance, over its own cost.
+
+    The interval is a paired bootstrap's: seeds are drawn with replacement, for all alike.
 
     Args:
         ours: a method's distances (P,) to the reference images, one a seed.
         cost: what an image of the method costs.
         plain: for each number of steps of the same sampler, its distances (P,) for the same seeds.
         costs: what an image of each costs.
-        resamples: of the seeds, drawn with replacement for all alike (paired bootstrap).
     """
     order = np.argsort(costs)
     rising = np.asarray(costs, float)[order]
@@ -53,7 +55,7 @@ def gain(ours: Array, cost: float, plain: Sequence[Array], costs: Sequence[float
 
     everyone = np.arange(len(own))
     random = np.random.default_rng(0)
-    drawn = [value(random.integers(len(own), size=len(own))) for _ in range(resamples)]
+    drawn = [value(random.integers(len(own), size=len(own))) for _ in range(RESAMPLES)]
     low, high = np.quantile(drawn, [0.025, 0.975])
     mean, curve = own.mean(), logs.mean(1)
     beyond = "more" if mean < curve.min() else "less" if mean > curve.max() else None

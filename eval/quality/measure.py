@@ -51,7 +51,6 @@ class Metrics:
         clip: the CLIP score, if asked for.
         reader: what reads the toy model's scenes, if prompts are of scenes.
         cache: folder of features.
-        bootstrap: resamples for the error of a FD.
     """
 
     network: Network
@@ -59,7 +58,6 @@ class Metrics:
     clip: ClipScore | None
     reader: Any
     cache: Path
-    bootstrap: int
 
     def features(self, images: Sequence[Image.Image] | Sequence[Path]) -> np.ndarray:
         """Return features (N, D)."""
@@ -78,12 +76,11 @@ def load_metrics(settings: RunSettings, asked: Sequence[ImageSpec], device: torc
 
         reader = scene_reader(device)
     return Metrics(
-        load_network(settings.features, device, settings.inception_weights),
+        load_network(settings.features, device),
         StageFeatures(device),
         ClipScore(settings.clip, device) if settings.clip else None,
         reader,
         settings.out / "features",
-        settings.bootstrap,
     )
 
 
@@ -194,11 +191,8 @@ def measure_each(shown: Shown, asked: Sequence[ImageSpec], beside: References, b
     return rows
 
 
-def row_of(ours: Measured, baseline: Measured, bootstrap: int) -> Row:
-    """Return a row: distances, means over the images, and changes against the baseline of the same seeds.
-
-    `bootstrap` is the number of resamples for the error of a FD.
-    """
+def row_of(ours: Measured, baseline: Measured) -> Row:
+    """Return a row: distances, means over the images, and changes against the baseline of the same seeds."""
     other = None if ours.key == baseline.key else baseline
     count = len(ours.singles)
     row: Row = {"diversity": ours.diversity}
@@ -206,7 +200,7 @@ def row_of(ours: Measured, baseline: Measured, bootstrap: int) -> Row:
         everyone = np.arange(count)
         row["fd"] = ours.frechet.distance(everyone)
         if other is not None and other.frechet is not None:
-            error = metrics.frechet_difference_error(ours.frechet, other.frechet, count, bootstrap)
+            error = metrics.frechet_difference_error(ours.frechet, other.frechet)
             row["fd_change"] = row["fd"] - other.frechet.distance(everyone)
             row["fd_change_error"] = error
             row["images_for_2_percent"] = metrics.images_needed(row["fd"], error, count)

@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 Array = np.ndarray
 BLOCK = 1024
 """Feature vectors that are worked on at once: 50,000 references need no 50,000 x 50,000 matrix."""
+RESAMPLES = 200
+"""Bootstrap draws for the error of a FD."""
 Z95 = 1.959964
 """Half the width of a 95% interval, in standard errors."""
 
@@ -92,7 +95,6 @@ class FrechetSample:
     def __init__(self, features: Array, reference: Gaussian) -> None:
         self._features = np.asarray(features, dtype=np.float64)
         self._reference = reference
-        self._resampled: dict[tuple[int, int], Array] = {}
         self._gram = self._features @ reference.covariance @ self._features.T
 
     def distance(self, picked: Array) -> float:
@@ -106,26 +108,21 @@ class FrechetSample:
         shift = ((mean - self._reference.mean) ** 2).sum()
         return float(shift + spread) - 2 * _root_sum(gram / (count - 1))
 
-    def resampled(self, count: int, resamples: int) -> Array:
-        """Return the distances of `resamples` bootstrap draws of `count` images, computed once.
-
-        The draws are the same for every sample, so that those of two samples are paired.
-        """
-        key = count, resamples
-        if key not in self._resampled:
-            random = np.random.default_rng(0)
-            draws = [random.integers(count, size=count) for _ in range(resamples)]
-            self._resampled[key] = np.array([self.distance(draw) for draw in draws])
-        return self._resampled[key]
+    @cached_property
+    def resampled(self) -> Array:
+        """The distances of bootstrap draws, which are the same for every sample of as many images."""
+        count, random = len(self._features), np.random.default_rng(0)
+        # Each costs an eigendecomposition as large as the images are many.
+        draws = RESAMPLES if count <= 1000 else RESAMPLES // 4
+        return np.array([self.distance(random.integers(count, size=count)) for _ in range(draws)])
 
 
-def frechet_difference_error(a: FrechetSample, b: FrechetSample, count: int, resamples: int) -> float:
+def frechet_difference_error(a: FrechetSample, b: FrechetSample) -> float:
     """Return the standard error of distance(a) - distance(b) for paired images.
 
-    Paired bootstrap: each resample draws the same `count` of `count` seeds for both; the reference is
-    held fixed.
+    Paired bootstrap: each resample draws the same seeds for both; the reference is held fixed.
     """
-    return float(np.std(a.resampled(count, resamples) - b.resampled(count, resamples), ddof=1))
+    return float(np.std(a.resampled - b.resampled, ddof=1))
 
 
 @dataclass(frozen=True)

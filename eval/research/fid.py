@@ -11,7 +11,7 @@ from ..images.models import find_device
 from ..pages.output import progress
 from ..pages.rows import Column, Row, distance_name, figure, to_terminal
 from ..quality import metrics
-from ..quality.features import check_network, features_of, image_files, load_network
+from ..quality.features import features_of, image_files, load_network, pytorch_fid
 from ..quality.projection import frechet_features
 from .settings import FidSettings
 
@@ -19,7 +19,8 @@ from .settings import FidSettings
 def command(settings: FidSettings, console: Console) -> None:
     """Print the distances."""
     sets = [image_files(folder) for folder in (settings.first, settings.second)]
-    check_network(settings.features, settings.inception_weights)
+    if settings.features == "inception":
+        pytorch_fid()
     with progress(console) as bars:
         task = bars.add_task("features", total=sum(map(len, sets)))
         row = distances(sets, settings, lambda count: bars.advance(task, count))
@@ -33,7 +34,7 @@ def distances(sets: Sequence[Sequence[Path]], settings: FidSettings, report: Cal
     set has. `report` is called with the number of images done.
     """
     check_writable(settings.cache / "features")
-    network = load_network(settings.features, find_device(settings.device), settings.inception_weights)
+    network = load_network(settings.features, find_device(settings.device))
     a, b = (features_of(network, part, settings.cache, report=report) for part in sets)
     count = min(len(a), len(b))
     row: Row = {"images": f"{len(a)} / {len(b)}"}

@@ -6,7 +6,6 @@ from dataclasses import replace
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from ..errors import EvalError
 from ..files import write_bytes
 from ..images.methods import Method, fewer, parse_method
 from ..pages.output import plot_bytes
@@ -44,10 +43,7 @@ def thresholds_of(stages: int, step: float) -> Iterator[tuple[float, ...]]:
 
 def methods_of(settings: MediatorSettings) -> list[Method]:
     """Return baseline, then pooled agents with each choice of thresholds."""
-    formula = {key: value for key, value in settings.agent.items() if key in ("k", "scale")}
-    if unused := sorted(set(settings.agent) - set(formula)):
-        raise EvalError(f"--agent {unused[0]}: mediators have k and scale alone; leave it out")
-    stages = [{"pooled_agents": {"count": count} | formula} for count in settings.counts]
+    stages = [{"pooled_agents": {"count": count}} for count in settings.counts]
     methods = [parse_method("baseline", None, settings), *fewer(settings.fewer_steps, settings)]
     for thresholds in thresholds_of(len(settings.counts), settings.threshold_step):
         name = "mediators " + ", ".join(f"{threshold:g}" for threshold in thresholds)

@@ -70,7 +70,7 @@ class PricedSettings(CostSettings):
 class RedundancySettings(ShowSettings):
     """Measure how alike the queries of each self-attention layer are at each step, and draw the map."""
 
-    hidden: ClassVar[tuple[str, ...]] = ("named", "backend", "agent")
+    hidden: ClassVar[tuple[str, ...]] = ("named", "backend")
     measured_steps: int = Field(10, ge=1)
     """Steps that are measured, spread evenly from the first to the last; `steps` or more measures all."""
     exact_tokens: int = Field(1024, ge=0)
@@ -90,8 +90,6 @@ class FidSettings(CommandSettings):
     """Another."""
     features: FeatureName = "inception"
     """The network; inception is that of real FID."""
-    inception_weights: Path | None = None
-    """pytorch-fid's weights file; without it, pytorch-fid downloads it."""
     cache: Path = Path("outputs/features")
     """Folder for features, computed once."""
     device: str | None = None

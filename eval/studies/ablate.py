@@ -1,5 +1,7 @@
 """Tables 11 to 13: mode paper at one ratio with one setting varied, beside the baseline."""
 
+from dataclasses import replace
+
 from rich.console import Console
 
 from ..images.methods import Method, fewer, parse_method
@@ -23,8 +25,7 @@ def command(settings: AblateSettings, console: Console) -> None:
 def ablation_methods(settings: AblateSettings) -> list[Method]:
     """Return the baseline, also in fewer steps, and mode paper at each value."""
     methods = [parse_method("baseline", None, settings), *fewer(settings.fewer_steps, settings)]
+    paper = parse_method("paper", settings.ablate_ratio, settings)
     for value in settings.ablate_values or PAPER_VALUES[settings.what]:
-        agent = {**settings.agent, _SETTING[settings.what]: value}
-        varied = settings.model_copy(update={"agent": agent})
-        methods.append(parse_method("paper", settings.ablate_ratio, varied))
+        methods.append(replace(paper, agent=((_SETTING[settings.what], value),)))
     return methods

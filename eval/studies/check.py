@@ -24,7 +24,7 @@ FORMAT = 2
 """Of the file of results."""
 SHOWN = 8
 """Seeds whose images are on the page."""
-_PATHS = ("model", "prompts", "classes", "reference", "inception_weights", "clip")
+_PATHS = ("model", "prompts", "classes", "reference", "clip")
 
 
 def command(settings: CheckSettings, console: Console) -> None:
@@ -80,7 +80,7 @@ def results(folder: Path) -> dict[str, Any]:
     settings = {
         key: Path(value).name if key in _PATHS and isinstance(value, str) else value
         for key, value in run["settings"].items()
-        if key not in ("named", "calibrated", "template")
+        if key not in ("named", "calibrated")
     }
     environment = {key: value for key, value in run.items() if key not in ("settings", "command")}
     lines = (folder / "check.jsonl").read_text(encoding="utf-8").splitlines()

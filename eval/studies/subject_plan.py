@@ -79,7 +79,6 @@ def training_config(training: Training, settings: SubjectSettings) -> DreamBooth
             "report_to": None,
             "ratio": settings.ratio,
             "apply": training.apply,
-            **settings.agent,
         }
     )
 

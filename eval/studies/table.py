@@ -28,7 +28,7 @@ from ..pages.output import plot_bytes, progress
 from ..pages.plots import frontier, has_frontier
 from ..pages.quality_table import note, plan, tables_of
 from ..pages.rows import Row
-from ..quality.features import check_network
+from ..quality.features import pytorch_fid
 from ..quality.gain import gain
 from ..quality.measure import (
     Files,
@@ -129,10 +129,10 @@ def run(settings: RunSettings, methods: list[Method], name: str, console: Consol
         for method, cost, seconds in zip(methods, made.costs, times, strict=True):
             measured = measure(made.shown(method), made.asked, made.references, made.metrics)
             baseline = baseline or measured
-            rows.append(identity(method) | cost | seconds | row_of(measured, baseline, settings.bootstrap))
+            rows.append(identity(method) | cost | seconds | row_of(measured, baseline))
             singles += measured.singles
             bars.advance(task)
-    add_gain(rows, singles, settings.bootstrap)
+    add_gain(rows, singles)
     if (real := made.references.real) and (floor := floor_of(real, len(made.asked), made.metrics)):
         rows.append(floor)
     rows = [{key: row.get(key) for key in LEADING} | {"features": settings.features} | row for row in rows]
@@ -156,7 +156,8 @@ def make(
     """
     state, settings = _process(settings)
     check_settings(settings)
-    check_network(settings.features, settings.inception_weights)
+    if settings.features == "inception":
+        pytorch_fid()
     check_writable(settings.out / f"{name}.jsonl")
     asked = specs_of(settings)
     pipe = load_pipeline(settings)
@@ -218,7 +219,7 @@ def _process(settings: RunSettings) -> tuple[PartialState, RunSettings]:
     return state, settings
 
 
-def add_gain(rows: Sequence[Row], singles: Sequence[Row], resamples: int) -> None:
+def add_gain(rows: Sequence[Row], singles: Sequence[Row]) -> None:
     """Add to each row what fewer steps of the same sampler would cost at its distance, over its own cost.
 
     By the distance to reference images where there are any, else to the baseline's; by time and by MACs.
@@ -246,7 +247,7 @@ def add_gain(rows: Sequence[Row], singles: Sequence[Row], resamples: int) -> Non
             ours = found[row["key"]]
             if cost is None or None in of_curve or None in ours or any(row is c for c in curve):
                 continue
-            value = gain(np.array(ours), cost, plain, of_curve, resamples)
+            value = gain(np.array(ours), cost, plain, of_curve)
             row |= {
                 f"gain_{name}": value.value,
                 f"gain_{name}_low": value.low,
@@ -271,16 +272,11 @@ def identity(method: Method) -> Row:
 def _cost_of_an_image(pipe: Any, method: Method, specs: Sequence[ImageSpec], settings: RunSettings) -> Row:
     """Return GB and MACs an image: what a method takes beside time, before any image is kept."""
     memory: PipelineMemory | None = measure_memory(pipe, method, specs, settings)
-    counted = min(settings.count_on, len(specs))
-
-    def call() -> None:
-        sample(pipe, method, specs[:counted], settings)
-
     return {
         "memory_per_image": None if memory is None else growth(memory.total),
         "denoising_memory": None if memory is None else growth(memory.denoising),
         "decoding_memory": None if memory is None else growth(memory.decoding),
-        "macs": macs(call) // counted,
+        "macs": macs(lambda: sample(pipe, method, specs[:1], settings)),
     }
 
 
