@@ -49,12 +49,9 @@ def test_scores_are_the_mean_cosines_of_the_models_own_outputs(
     images = [Image.open(path) for path in sorted(photographs.glob("*.png"))]
     ours, views = images[:3], images[3:5]
     others = from_prompts(["a cat", "a dog"], 3, 0)
-    likeness, fit = subject_scores.load_scores(
-        own("some/model", photographs, clip=str(clip), dino=str(dino)), CPU
-    )
-    assert [score.title for score in (*likeness, *fit)] == ["CLIP-I", "DINO", "CLIP-T"]
-    clip_i, dino_i = likeness
-    (clip_t,) = fit
+    settings = own("some/model", photographs, clip=str(clip), dino=str(dino))
+    clip_i, dino_i, clip_t = scores = subject_scores.load_scores(settings, CPU)
+    assert [score.name for score in scores] == ["clip_i", "dino", "clip_t"]
 
     model, processor = CLIPModel.from_pretrained(clip).eval(), CLIPProcessor.from_pretrained(clip)
     vit, vit_processor = ViTModel.from_pretrained(dino).eval(), AutoImageProcessor.from_pretrained(dino)
@@ -73,10 +70,12 @@ def test_scores_are_the_mean_cosines_of_the_models_own_outputs(
         expected = [
             np.mean([cosine(features[i], features[j]) for j in (3, 4)]) for i in range(3)
         ]  # each image to the two views
-        assert score(ours, views) == pytest.approx(expected, abs=1e-5)
-        assert score.ceiling(views) == pytest.approx(cosine(features[3], features[4]), abs=1e-5)
+        found, of_views = score.features(ours), score.features(views)
+        assert subject_scores.similarity(found, of_views) == pytest.approx(expected, abs=1e-5)
+        among = subject_scores.similarity_among(of_views)
+        assert among == pytest.approx(cosine(features[3], features[4]), abs=1e-5)
     expected = [max(0.0, cosine(embeds[i], output.text_embeds[i])) for i in range(3)]
-    assert clip_t.score(ours, others) == pytest.approx(expected, abs=1e-5)
+    assert clip_t.fit(ours, others) == pytest.approx(expected, abs=1e-5)
 
 
 def run(*arguments: Any, code: int = 0) -> str:

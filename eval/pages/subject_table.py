@@ -1,6 +1,6 @@
-"""The tables of a finetuned subject."""
+"""The tables of a finetuned subject, and their note."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from .quality_table import change
 from .rows import Column, Row, figure
@@ -9,6 +9,16 @@ LIKENESS = {"similarity": "similarity", "clip_i": "CLIP-I", "dino": "DINO"}
 """Scores of the subject's images, and their titles."""
 FIT = {"right": "right", "clip_t": "CLIP-T"}
 """Scores of other prompts' images."""
+NO_SCORES = (
+    "No score of likeness was measured: the field's are CLIP-I, CLIP-T and DINO, whose weights --clip and "
+    "--dino name (a folder or a hub id, such as openai/clip-vit-base-patch32 and facebook/dino-vits16)."
+)
+_NOTE = (
+    "generate-only: plain training, agents in so many of the steps and token merging in the rest; "
+    "train+generate: agents in every step of both; prior: with prior preservation. change: against the "
+    "baseline of equal prior preservation and seeds, ± half of a 95% interval; ≈ marks a change inside "
+    "the noise, which is that of the images' seeds alone: each training ran once."
+)
 
 
 def label_of(row: Row) -> str:
@@ -42,10 +52,11 @@ def tables_of(rows: Sequence[Row]) -> dict[str, list[Column]]:
 
 
 def _with_error(key: str, form: str) -> Callable[[Row], str]:
-    def text(row: Row) -> str:
-        value, error = row.get(key), row.get(f"{key}_error")
-        if value is None:
-            return "-"
-        return format(value, form) + (f" ± {format(error, form)}" if error is not None else "")
+    mean, error = figure(key, form), figure(f"{key}_error", form)
+    return lambda row: mean(row) + (f" ± {error(row)}" if row.get(f"{key}_error") is not None else "")
 
-    return text
+
+def note(views: int, scores: Mapping[str, str]) -> str:
+    """Return what the figures are and how sure, of so many views; `scores` says what each score is."""
+    about = "; ".join(f"{(LIKENESS | FIT)[name]}: {text}" for name, text in scores.items())
+    return (f"{about}. The subject has {views} views. " if about else f"{NO_SCORES} ") + _NOTE

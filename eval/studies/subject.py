@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
 from rich.console import Console
 from rich.progress import Progress
 
@@ -21,13 +23,13 @@ from ..images.prompts import ImageSpec
 from ..images.sampling import sample, size_of, warm_up
 from ..images.store import Store
 from ..pages import rows as results
+from ..pages.grid import draw_grid
 from ..pages.output import progress
 from ..pages.rows import Row
-from ..pages.subject_table import tables_of
+from ..pages.subject_table import LIKENESS, label_of, note, tables_of
 from ..table_settings import SubjectSettings
 from .subject_plan import (
     TRAININGS,
-    Figures,
     Training,
     Variant,
     as_trained,
@@ -37,8 +39,9 @@ from .subject_plan import (
     variants_of,
     views_of,
 )
-from .subject_report import ceiling_row, draw, note, rows_of
-from .subject_scores import Scores, load_scores
+from .subject_scores import Score, load_scores, rows_of, similarity, similarity_among
+
+_COLUMNS, _TILE = 8, 96  # of the drawn grid
 
 
 def command(settings: SubjectSettings, console: Console) -> None:
@@ -70,8 +73,10 @@ def run(settings: SubjectSettings, console: Console) -> tuple[list[Row], str]:
         task = bars.add_task("images", total=len(variants) * (settings.images + settings.other_prompts))
         generate(pipe, variants, [*own, *others], settings, lambda: bars.advance(task))
     figures, ceiling = measure(pipe, variants, views, settings, scores)
-    rows = [*rows_of(variants, figures, settings, pipe.unet.device), ceiling_row(ceiling, len(views))]
-    facts, remarks = describe_run(settings, pipe.unet.device), note(len(views), scores)
+    rows = rows_of(figures, settings, pipe.unet.device)
+    rows.append({"variant": "the views among themselves", "images": len(views), **ceiling})
+    facts = describe_run(settings, pipe.unet.device)
+    remarks = note(len(views), {score.name: score.about for score in scores})
     results.write_rows(settings.out, "subject", rows, list(tables_of(rows).values()), facts, remarks)
     save_image(draw(variants, views, rows, settings), settings.out / "subject.png")
     return rows, remarks
@@ -142,17 +147,43 @@ def generate(
 
 
 def measure(
-    pipe: Any, variants: Sequence[Variant], views: Sequence[Path], settings: SubjectSettings, scores: Scores
-) -> tuple[dict[Variant, Figures], dict[str, float]]:
-    """Return the figures of each row, and the views' scores among themselves by name."""
+    pipe: Any,
+    variants: Sequence[Variant],
+    views: Sequence[Path],
+    settings: SubjectSettings,
+    scores: Sequence[Score],
+) -> tuple[dict[Variant, dict[str, np.ndarray]], dict[str, float]]:
+    """Return each variant's scores by name, one for each image, and the views' among themselves."""
     own, others = specs_of(settings)
     shown = [as_trained(path, size_of(pipe, settings)[0]) for path in views]
-    figures: dict[Variant, Figures] = {}
-    for variant in variants:
+    of_views = {score.name: score.features(shown) for score in scores if score.features}
+    figures: dict[Variant, dict[str, np.ndarray]] = {variant: {} for variant in variants}
+    for variant, found in figures.items():
         store = store_of(variant, settings)
-        of_subject, of_others = (
-            [store.image(variant.method, spec.index) for spec in part] for part in (own, others)
-        )
-        likeness = {score.name: score(of_subject, shown) for score in scores[0]}
-        figures[variant] = likeness | {fit.name: fit.score(of_others, others) for fit in scores[1]}
-    return figures, {score.name: score.ceiling(shown) for score in scores[0]}
+        for score in scores:
+            asked = own if score.features else others
+            images = [store.image(variant.method, spec.index) for spec in asked]
+            if score.features:
+                found[score.name] = similarity(score.features(images), of_views[score.name])
+            elif score.fit:
+                found[score.name] = score.fit(images, asked)
+    return figures, {name: similarity_among(features) for name, features in of_views.items()}
+
+
+def draw(
+    variants: Sequence[Variant], views: Sequence[Path], rows: Sequence[Row], settings: SubjectSettings
+) -> Image.Image:
+    """Return the images as one labelled image: the views, then a row for each variant, a column a seed."""
+
+    def label(name: str, row: Row) -> str:
+        scores = [f"{title} {row[key]:.3f}" for key, title in LIKENESS.items() if key in row]
+        return "\n".join([name, *scores, *([f"{row['seconds']:.2f} s/image"] if "seconds" in row else [])])
+
+    own = specs_of(settings)[0][:_COLUMNS]
+    grid, labels = [], [label("the subject's views", rows[-1])]
+    for variant, row in zip(variants, rows, strict=False):
+        store = store_of(variant, settings)
+        grid.append([store.image(variant.method, spec.index) for spec in own])
+        labels.append(label(label_of(row), row))
+    shown = [as_trained(path, grid[0][0].height) for path in views[: len(own)]]
+    return draw_grid([shown, *grid], labels, [f"seed {spec.seed}" for spec in own], _TILE)

@@ -1,11 +1,10 @@
 """What the study of a finetuned subject trains and draws: its trainings, rows, views and prompts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 from PIL import Image
 
 from agentsd import Merge, Phases, Recipe
@@ -48,8 +47,6 @@ class Variant:
     """Where agents run; the same without and with prior preservation."""
 
 
-Figures = Mapping[str, np.ndarray]
-"""A row's scores by name, one for each image that they are of, in the order of the seeds."""
 TRAININGS = tuple(Training(apply, prior) for prior in (False, True) for apply in ("none", "train+generate"))
 
 

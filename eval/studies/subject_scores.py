@@ -1,6 +1,7 @@
-"""What the images of a finetuned subject are scored by: the field's scores, or those of the toy model."""
+"""What the images of a finetuned subject are scored by, and a row of figures for each variant."""
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,77 +9,48 @@ import torch
 from PIL import Image
 
 from ..images.prompts import ImageSpec
-from ..pages.subject_table import FIT, LIKENESS
+from ..images.sampling import Seconds
+from ..images.store import Entry
+from ..pages.rows import Row
 from ..quality.encoders import ClipScore, Dino
 from ..quality.features import load_network
-from ..quality.metrics import unit
+from ..quality.metrics import standard_error, unit
 from ..table_settings import SubjectSettings
+from .subject_plan import Variant, baseline_of, store_of
 
 Images = Sequence[Image.Image]
 
 
 @dataclass(frozen=True)
-class Likeness:
-    """A score of the subject's images: their mean cosine to the views' features."""
+class Score:
+    """A score of images: the subject's by `features`, beside its views; or other prompts' by `fit`."""
 
     name: str
     about: str
-    features: Callable[[Images], np.ndarray]
-
-    @property
-    def title(self) -> str:
-        """What it is called."""
-        return LIKENESS[self.name]
-
-    def __call__(self, images: Images, views: Images) -> np.ndarray:
-        """Return the score of each image, (N,)."""
-        return similarity(self.features(images), self.features(views))
-
-    def ceiling(self, views: Images) -> float:
-        """Return the mean score of two views."""
-        return similarity_among(self.features(views))
+    features: Callable[[Images], np.ndarray] | None = None
+    fit: Callable[[Images, Sequence[ImageSpec]], np.ndarray] | None = None
 
 
-@dataclass(frozen=True)
-class Fit:
-    """A score of other prompts' images: whether they show what was asked for."""
-
-    name: str
-    about: str
-    score: Callable[[Images, Sequence[ImageSpec]], np.ndarray]
-
-    @property
-    def title(self) -> str:
-        """What it is called."""
-        return FIT[self.name]
-
-
-Scores = tuple[list[Likeness], list[Fit]]
-"""What a run is scored by, of the subject's images and of other prompts'; both may be empty."""
-
-
-def load_scores(settings: SubjectSettings, device: torch.device) -> Scores:
+def load_scores(settings: SubjectSettings, device: torch.device) -> list[Score]:
     """Return the scores that the settings' models allow; raises EvalError if one can't be loaded."""
-    likeness: list[Likeness] = []
-    fit: list[Fit] = []
+    scores = []
     if settings.model == "demo":
-        network = load_network("efficientnet-lite0", device)
         about = "mean cosine of EfficientNet-Lite0 features to the subject's views"
-        likeness.append(Likeness("similarity", about, network))
-        fit.append(_right(device))
+        scores.append(Score("similarity", about, load_network("efficientnet-lite0", device)))
+        scores.append(_right(device))
     if settings.clip:
         clip = ClipScore(settings.clip, device)
         about = "mean cosine of CLIP's image embeddings to those of the subject's views"
-        likeness.append(Likeness("clip_i", about, clip.embed))
+        scores.append(Score("clip_i", about, clip.embed))
         about = "cosine of CLIP's embeddings of other prompts and their images"
-        fit.append(Fit("clip_t", about, lambda i, p: clip(i, [one.prompt for one in p]) / 100))
+        scores.append(Score("clip_t", about, fit=lambda i, p: clip(i, [one.prompt for one in p]) / 100))
     if settings.dino:
         about = "mean cosine of DINO's class tokens to those of the subject's views"
-        likeness.append(Likeness("dino", about, Dino(settings.dino, device)))
-    return likeness, fit
+        scores.append(Score("dino", about, Dino(settings.dino, device)))
+    return sorted(scores, key=lambda score: score.fit is not None)  # those of the subject first
 
 
-def _right(device: torch.device) -> Fit:
+def _right(device: torch.device) -> Score:
     from ..quality.scenes import read_scenes, scene_reader
 
     reader = scene_reader(device)
@@ -87,7 +59,7 @@ def _right(device: torch.device) -> Fit:
         asked = [spec.triple for spec in specs if spec.triple is not None]
         return np.array([row["right"] for row in read_scenes(images, asked, reader)], dtype=float)
 
-    return Fit("right", "the nearest reference is of the prompted concept", score)
+    return Score("right", "the nearest reference is of the prompted concept", fit=score)
 
 
 def similarity(features: np.ndarray, views: np.ndarray) -> np.ndarray:
@@ -100,3 +72,44 @@ def similarity_among(views: np.ndarray) -> float:
     rows = unit(views)
     count = len(rows)
     return float(((rows @ rows.T).sum() - count) / (count * (count - 1)))
+
+
+def rows_of(
+    figures: Mapping[Variant, Mapping[str, np.ndarray]], settings: SubjectSettings, device: torch.device
+) -> list[Row]:
+    """Return a row for each variant from its scores, one for each image in the order of the seeds.
+
+    It has means, standard errors, changes against `baseline_of` it paired by seed, and seconds.
+    """
+    entries = {variant: store_of(variant, settings).intact(variant.method) for variant in figures}
+    rows = []
+    for variant, scores in figures.items():
+        baseline = baseline_of(variant, [*figures])
+        row: Row = {
+            "variant": variant.name,
+            "prior": variant.training.prior,
+            "images": settings.images,
+            "other_images": settings.other_prompts,
+        }
+        for name, values in scores.items():
+            row |= {name: float(values.mean()), f"{name}_error": standard_error(values)}
+            if variant != baseline:
+                change = values - figures[baseline][name]
+                row[f"{name}_change"] = float(change.mean())
+                row[f"{name}_change_error"] = standard_error(change)
+        rows.append(row | _cost(entries[variant], entries[baseline], device))
+    return rows
+
+
+def _cost(ours: dict[int, Entry], baseline: dict[int, Entry], device: torch.device) -> Row:
+    """Return median seconds an image, and the speed-up over images made in one session with baseline's."""
+
+    def charged(entry: Entry) -> float:
+        return Seconds(entry.seconds, entry.cpu_seconds).charged(device)
+
+    ratios = [charged(baseline[i]) / charged(ours[i]) for i in ours if baseline[i].session == ours[i].session]
+    return {
+        "seconds": statistics.median(entry.seconds for entry in ours.values()),
+        "cpu_seconds": statistics.median(entry.cpu_seconds for entry in ours.values()),
+        "speedup": statistics.median(ratios) if ratios else None,
+    }
