@@ -1,14 +1,21 @@
 """A run's folder: images that are whole or not there, and manifests that say how each was made."""
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
 
 from .. import run_file
 from ..errors import EvalError
@@ -18,18 +25,18 @@ from .prompts import ImageSpec
 from .sampling import Seconds
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(BaseModel):
     """A line of a manifest: an image, its file's SHA-256, and its batch's time."""
 
-    index: int
-    seed: int
+    model_config = ConfigDict(frozen=True, strict=True)
+    index: NonNegativeInt
+    seed: NonNegativeInt
     prompt: str
     sha256: str
-    batch: int
-    batch_images: int
-    seconds: float
-    cpu_seconds: float
+    batch: NonNegativeInt
+    batch_images: PositiveInt
+    seconds: PositiveFloat
+    cpu_seconds: PositiveFloat
     session: str
     """Names the process that made it; times are compared within one only."""
 
@@ -77,10 +84,8 @@ class Store:
     def _entries(self, method: Method) -> Iterator[Entry]:
         for manifest in sorted(self.path(method, 0).parent.glob("manifest-*.jsonl")):
             for line in manifest.read_bytes().splitlines():
-                try:
-                    yield _read_entry(line)
-                except (ValueError, TypeError):
-                    continue  # a line cut off when the run was killed: its image is made again
+                with suppress(ValidationError):  # a line cut off when the run was killed: made again
+                    yield Entry.model_validate_json(line)
 
     def save(
         self,
@@ -115,20 +120,17 @@ class Store:
         self, method: Method, batch: int, entries: Sequence[Entry], seconds: Seconds, session: str
     ) -> None:
         """Write another time for a batch whose images, of these entries, are kept as they are."""
-        wall, cpu, count = seconds.wall, seconds.cpu, len(entries)
-        again = [
-            replace(e, batch=batch, batch_images=count, seconds=wall, cpu_seconds=cpu, session=session)
-            for e in entries
-        ]
-        self._append(method, again)
+        change: dict[str, Any] = {"batch": batch, "batch_images": len(entries), "session": session}
+        change |= {"seconds": seconds.wall, "cpu_seconds": seconds.cpu}
+        self._append(method, [entry.model_copy(update=change) for entry in entries])
 
     def _append(self, method: Method, entries: Sequence[Entry]) -> None:
         manifest = self.path(method, 0).with_name(f"manifest-{self._rank}.jsonl")
-        lines = [json.dumps(vars(entry), ensure_ascii=False) for entry in entries]
+        # The line break first: a killed run may have left half a line.
+        lines = "".join(f"\n{entry.model_dump_json()}" for entry in entries)
         try:
             with manifest.open("ab") as file:
-                # The line break first: a killed run may have left half a line.
-                file.write("".join(f"\n{line}" for line in lines).encode())
+                file.write(lines.encode())
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -137,20 +139,6 @@ class Store:
     def image(self, method: Method, index: int) -> Image.Image:
         """Return an image, RGB."""
         return Image.open(self.path(method, index)).convert("RGB")
-
-
-def _read_entry(line: bytes) -> Entry:
-    """Raises ValueError or TypeError on a line that is none of ours."""
-    entry = Entry(**json.loads(line))
-    whole, numbers = (
-        (entry.index, entry.seed, entry.batch, entry.batch_images),
-        (entry.seconds, entry.cpu_seconds),
-    )
-    if not all(type(value) is int and value >= 0 for value in whole) or entry.batch_images < 1:
-        raise ValueError(line)
-    if not all(isinstance(value, int | float) and value > 0 for value in numbers):
-        raise ValueError(line)
-    return entry
 
 
 def _digest(path: Path) -> str | None:

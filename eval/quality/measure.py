@@ -86,17 +86,17 @@ def load_metrics(settings: RunSettings, asked: Sequence[ImageSpec], device: torc
 
 @dataclass(frozen=True)
 class RealFeatures:
-    """Features (M, D) of real images, and their moments and kernel sums."""
+    """Features (M, D) of real images, and their Gaussian and kernel sums."""
 
     features: np.ndarray
-    moments: metrics.Moments
+    gaussian: metrics.Gaussian
     kernels: metrics.KernelSet
 
 
 def read_real(real: Real, by: Metrics, report: Callable[[int], Any]) -> RealFeatures:
     """Return the features of real images. `report` is called with the number of images done."""
     features = features_of(by.network, real.images, real.cache, real.crop, report)
-    return RealFeatures(features, metrics.moments(by.projected(features)), metrics.KernelSet(features))
+    return RealFeatures(features, metrics.fit(by.projected(features)), metrics.KernelSet(features))
 
 
 class Shown:
@@ -153,7 +153,7 @@ def measure(shown: Shown, asked: Sequence[ImageSpec], beside: References, by: Me
         shown.key,
         measure_each(shown, asked, beside, by),
         metrics.diversity(shown.features),
-        metrics.FrechetSample(by.projected(shown.features), real.moments.gaussian) if real else None,
+        metrics.FrechetSample(by.projected(shown.features), real.gaussian) if real else None,
         kernel(shown.features, real.kernels) if real and enough else None,
         kernel(shown.features, beside.other_seeds) if beside.other_seeds and enough else None,
     )
@@ -221,9 +221,8 @@ def floor_of(real: RealFeatures, count: int, by: Metrics) -> Row | None:
     frechet, kernel = [], []
     for _ in range(_SPLITS):
         picked = random.permutation(len(real.features))[:count]
-        some = by.projected(np.asarray(real.features)[picked])
-        rest = real.moments.without(metrics.moments(some, real.moments.origin)).gaussian
-        frechet.append(metrics.FrechetSample(some, rest).distance(np.arange(count)))
+        some, rest = by.projected(real.features[picked]), by.projected(np.delete(real.features, picked, 0))
+        frechet.append(metrics.FrechetSample(some, metrics.fit(rest)).distance(np.arange(count)))
         kernel.append(real.kernels.split_distance(picked))
     return {
         "method": "real/real",

@@ -23,44 +23,10 @@ class Gaussian:
     covariance: Array
 
 
-@dataclass(frozen=True)
-class Moments:
-    """Count, sum (D,) and sum of outer products (D, D) of feature vectors, measured from `origin` (D,)."""
-
-    count: int
-    total: Array
-    outer: Array
-    origin: Array
-
-    def without(self, part: "Moments") -> "Moments":
-        """Return the moments of the vectors that are not in `part`, which has the same origin."""
-        total, outer = self.total - part.total, self.outer - part.outer
-        return Moments(self.count - part.count, total, outer, self.origin)
-
-    @property
-    def gaussian(self) -> Gaussian:
-        """Mean and unbiased covariance; `count` is at least 2."""
-        mean = self.total / self.count
-        covariance = (self.outer - self.count * np.outer(mean, mean)) / (self.count - 1)
-        return Gaussian(self.origin + mean, covariance)
-
-
-def moments(features: Array, origin: Array | None = None) -> Moments:
-    """Return the moments of features (N, D), read block by block; the origin is a mean of some of them."""
-    width = features.shape[1]
-    if origin is None:
-        origin = np.asarray(features[:BLOCK], np.float64).mean(axis=0)
-    total, outer = np.zeros(width), np.zeros((width, width))
-    for block in _blocks(len(features)):
-        shifted = np.asarray(features[block], np.float64) - origin
-        total += shifted.sum(axis=0)
-        outer += shifted.T @ shifted
-    return Moments(len(features), total, outer, origin)
-
-
 def fit(features: Array) -> Gaussian:
     """Return the Gaussian of features (N, D), N at least 2."""
-    return moments(features).gaussian
+    mean: Array = features.mean(axis=0, dtype=np.float64)
+    return Gaussian(mean, np.cov(features, rowvar=False, dtype=np.float64))
 
 
 def _blocks(count: int) -> Iterator[slice]:
