@@ -3,14 +3,11 @@
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from PIL import Image
 from rich.console import Console
-from rich.table import Table
 
 from ..files import check_writable, save_image
 from ..images.methods import Method, check_schedulers, expand
@@ -18,54 +15,33 @@ from ..images.models import load_pipeline
 from ..images.prompts import ImageSpec, note_unknown_words, specs_to_show
 from ..images.sampling import Seconds, sample, warm_up
 from ..pages.grid import draw_grid
-from ..pages.output import make_table, progress
+from ..pages.output import progress
+from ..pages.rows import Column, Row, figure, to_terminal
 from ..quality import fidelity
 from ..settings import CompareSettings
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One method of a comparison: its images in prompt order, and figures against the baseline."""
-
-    method: Method
-    images: list[Image.Image]
-    seconds: list[Seconds]
-    speedup: float
-    """Median over the prompts of the baseline's processor time over this method's (wall time on a GPU)."""
-    psnr: float
-    """Mean over the prompts, dB."""
-    mean_abs: float
-    """Mean over the prompts, levels of 0..255."""
-    calls: str | None = None
-    """What each call of the last run was, where a recipe was in force."""
-
-    @property
-    def seconds_per_image(self) -> float:
-        """The median wall-clock time of an image."""
-        return statistics.median(seconds.wall for seconds in self.seconds)
-
-
 def command(settings: CompareSettings, console: Console) -> None:
     """Draw the images, print their figures."""
-    methods = methods_of(settings)
+    methods = expand(settings.methods, [settings.ratio], settings, settings.fewer_steps)
     check_writable(settings.out)
     pipe = load_pipeline(settings)
     specs = specs_to_show(settings)
     note_unknown_words(pipe, specs, settings, console)
     with progress(console) as bars:
         task = bars.add_task("images", total=len(methods) * (len(specs) + 1))
-        comparisons = compare(pipe, methods, specs, settings, lambda: bars.advance(task))
-    save_image(draw(comparisons, specs), settings.out)
-    console.print(summary(comparisons, settings, pipe.unet.device))
-    for comparison in comparisons:
-        if comparison.calls is not None:
-            console.print(f"{comparison.method.label}, each call: {comparison.calls}", markup=False)
+        images, rows = compare(pipe, methods, specs, settings, lambda: bars.advance(task))
+    labels = [f"{row['label']}\n{row['seconds']:.2f} s/image\n{row['speedup']:.2f}x" for row in rows]
+    seeds = [f"{spec.prompt}\nseed {spec.seed}" for spec in specs]
+    save_image(draw_grid(images, labels, seeds), settings.out)
+    device = pipe.unet.device
+    run = f"{settings.model}, {settings.steps} steps ({settings.scheduler})"
+    title = f"{run}, {settings.backend} attention, {device}"
+    console.print(to_terminal(title, rows, columns_of("wall" if device.type == "cuda" else "CPU")))
+    for row in rows:
+        if row["calls"] is not None:
+            console.print(f"{row['label']}, each call: {row['calls']}", markup=False)
     console.print(f"images: {settings.out}", soft_wrap=True)
-
-
-def methods_of(settings: CompareSettings) -> list[Method]:
-    """Return the methods of the settings, baseline first. Raises EvalError on an unknown one."""
-    return expand(settings.methods, [settings.ratio], settings, settings.fewer_steps)
 
 
 def compare(
@@ -74,10 +50,12 @@ def compare(
     specs: list[ImageSpec],
     settings: CompareSettings,
     report: Callable[[], None],
-) -> list[Comparison]:
+) -> tuple[list[list[Image.Image]], list[Row]]:
     """Make every image with every method, one at a time, the methods taking turns (A B C A B C).
 
-    `report` is called after each image and each method's warm-up. The first method is the one compared with.
+    Returns each method's images in the order of the prompts, and a row of its figures against the first
+    method: medians of the times, means over the images of the others. `report` is called after each image
+    and each method's warm-up.
     """
     check_schedulers(methods, pipe.scheduler, settings.steps)
     for method in methods:
@@ -92,53 +70,31 @@ def compare(
             images[method] += made
             seconds[method].append(taken)
             report()
-    device, found = pipe.unet.device, []
+    device, baseline, rows = pipe.unet.device, methods[0], []
     for method in methods:
-        pairs = list(zip(images[method], images[methods[0]], strict=True))
-        times = zip(seconds[methods[0]], seconds[method], strict=True)
-        found.append(
-            Comparison(
-                method=method,
-                images=images[method],
-                seconds=seconds[method],
-                speedup=statistics.median(ours.charged(device) / own.charged(device) for ours, own in times),
-                psnr=statistics.mean(fidelity.psnr(*pair) for pair in pairs),
-                mean_abs=statistics.mean(fidelity.mean_abs(*pair) for pair in pairs),
-                calls=summaries.get(method),
-            )
+        pairs = list(zip(images[method], images[baseline], strict=True))
+        times = zip(seconds[baseline], seconds[method], strict=True)
+        rows.append(
+            {
+                "label": method.label,
+                "seconds": statistics.median(taken.wall for taken in seconds[method]),
+                "cpu_seconds": statistics.median(taken.cpu for taken in seconds[method]),
+                "speedup": statistics.median(a.charged(device) / b.charged(device) for a, b in times),
+                "psnr": statistics.mean(fidelity.psnr(*pair) for pair in pairs),
+                "mean_abs": statistics.mean(fidelity.mean_abs(*pair) for pair in pairs),
+                "calls": summaries.get(method),
+            }
         )
-    return found
+    return list(images.values()), rows
 
 
-def draw(comparisons: list[Comparison], specs: list[ImageSpec]) -> Image.Image:
-    """Return the images as one labelled image, a row for each method."""
-    labels = [f"{c.method.label}\n{c.seconds_per_image:.2f} s/image\n{c.speedup:.2f}x" for c in comparisons]
-    columns = [f"{spec.prompt}\nseed {spec.seed}" for spec in specs]
-    return draw_grid([c.images for c in comparisons], labels, columns)
-
-
-def summary(comparisons: list[Comparison], settings: CompareSettings, device: torch.device) -> Table:
-    """Return the figures as a terminal table."""
-    clock = "wall" if device.type == "cuda" else "CPU"
-    columns = [
-        "method",
-        "s/image",
-        "CPU s/image",
-        f"speed-up ({clock} time)",
-        "PSNR, dB",
-        "mean abs. diff, levels of 255",
+def columns_of(clock: str) -> list[Column]:
+    """Return the columns of the table; `clock` ("wall" or "CPU") is what speed-ups are computed from."""
+    return [
+        Column("method", figure("label", "")),
+        Column("s/image", figure("seconds", ".3f")),
+        Column("CPU s/image", figure("cpu_seconds", ".3f")),
+        Column(f"speed-up ({clock} time)", lambda row: f"{row['speedup']:.2f}x"),
+        Column("PSNR, dB", lambda row: "equal" if row["psnr"] == math.inf else f"{row['psnr']:.1f}"),
+        Column("mean abs. diff, levels of 255", figure("mean_abs", ".2f")),
     ]
-    rows = [
-        [
-            c.method.label,
-            f"{c.seconds_per_image:.3f}",
-            f"{statistics.median(s.cpu for s in c.seconds):.3f}",
-            f"{c.speedup:.2f}x",
-            "equal" if c.psnr == math.inf else f"{c.psnr:.1f}",
-            f"{c.mean_abs:.2f}",
-        ]
-        for c in comparisons
-    ]
-    run = f"{settings.model}, {settings.steps} steps ({settings.scheduler})"
-    title = f"{run}, {settings.backend} attention, {device}"
-    return make_table(title, columns, rows)
