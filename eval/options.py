@@ -23,10 +23,6 @@ GROUPS = {
 """Settings under each head of a command's help; the last one has the others."""
 
 
-RARE = "backend references other_seeds lr_scheduler class_images other_prompts subject_guidance_scale"
-"""Settings that a command's help only names."""
-
-
 class SettingsCommand(click.Command):
     """A command whose options are the fields of its settings."""
 
@@ -37,7 +33,7 @@ class SettingsCommand(click.Command):
         self.kind = kind
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options in their groups, then the names of those that are rare."""
+        """Write the options in their groups."""
         groups: dict[str, list[tuple[str, str]]] = {name: [] for name in GROUPS}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -52,9 +48,6 @@ class SettingsCommand(click.Command):
             if records:
                 with formatter.section(name):
                     formatter.write_dl(records, col_max=24)
-        if names := [option.opts[0] for option in self.params if option.name in RARE.split()]:
-            formatter.write_paragraph()
-            formatter.write_text(f"Rarely needed: {', '.join(names)}.")
 
 
 def parameters_of(kind: type[CommandSettings]) -> list[click.Parameter]:
@@ -84,7 +77,6 @@ def parameters_of(kind: type[CommandSettings]) -> list[click.Parameter]:
                 multiple=many,
                 default=None,
                 is_flag=value is bool,
-                hidden=key in RARE.split(),
             )
         )
     return parameters

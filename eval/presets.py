@@ -113,28 +113,21 @@ def _shorten(text: str) -> str:
 
 def _explain(kind: type[BaseModel], path: Path | None, typed: set[str], error: ValidationError) -> str:
     """Return a line for each wrong setting, by the name that it was given under: an option or a key."""
-    lines, problems = [], error.errors()
-    wrong_within = {problem["loc"][:1] for problem in problems if len(problem["loc"]) > 1}
-    for problem in problems:
-        if problem["type"] == "too_short" and problem["loc"] in wrong_within:
-            continue  # of its parts that were wrong
-        first, *rest = map(str, problem["loc"] or ("",))
-        within = [part for part in rest if "[key]" in rest or not part.isdigit()]
-        field = kind.model_fields.get(first)
-        option = first in typed and not (field and field.is_required())
-        key = ".".join([f"--{first.replace('_', '-')}" if option else first, *within])
+    lines = []
+    for problem in error.errors():
+        first, *within = map(str, problem["loc"] or ("",))
+        option = first in typed and not kind.model_fields[first].is_required()
+        name = f"--{first.replace('_', '-')}" if option else first
+        key = ".".join([name, *(part for part in within if not part.isdigit())])
+        said, value = problem["msg"].removeprefix("Value error, "), problem["input"]
         if problem["type"] == "extra_forbidden":
             near = difflib.get_close_matches(key, kind.model_fields, 1)
             way = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(kind.model_fields)}"
             lines.append(f"unknown key {key!r}; {way}")
+        elif key:
+            shown = value if option and isinstance(value, str) else repr(value)
+            lines.append(f"{key} = {_shorten(shown)}: {said}")
         else:
-            # Of a mapping the message names the part that is wrong.
-            inside = isinstance(problem["input"], dict) and problem["type"] == "value_error"
-            said = (
-                problem["input"] if option and isinstance(problem["input"], str) else repr(problem["input"])
-            )
-            value = "" if inside or not key else f" = {_shorten(said)}"
-            lead = f"{key}{value}: " if key else ""
-            lines.append(lead + problem["msg"].removeprefix("Value error, "))
+            lines.append(said)
     where = f" in {path} and the command line" if path else ""
     return f"wrong settings{where}:\n  " + "\n  ".join(lines)

@@ -34,7 +34,7 @@ Methods = Annotated[
 ]
 FewerSteps = Annotated[
     tuple[Annotated[float, Field(gt=0, lt=1)], ...],
-    Field(description="Rows of the baseline in this share of the steps, or none."),
+    Field(description="Rows of the baseline in these shares of the steps."),
 ]
 Steps = Annotated[int, Field(ge=1, le=1000, description="Denoising steps.")]
 Guidance = Annotated[float, Field(ge=0, description="Guidance scale; 1 or less turns it off.")]
@@ -43,8 +43,8 @@ ReferenceSteps = Annotated[
     int | None,
     Field(
         ge=2,
-        description="Steps of the baseline's reference images, such as 100. Every row is compared with them; "
-        "without them rows are compared with the baseline's images alone.",
+        description="Steps of the baseline's reference images. Every row is compared with them; without them "
+        "rows are compared with the baseline's images alone.",
     ),
 ]
 
@@ -74,7 +74,7 @@ class Settings(CommandSettings):
     device: str | None = None
     """cpu, cuda, cuda:1; else the first GPU, or the CPU."""
     backend: Backend = "sdpa"
-    """Attention of the baseline, and of every layer that a method leaves alone."""
+    """Attention of layers that a method leaves alone."""
     scheduler: SchedulerName = "plms"
     steps: Steps = 50
     guidance_scale: Guidance = 7.5

@@ -46,10 +46,10 @@ class RunSettings(SamplingSettings):
     reference: Path | None = None
     """A folder of real images; else the toy model's own."""
     references: int = Field(4096, ge=8)
-    """Fresh scenes that the toy model's images are compared with."""
+    """Fresh scenes, the toy model's real images."""
     reference_steps: ReferenceSteps = None
     other_seeds: bool = False
-    """Compare rows with the baseline's images of other seeds, too."""
+    """Compare with the baseline's other seeds, too."""
     features: FeatureName = "efficientnet-lite0"
     """Network of FD and KID; inception is that of real FID."""
     clip: str | None = None
@@ -114,11 +114,7 @@ class CheckSettings(RunSettings):
 
 
 class SubjectSettings(SamplingSettings):
-    """Teach the model a subject with and without agent attention, and compare how it draws it (Fig. 8).
-
-    Sized for the toy model; the paper (appendix B.4) trains SD 1.5 at a constant 1e-6, and takes 100 DDIM
-    steps.
-    """
+    """Teach the model a subject with and without agent attention, and compare how it draws it (Fig. 8)."""
 
     resumes: ClassVar[bool] = True
     scheduler: SchedulerName = "ddim"

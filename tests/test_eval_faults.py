@@ -55,7 +55,7 @@ BOMB = "a0: &a0 [x, x, x]\n" + "".join(
         ("[" * 5000, "nested too deeply"),
         ("x: " + "y" * 1_000_001, "is larger than 1,000,000 bytes"),
         ("named: [1]", r"named = \[1\]: Input should be a valid dictionary"),
-        ("named: {1: {k: 1}}", "named.1"),
+        ("named: {1: {k: 1}}", "named.*1"),
         ("named: {mine: 5}", "named.mine"),
         ("named: {mine: {recipe: 5}}", "recipe=5: write what a recipe's file holds"),
         ("named: {paper: {k: 0.1}}", "'paper' is a method already: choose another name"),
@@ -93,7 +93,7 @@ def test_a_setting_has_one_name(tmp_path: Path) -> None:
             load_settings(RunSettings, path, given)
     with pytest.raises(EvalError) as told:
         load_settings(MediatorSettings, None, {"counts": [0]})
-    assert str(told.value).splitlines()[1:] == ["  --counts = 0: Input should be greater than or equal to 1"]
+    assert str(told.value).splitlines()[1] == "  --counts = 0: Input should be greater than or equal to 1"
     settings = load_settings(
         AblateSettings, write(tmp_path, "ablate_ratio: 0.3\nablate_values: [0.1]"), {"what": "k"}
     )
