@@ -4,7 +4,7 @@ import copy
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,6 @@ from agentsd.calibration.cost import macs
 
 from ..images.methods import Method, check_schedulers, fewer, parse_method
 from ..images.models import find_device, load_pipeline, set_scheduler
-from ..images.other_packages import Applied
 from ..images.sampling import Seconds, Stopwatch
 from ..settings import Backend, CostSettings, LatencySettings
 from .architectures import build
@@ -39,11 +38,7 @@ def methods_of(settings: LatencySettings) -> list[Method]:
     return list(dict.fromkeys(methods))
 
 
-def suits(method: Method, case: Case) -> bool:
-    """Whether the method has a cost in this scope: what saves calls has none within one."""
-    return case.scope == "pipeline" or method.within_a_call
-
-
+@torch.no_grad()
 def measure(
     pipe: Any, cases: list[Case], methods: list[Method], settings: LatencySettings, report: Callable[[], None]
 ) -> Iterator[dict[str, Any]]:
@@ -51,40 +46,33 @@ def measure(
 
     The methods take turns within a case (A B C A B C), after a warm-up round in which MACs are
     counted, if they are; a speed-up is the median over the rounds of the baseline's time over the method's.
-    A method
-    that needs more memory than the GPU has gets a row without figures. `report` is called after each round.
+    What saves whole calls has no cost within one. A method that needs more memory than the GPU has gets a
+    row without figures. `report` is called after each round.
     """
     check_schedulers(methods, pipe.scheduler, settings.steps)
-    for case in cases:
-        fitting = [method for method in methods if suits(method, case)]
-        yield from _measure_case(pipe, case, fitting, settings, report)
-
-
-@torch.no_grad()
-def _measure_case(
-    pipe: Any, case: Case, methods: list[Method], settings: LatencySettings, report: Callable[[], None]
-) -> Iterator[dict[str, Any]]:
     device = pipe.unet.device
-    untimed = {method: _untimed(method, pipe, case, settings) for method in methods}
-    fitting = [method for method in methods if untimed[method]]
-    seconds: dict[Method, list[Seconds]] = {method: [] for method in fitting}
-    with _turns(pipe, fitting, case, settings) as turn_of:
-        if settings.compile:
-            for method in fitting:
-                with turn_of(method) as run:
-                    run()
-        report()
-        for _ in range(settings.repeats):
-            for method in fitting:
-                with turn_of(method) as run, Stopwatch(device) as watch:
-                    run()
-                seconds[method].append(watch.seconds)
+    for case in cases:
+        asked = [method for method in methods if case.scope == "pipeline" or method.within_a_call]
+        untimed = {method: _untimed(method, pipe, case, settings) for method in asked}
+        fitting = [method for method in asked if untimed[method]]
+        seconds: dict[Method, list[Seconds]] = {method: [] for method in fitting}
+        with _turns(pipe, fitting, case, settings) as turn_of:
+            if settings.compile:
+                for method in fitting:
+                    with turn_of(method) as run:
+                        run()
             report()
-    for method in methods:
-        row = row_of(method, case, settings.repeats, seconds.get(method, [])) | untimed[method]
-        for name, backend in (("speedup", method.backend), ("speedup_over_sdpa", "sdpa")):
-            row |= speedup_of(name, seconds, baseline_of(methods, backend), method, device)
-        yield row
+            for _ in range(settings.repeats):
+                for method in fitting:
+                    with turn_of(method) as run, Stopwatch(device) as watch:
+                        run()
+                    seconds[method].append(watch.seconds)
+                report()
+        for method in asked:
+            row = row_of(method, case, settings.repeats, seconds.get(method, [])) | untimed[method]
+            for name, backend in (("speedup", method.backend), ("speedup_over_sdpa", "sdpa")):
+                row |= speedup_of(name, seconds, baseline_of(asked, backend), method, device)
+            yield row
 
 
 def row_of(method: Method, case: Case, repeats: int, rounds: Sequence[Seconds]) -> dict[str, Any]:
@@ -102,6 +90,14 @@ def row_of(method: Method, case: Case, repeats: int, rounds: Sequence[Seconds]) 
     }
 
 
+@contextmanager
+def _applied(method: Method, pipe: Any, case: Case, settings: LatencySettings) -> Iterator[Run]:
+    """Apply a method, its random choices fixed, and yield the call to measure."""
+    with method.applied(pipe if case.scope == "pipeline" else pipe.unet) as applied:
+        applied.reseed(0)
+        yield workload(pipe, case, settings, method.steps)
+
+
 Turn = Callable[[Method], AbstractContextManager[Run]]
 
 
@@ -112,28 +108,17 @@ def _turns(pipe: Any, methods: list[Method], case: Case, settings: LatencySettin
     Compiled, each method keeps a U-Net of its own for the whole case, which shares the weights.
     """
     with ExitStack() as stack:
-        kept: dict[Method, tuple[Applied, Run]] = {}
-        if settings.compile:
-            # All these U-Nets run the same code, and each is a recompilation of it.
-            stack.enter_context(torch._dynamo.config.patch(recompile_limit=8 * len(methods)))
-            for method in methods:
-                own = _with_unet_of_its_own(pipe)
-                applied = stack.enter_context(method.applied(_target(own, case)))
-                own.unet.compile()
-                kept[method] = applied, workload(own, case, settings, method.steps)
-
-        @contextmanager
-        def turn(method: Method) -> Iterator[Run]:
-            if method in kept:
-                applied, run = kept[method]
-                applied.reseed(0)
-                yield run
-                return
-            with method.applied(_target(pipe, case)) as applied:
-                applied.reseed(0)
-                yield workload(pipe, case, settings, method.steps)
-
-        yield turn
+        if not settings.compile:
+            yield lambda method: _applied(method, pipe, case, settings)
+            return
+        # All these U-Nets run the same code, and each is a recompilation of it.
+        stack.enter_context(torch._dynamo.config.patch(recompile_limit=8 * len(methods)))
+        kept: dict[Method, Run] = {}
+        for method in methods:
+            own = _with_unet_of_its_own(pipe)
+            kept[method] = stack.enter_context(_applied(method, own, case, settings))
+            own.unet.compile()
+        yield lambda method: nullcontext(kept[method])
 
 
 def _with_unet_of_its_own(pipe: Any) -> Any:
@@ -144,41 +129,24 @@ def _with_unet_of_its_own(pipe: Any) -> Any:
     return own
 
 
-def _target(pipe: Any, case: Case) -> Any:
-    return pipe if case.scope == "pipeline" else pipe.unet
-
-
 def _untimed(method: Method, pipe: Any, case: Case, settings: LatencySettings) -> dict[str, Any]:
     """Return what a call takes beside time, uncompiled; nothing where the GPU's memory doesn't do."""
+
+    def call(batch: int) -> None:
+        with _applied(method, pipe, replace(case, batch=batch), settings) as run:
+            run()
+
     try:
+        with _applied(method, pipe, case, settings) as run:
+            counted = macs(run) if settings.count else None
         return {
-            "macs": _operations(method, pipe, case, settings) if settings.count else None,
-            "memory_per_image": _memory(method, pipe, case, settings),
+            "macs": counted,
+            "memory_per_image": memory_per_image(call, case.batch, pipe.unet.device),
             "saved_for_backward": _saved_for_backward(method, pipe, case),
         }
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         return {}
-
-
-def _operations(method: Method, pipe: Any, case: Case, settings: LatencySettings) -> int:
-    """Return the MACs of one call."""
-    run = workload(pipe, case, settings, method.steps)
-    with method.applied(_target(pipe, case)) as applied:
-        applied.reseed(0)
-        return macs(run)
-
-
-def _memory(method: Method, pipe: Any, case: Case, settings: LatencySettings) -> float | None:
-    """Return GB for each image; None without a GPU."""
-
-    def call(batch: int) -> None:
-        run = workload(pipe, replace(case, batch=batch), settings, method.steps)
-        with method.applied(_target(pipe, case)) as applied:
-            applied.reseed(0)
-            run()
-
-    return memory_per_image(call, case.batch, pipe.unet.device)
 
 
 def baseline_of(methods: Sequence[Method], backend: Backend | str) -> Method | None:
