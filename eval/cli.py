@@ -12,18 +12,17 @@ from typing import Any
 import click
 
 from . import settings as s
-from . import table_settings as t
 from .errors import EvalError
 from .options import SettingsCommand, settings_of
 from .presets import load_settings, presets
 
 COMMANDS: dict[str, tuple[type[s.CommandSettings], str]] = {
     "compare": (s.CompareSettings, "studies.compare"),
-    "table": (t.RunSettings, "studies.table"),
-    "ablate": (t.AblateSettings, "studies.ablate"),
-    "check": (t.CheckSettings, "studies.check"),
+    "table": (s.RunSettings, "studies.table"),
+    "ablate": (s.AblateSettings, "studies.ablate"),
+    "check": (s.CheckSettings, "studies.check"),
     "calibrate": (s.CalibrateSettings, "studies.calibration"),
-    "subject": (t.SubjectSettings, "studies.subject"),
+    "subject": (s.SubjectSettings, "studies.subject"),
     "latency": (s.LatencySettings, "studies.latency"),
     "report": (s.ReportSettings, "pages.report"),
     "app": (s.AppSettings, "studies.app"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from agentsd_eval.cost.architectures import build, random_embeds
-from agentsd_eval.cost.workload import Case, workload
+from agentsd_eval.cost.latency import Case, workload
 from agentsd_eval.images.other_packages import finest_attention_downsample
 from agentsd_eval.settings import LatencySettings
 

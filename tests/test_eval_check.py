@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from agentsd_eval.cli import main
+from agentsd_eval.settings import CheckSettings
 from agentsd_eval.studies.check import completed, verdict
-from agentsd_eval.table_settings import CheckSettings
 from click.testing import CliRunner
 
 from agentsd import Recipe, StepCache

@@ -13,9 +13,8 @@ from agentsd_eval.errors import EvalError
 from agentsd_eval.images.methods import parse_method
 from agentsd_eval.images.prompts import specs_of
 from agentsd_eval.presets import load_settings, presets
-from agentsd_eval.settings import CompareSettings, LatencySettings
+from agentsd_eval.settings import AblateSettings, CompareSettings, LatencySettings, RunSettings
 from agentsd_eval.studies import ablate, table
-from agentsd_eval.table_settings import AblateSettings, RunSettings
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 

@@ -26,7 +26,7 @@ from agentsd_eval.pages.rows import Column, figure, to_markdown
 from agentsd_eval.presets import load_settings
 from agentsd_eval.quality.features import Network, features_of
 from agentsd_eval.research.settings import MediatorSettings, ValidationSettings
-from agentsd_eval.table_settings import AblateSettings, RunSettings
+from agentsd_eval.settings import AblateSettings, RunSettings
 from click.testing import CliRunner
 from PIL import Image
 

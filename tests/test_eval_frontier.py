@@ -1,8 +1,7 @@
 import io
 
 import numpy as np
-from agentsd_eval.pages.output import plot_bytes
-from agentsd_eval.pages.plots import frontier, has_frontier
+from agentsd_eval.pages.plots import frontier, has_frontier, plot_bytes
 from PIL import Image
 
 

@@ -18,8 +18,7 @@ from agentsd_eval.images.methods import (
 from agentsd_eval.images.other_packages import finest_attention_downsample
 from agentsd_eval.images.prompts import from_prompts
 from agentsd_eval.images.sampling import sample as images_of_method
-from agentsd_eval.settings import CompareSettings
-from agentsd_eval.table_settings import RunSettings
+from agentsd_eval.settings import CompareSettings, RunSettings
 from diffusers import DDIMScheduler, HeunDiscreteScheduler, PNDMScheduler
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from tiny import BETAS, fingerprint, make_sdxl_unet, make_unet

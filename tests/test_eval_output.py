@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from agentsd_eval.files import check_writable
-from agentsd_eval.pages.output import make_table
+from agentsd_eval.pages.rows import make_table
 from rich.console import Console
 
 

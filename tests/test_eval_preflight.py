@@ -18,8 +18,8 @@ from agentsd_eval.errors import EvalError
 from agentsd_eval.images.methods import Method
 from agentsd_eval.images.prompts import from_prompts, specs_of
 from agentsd_eval.images.store import Store
+from agentsd_eval.settings import RunSettings
 from agentsd_eval.studies import preflight, table
-from agentsd_eval.table_settings import RunSettings
 from rich.console import Console
 
 BASELINE = Method(())

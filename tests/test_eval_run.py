@@ -35,9 +35,8 @@ from agentsd_eval.images.store import Store
 from agentsd_eval.pages import quality_table
 from agentsd_eval.pages import rows as results
 from agentsd_eval.research.settings import RedundancySettings
-from agentsd_eval.settings import CompareSettings
+from agentsd_eval.settings import AblateSettings, CompareSettings, RunSettings
 from agentsd_eval.studies import ablate, table
-from agentsd_eval.table_settings import AblateSettings, RunSettings
 from logs import warned
 
 IMAGES = from_prompts(["a cat", "a dog"], 7, 10)

@@ -23,10 +23,10 @@ from agentsd_demo.training.subject import View
 from agentsd_eval.cli import main
 from agentsd_eval.images.sampling import Seconds
 from agentsd_eval.images.store import Store
-from agentsd_eval.pages.output import progress
+from agentsd_eval.pages.rows import progress
 from agentsd_eval.presets import load_settings
+from agentsd_eval.settings import SubjectSettings
 from agentsd_eval.studies import subject, subject_plan, subject_scores
-from agentsd_eval.table_settings import SubjectSettings
 from click.testing import CliRunner
 from PIL import Image
 from rich.console import Console

@@ -6,14 +6,13 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "eval"
-BASE = {"errors", "names", "settings", "table_settings", "files", "run_file", "environment", "log"}
+BASE = {"errors", "names", "settings", "files", "run_file", "environment", "log"}
 WINGS = BASE | {"pages", "images", "cost", "quality", "studies"}
 MAY_IMPORT = {
     "errors": set(),
     "log": set(),
     "names": set(),
-    "settings": {"errors", "names"},
-    "table_settings": {"names", "settings"},
+    "settings": {"names"},
     "files": {"errors"},
     "run_file": {"errors", "files"},
     "environment": {"settings"},

@@ -5,8 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from agentsd_eval.cost import architectures
-from agentsd_eval.cost.latency import load
-from agentsd_eval.cost.workload import Case
+from agentsd_eval.cost.latency import Case, load
 from agentsd_eval.errors import EvalError
 from agentsd_eval.images.methods import parse_method
 from agentsd_eval.images.sampling import Seconds

@@ -10,7 +10,7 @@ from PIL import Image
 
 from agentsd.hosts.models import weights_digest
 
-from ..table_settings import RunSettings
+from ..settings import RunSettings
 from .methods import Method
 from .prompts import ImageSpec
 from .sampling import Seconds, sample, size_of, warm_up

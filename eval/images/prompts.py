@@ -10,8 +10,7 @@ from rich.console import Console
 
 from ..errors import EvalError
 from ..files import read_lines
-from ..settings import Settings, ShowSettings
-from ..table_settings import RunSettings
+from ..settings import RunSettings, Settings, ShowSettings
 
 if TYPE_CHECKING:
     from agentsd_demo.scenes import Triple

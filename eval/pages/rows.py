@@ -9,11 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from .. import run_file
 from ..files import write_bytes
-from .output import make_table
 
 Row = dict[str, Any]
 
@@ -117,3 +126,35 @@ def _escaped(cell: str) -> str:
 def to_terminal(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> Table:
     """Return a table to print."""
     return make_table(title, [column.title for column in columns], cells(rows, columns))
+
+
+def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Return a terminal table; the first column is text, the others are figures.
+
+    Where the terminal is narrow, cells and heads are wrapped between words, then within them.
+    """
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        if number == 0:
+            longest = max((len(row[0]) for row in rows), default=0)
+            table.add_column(escape(column), overflow="fold", no_wrap=longest <= 18)
+        else:
+            word = max((len(word) for row in rows for word in row[number].split()), default=0)
+            table.add_column(escape(column), justify="right", overflow="fold", min_width=word)
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    return table
+
+
+def progress(console: Console, disable: bool = False) -> Progress:
+    """Return a progress bar with the time left."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=disable,
+    )

@@ -11,12 +11,11 @@ import torch
 from PIL import Image
 
 from ..images.prompts import ImageSpec
-from ..table_settings import RunSettings
+from ..settings import RunSettings
 from . import fidelity, metrics
 from .encoders import ClipScore
-from .features import Network, features_of, load_network
+from .features import Network, features_of, frechet_features, load_network
 from .perceptual import PerceptualFeatures, StageFeatures
-from .projection import frechet_features
 from .real import Real
 from .summary import summary_of
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from ..table_settings import RunSettings
+from ..settings import RunSettings
 from .features import image_files
 
 

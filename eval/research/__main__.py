@@ -1,8 +1,7 @@
 """The command line of the studies: `python -m agentsd_eval.research NAME --help`."""
 
 from ..cli import make_program
-from ..settings import CommandSettings
-from ..table_settings import RunSettings
+from ..settings import CommandSettings, RunSettings
 from . import settings as s
 from .methods import register
 

@@ -16,14 +16,12 @@ from rich.table import Table
 from agentsd.attention import agents, merge, pooled, ranking
 from agentsd.hosts.models import EVERY_LEVEL, find_attention_layers
 
-from ..cost.latency import load
-from ..cost.workload import Case, forward_call
+from ..cost.latency import Case, forward_call, load
 from ..environment import describe_run
 from ..errors import EvalError
 from ..files import check_writable
 from ..images.methods import Method, expand
-from ..pages.output import progress
-from ..pages.rows import Column, Row, figure, to_terminal, write_rows
+from ..pages.rows import Column, Row, figure, progress, to_terminal, write_rows
 from .settings import ProfileSettings
 
 TOTAL = "whole call"

@@ -8,11 +8,9 @@ from rich.console import Console
 
 from ..files import check_writable
 from ..images.models import find_device
-from ..pages.output import progress
-from ..pages.rows import Column, Row, distance_name, figure, to_terminal
+from ..pages.rows import Column, Row, distance_name, figure, progress, to_terminal
 from ..quality import metrics
-from ..quality.features import features_of, image_files, load_network, pytorch_fid
-from ..quality.projection import frechet_features
+from ..quality.features import features_of, frechet_features, image_files, load_network, pytorch_fid
 from .settings import FidSettings
 
 

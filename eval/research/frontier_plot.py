@@ -6,8 +6,7 @@ from itertools import groupby
 
 from matplotlib.figure import Figure
 
-from ..pages.output import plot_bytes
-from ..pages.plots import MARKERS, Series, draw
+from ..pages.plots import MARKERS, Series, draw, plot_bytes
 from ..pages.rows import Row
 
 COSTS = {"macs": "MACs of an image", "seconds": "time of an image"}

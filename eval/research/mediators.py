@@ -8,8 +8,7 @@ from rich.console import Console
 
 from ..files import write_bytes
 from ..images.methods import Method, fewer, parse_method
-from ..pages.output import plot_bytes
-from ..pages.plots import Series
+from ..pages.plots import Series, plot_bytes
 from ..pages.plots import draw as draw_series
 from ..pages.rows import Row, distance_name
 from ..studies.table import show

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from ..pages.output import plot_bytes
-from ..pages.plots import INK, Series, draw
+from ..pages.plots import INK, Series, draw, plot_bytes
 from ..pages.rows import Row
 
 COLOURS = {"seen": "#2a7f4f", "not told apart": "#888888", "out of order": "#b3261e"}

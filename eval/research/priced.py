@@ -18,16 +18,14 @@ from agentsd.hosts.models import find_attention_layers
 from agentsd.recipe import MODES
 from agentsd.schedule import Phases, stages_of
 
-from ..cost.latency import baseline_of, load, row_of, speedup_of
-from ..cost.workload import Case, forward_call
+from ..cost.latency import Case, baseline_of, forward_call, load, row_of, speedup_of
 from ..environment import describe_run
 from ..errors import EvalError
 from ..files import check_writable
 from ..images.methods import Method, expand
 from ..images.sampling import Seconds, Stopwatch
 from ..pages.cost_table import columns_of
-from ..pages.output import progress
-from ..pages.rows import to_terminal, write_rows
+from ..pages.rows import progress, to_terminal, write_rows
 from .settings import PricedSettings
 
 PROBED = 8

@@ -33,8 +33,7 @@ from ..images.methods import parse_method
 from ..images.models import load_pipeline
 from ..images.prompts import ImageSpec, note_unknown_words, specs_to_show
 from ..images.sampling import sample
-from ..pages.output import progress
-from ..pages.rows import Column, Row, figure, to_markdown, to_terminal, write_rows
+from ..pages.rows import Column, Row, figure, progress, to_markdown, to_terminal, write_rows
 from .divergence import MAX_SCORE, attention_map, js_score, js_score_sampled
 from .settings import RedundancySettings
 

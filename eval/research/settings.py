@@ -13,11 +13,11 @@ from ..settings import (
     FeatureName,
     FewerSteps,
     ReferenceSteps,
+    RunSettings,
     SchedulerName,
     ShowSettings,
     Steps,
 )
-from ..table_settings import RunSettings
 
 Size = Annotated[int, Field(ge=64, multiple_of=8)]
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from ..images.methods import Method, fewer, parse_method
-from ..table_settings import AblateSettings
+from ..settings import AblateSettings
 from . import table
 
 PAPER_VALUES: dict[str, tuple[float, ...]] = {

@@ -16,8 +16,7 @@ from ..images.methods import parse_method
 from ..images.models import load_pipeline
 from ..images.prompts import specs_to_show
 from ..images.sampling import size_of
-from ..pages.output import make_table, progress
-from ..pages.rows import Row
+from ..pages.rows import Row, make_table, progress
 from ..settings import CalibrateSettings
 
 _CLOCKS = {"seconds": "time", "macs": "MACs"}

@@ -17,7 +17,7 @@ from ..images.prompts import SHIPPED
 from ..pages.quality_table import FEWEST, row_label
 from ..pages.report import write_report
 from ..pages.rows import Row
-from ..table_settings import CheckSettings
+from ..settings import CheckSettings
 from . import table
 
 FORMAT = 2

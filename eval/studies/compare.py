@@ -15,8 +15,7 @@ from ..images.models import load_pipeline
 from ..images.prompts import ImageSpec, note_unknown_words, specs_to_show
 from ..images.sampling import Seconds, sample, warm_up
 from ..pages.grid import draw_grid
-from ..pages.output import progress
-from ..pages.rows import Column, Row, figure, to_terminal
+from ..pages.rows import Column, Row, figure, progress, to_terminal
 from ..quality import fidelity
 from ..settings import CompareSettings
 

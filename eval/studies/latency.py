@@ -10,8 +10,7 @@ from ..cost.latency import cases_of, load, measure, methods_of
 from ..environment import describe_run
 from ..files import check_writable
 from ..pages.cost_table import columns_of
-from ..pages.output import progress
-from ..pages.rows import Row, to_terminal, write_rows
+from ..pages.rows import Row, progress, to_terminal, write_rows
 from ..settings import LatencySettings
 
 

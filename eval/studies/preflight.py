@@ -13,7 +13,7 @@ from ..images.methods import Method
 from ..images.prompts import ImageSpec
 from ..images.sampling import sample
 from ..images.store import Store
-from ..table_settings import RunSettings
+from ..settings import RunSettings
 
 _PNG = 1.8  # bytes a pixel of a photograph takes as PNG
 _PERCEPTUAL = 0.7e6  # bytes of an image's stage features

@@ -24,10 +24,9 @@ from ..images.sampling import sample, size_of, warm_up
 from ..images.store import Store
 from ..pages import rows as results
 from ..pages.grid import draw_grid
-from ..pages.output import progress
-from ..pages.rows import Row
+from ..pages.rows import Row, progress
 from ..pages.subject_table import LIKENESS, label_of, note, tables_of
-from ..table_settings import SubjectSettings
+from ..settings import SubjectSettings
 from .subject_plan import (
     TRAININGS,
     Training,

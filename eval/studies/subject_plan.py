@@ -16,7 +16,7 @@ from ..files import read_lines
 from ..images.methods import Method, parse_method
 from ..images.prompts import SHIPPED, ImageSpec, from_prompts, from_triples
 from ..images.store import Store
-from ..table_settings import SubjectSettings
+from ..settings import SubjectSettings
 
 if TYPE_CHECKING:
     from agentsd_demo.scenes import Triple

@@ -24,10 +24,9 @@ from ..images.prompts import ImageSpec, note_unknown_words, specs_of
 from ..images.sampling import Seconds, sample, size_of
 from ..images.store import Entry, Store
 from ..pages import rows as results
-from ..pages.output import plot_bytes, progress
-from ..pages.plots import frontier, has_frontier
+from ..pages.plots import frontier, has_frontier, plot_bytes
 from ..pages.quality_table import note, plan, tables_of
-from ..pages.rows import Row
+from ..pages.rows import Row, progress
 from ..quality.features import pytorch_fid
 from ..quality.gain import gain
 from ..quality.measure import (
@@ -43,7 +42,7 @@ from ..quality.measure import (
 )
 from ..quality.metrics import KernelSet
 from ..quality.real import load_real
-from ..table_settings import RunSettings
+from ..settings import RunSettings
 from .preflight import check_disk, check_memory, check_settings, measure_memory
 
 OTHERS = 1_000_000
