@@ -64,11 +64,6 @@ def test_images_that_classes_decide_are_refused(classes: Path) -> None:
         specs_of(RunSettings(classes=classes, images=16))
 
 
-def test_a_plot_says_how_many_images_there_are(classes: Path) -> None:
-    title = table.plot_title(RunSettings(classes=classes), [{"images": 6}])
-    assert title == "demo, 50 steps (plms), 6 images a row"
-
-
 def test_a_disk_without_room_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, 10**9))

@@ -64,27 +64,12 @@ def build(arch: str, device: torch.device, dtype: torch.dtype) -> Any:
         set_alpha_to_one=False,
         steps_offset=1,
     )
+    parts = {"vae": vae, "unet": unet, "scheduler": scheduler, "text_encoder": None, "tokenizer": None}
     if arch == "sdxl":
-        return StableDiffusionXLPipeline(
-            vae=vae,
-            text_encoder=None,
-            text_encoder_2=None,
-            tokenizer=None,
-            tokenizer_2=None,
-            unet=unet,
-            scheduler=scheduler,
-            add_watermarker=False,
-        )
-    return StableDiffusionPipeline(
-        vae=vae,
-        text_encoder=None,
-        tokenizer=None,
-        unet=unet,
-        scheduler=scheduler,
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
+        parts |= {"text_encoder_2": None, "tokenizer_2": None}
+        return StableDiffusionXLPipeline(**parts, add_watermarker=False)
+    parts |= {"safety_checker": None, "feature_extractor": None}
+    return StableDiffusionPipeline(**parts, requires_safety_checker=False)
 
 
 def random_embeds(unet: Any, batch: int) -> dict[str, torch.Tensor]:

@@ -28,11 +28,6 @@ class ImageSpec:
     seed: int
     triple: "Triple | None" = None
 
-    @property
-    def split(self) -> str | None:
-        """Whether the toy model was trained on what it is to show."""
-        return None if self.triple is None else self.triple.split
-
 
 def from_triples(triples: "Sequence[Triple]", images: int, seed: int) -> list[ImageSpec]:
     """Return `images` images whose captions are spread evenly over what scenes can show.

@@ -2,11 +2,13 @@
 
 import hashlib
 import os
+import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
 from pydantic import (
     BaseModel,
@@ -39,6 +41,25 @@ class Entry(BaseModel):
     cpu_seconds: PositiveFloat
     session: str
     """Names the process that made it; times are compared within one only."""
+
+
+Timings = dict[tuple[int, str], Entry]
+"""An entry for each (batch, session) in which a batch was made."""
+
+
+def times_of(ours: Timings, baseline: Timings, device: torch.device) -> dict[str, Any]:
+    """Return median seconds an image, and the speed-up against the baseline where both ran in one session."""
+
+    def charged(entry: Entry) -> float:
+        return Seconds(entry.seconds, entry.cpu_seconds).charged(device)
+
+    both = [charged(baseline[key]) / charged(ours[key]) for key in ours if key in baseline]
+    return {
+        "seconds": statistics.median(e.seconds / e.batch_images for e in ours.values()),
+        "cpu_seconds": statistics.median(e.cpu_seconds / e.batch_images for e in ours.values()),
+        "speedup": statistics.median(both) if both else None,
+        "speedup_batches": len(both),
+    }
 
 
 class Store:
@@ -77,8 +98,8 @@ class Store:
                 entries[entry.index] = entry
         return entries
 
-    def timings(self, method: Method) -> dict[tuple[int, str], Entry]:
-        """Return an entry for each (batch, session) in which a batch was made."""
+    def timings(self, method: Method) -> Timings:
+        """Return when a method's batches were made."""
         return {(entry.batch, entry.session): entry for entry in self._entries(method)}
 
     def _entries(self, method: Method) -> Iterator[Entry]:

@@ -2,13 +2,12 @@
 
 import textwrap
 from collections.abc import Sequence
+from math import ceil
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 _GAP = 8
 _FONT_SIZE = 15
-_LINE = 20
-_Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 _INK = (30, 30, 30)
 
 
@@ -23,30 +22,24 @@ def draw_grid(
     Images are brought to `tile` pixels on the longer side; labels may hold line breaks.
     """
     font = ImageFont.load_default(_FONT_SIZE)
-    columns = [_wrap(label, tile) for label in column_labels]
-    lefts = [label.split("\n") for label in row_labels]
-    top = _GAP + _LINE * max(len(lines) for lines in columns)
-    left = _GAP * 2 + int(max(font.getlength(line) for lines in lefts for line in lines))
-    height = top + len(rows) * (tile + _GAP)
-    grid = Image.new("RGB", (left + len(column_labels) * (tile + _GAP), height), "white")
+    heads = [_wrap(label, tile) for label in column_labels]
+    probe = ImageDraw.Draw(Image.new("RGB", (1, 1)))
+    top = 2 * _GAP + ceil(max(probe.multiline_textbbox((0, 0), head, font)[3] for head in heads))
+    left = 2 * _GAP + ceil(max(probe.multiline_textbbox((0, 0), label, font)[2] for label in row_labels))
+    step = tile + _GAP
+    grid = Image.new("RGB", (left + len(heads) * step, top + len(rows) * step), "white")
     draw = ImageDraw.Draw(grid)
-    for j, lines in enumerate(columns):
-        _write(draw, font, lines, left + j * (tile + _GAP), _GAP // 2)
+    for j, head in enumerate(heads):
+        draw.multiline_text((left + j * step, _GAP // 2), head, _INK, font)
     for i, images in enumerate(rows):
-        y = top + i * (tile + _GAP)
-        _write(draw, font, lefts[i], _GAP, y + tile // 2 - _LINE * len(lefts[i]) // 2)
+        y = top + i * step
+        draw.multiline_text((_GAP, y + tile // 2), row_labels[i], _INK, font, anchor="lm")
         for j, image in enumerate(images):
-            scale = tile / max(image.size)
-            size = (round(image.width * scale), round(image.height * scale))
-            grid.paste(image.resize(size, Image.Resampling.BICUBIC), (left + j * (tile + _GAP), y))
+            small = ImageOps.contain(image, (tile, tile), Image.Resampling.BICUBIC)
+            grid.paste(small, (left + j * step, y))
     return grid
 
 
-def _wrap(label: str, tile: int) -> list[str]:
+def _wrap(label: str, tile: int) -> str:
     characters = max(8, int(tile / (_FONT_SIZE * 0.52)))
-    return [line for part in label.split("\n") for line in textwrap.wrap(part, characters) or [""]]
-
-
-def _write(draw: ImageDraw.ImageDraw, font: _Font, lines: list[str], x: int, y: int) -> None:
-    for n, line in enumerate(lines):
-        draw.text((x, y + n * _LINE), line, fill=_INK, font=font)
+    return "\n".join(textwrap.fill(part, characters) for part in label.split("\n"))

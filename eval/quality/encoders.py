@@ -1,6 +1,6 @@
 """CLIP and DINO: how well an image fits its prompt, and how alike two images' subjects are."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,18 @@ def _batches(images: Sequence[Image.Image]) -> list[list[Image.Image]]:
     return [every[start : start + _BATCH] for start in range(0, len(every), _BATCH)]
 
 
+@torch.inference_mode()
+def _embed(
+    images: Sequence[Image.Image],
+    processor: Any,
+    device: torch.device,
+    forward: Callable[[Any], torch.Tensor],
+) -> np.ndarray:
+    """Return what `forward` makes of the processor's pixels, (N, D)."""
+    inputs = [processor(images=batch, return_tensors="pt").to(device) for batch in _batches(images)]
+    return torch.cat([forward(one["pixel_values"]).float().cpu() for one in inputs]).numpy()
+
+
 class ClipScore:
     """100 times the cosine of an image's and its prompt's embedding, at least 0 (Hessel et al. 2021).
 
@@ -38,15 +50,13 @@ class ClipScore:
     def __init__(self, model: str, device: torch.device) -> None:
         self._model, self._processor = _load(CLIPModel, CLIPProcessor, model, device, "clip")
 
-    @torch.inference_mode()
     def embed(self, images: Sequence[Image.Image]) -> np.ndarray:
         """Return the embedding of each image, (N, D)."""
-        found = []
-        for batch in _batches(images):
-            inputs = self._processor(images=batch, return_tensors="pt").to(self._model.device)
-            pooled = self._model.vision_model(pixel_values=inputs["pixel_values"]).pooler_output
-            found.append(self._model.visual_projection(pooled).float().cpu())
-        return torch.cat(found).numpy()
+
+        def forward(pixels: torch.Tensor) -> torch.Tensor:
+            return self._model.visual_projection(self._model.vision_model(pixels).pooler_output)
+
+        return _embed(images, self._processor, self._model.device, forward)
 
     @torch.inference_mode()
     def __call__(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> np.ndarray:
@@ -71,11 +81,10 @@ class Dino:
     def __init__(self, model: str, device: torch.device) -> None:
         self._model, self._processor = _load(AutoModel, AutoImageProcessor, model, device, "dino")
 
-    @torch.inference_mode()
     def __call__(self, images: Sequence[Image.Image]) -> np.ndarray:
         """Return the features of each image, (N, D)."""
-        found = []
-        for batch in _batches(images):
-            inputs = self._processor(images=batch, return_tensors="pt").to(self._model.device)
-            found.append(self._model(**inputs).last_hidden_state[:, 0].float().cpu())
-        return torch.cat(found).numpy()
+
+        def forward(pixels: torch.Tensor) -> torch.Tensor:
+            return self._model(pixels).last_hidden_state[:, 0]
+
+        return _embed(images, self._processor, self._model.device, forward)

@@ -180,7 +180,7 @@ def measure_each(shown: Shown, asked: Sequence[ImageSpec], beside: References, b
             "index": spec.index,
             "seed": spec.seed,
             "prompt": spec.prompt,
-            "split": spec.split,
+            "split": spec.triple.split if spec.triple else None,
             "baseline_distance": _number(to_baseline[i]),
             "reference_distance": _number(reference[i]),
             "psnr": None if is_baseline else fidelity.psnr(*pair),

@@ -1,6 +1,5 @@
 """What the images of a finetuned subject are scored by, and a row of figures for each variant."""
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,8 +8,7 @@ import torch
 from PIL import Image
 
 from ..images.prompts import ImageSpec
-from ..images.sampling import Seconds
-from ..images.store import Entry
+from ..images.store import times_of
 from ..pages.rows import Row
 from ..quality.encoders import ClipScore, Dino
 from ..quality.features import load_network
@@ -81,7 +79,7 @@ def rows_of(
 
     It has means, standard errors, changes against `baseline_of` it paired by seed, and seconds.
     """
-    entries = {variant: store_of(variant, settings).intact(variant.method) for variant in figures}
+    taken = {variant: store_of(variant, settings).timings(variant.method) for variant in figures}
     rows = []
     for variant, scores in figures.items():
         baseline = baseline_of(variant, [*figures])
@@ -97,19 +95,5 @@ def rows_of(
                 change = values - figures[baseline][name]
                 row[f"{name}_change"] = float(change.mean())
                 row[f"{name}_change_error"] = standard_error(change)
-        rows.append(row | _cost(entries[variant], entries[baseline], device))
+        rows.append(row | times_of(taken[variant], taken[baseline], device))
     return rows
-
-
-def _cost(ours: dict[int, Entry], baseline: dict[int, Entry], device: torch.device) -> Row:
-    """Return median seconds an image, and the speed-up over images made in one session with baseline's."""
-
-    def charged(entry: Entry) -> float:
-        return Seconds(entry.seconds, entry.cpu_seconds).charged(device)
-
-    ratios = [charged(baseline[i]) / charged(ours[i]) for i in ours if baseline[i].session == ours[i].session]
-    return {
-        "seconds": statistics.median(entry.seconds for entry in ours.values()),
-        "cpu_seconds": statistics.median(entry.cpu_seconds for entry in ours.values()),
-        "speedup": statistics.median(ratios) if ratios else None,
-    }

@@ -1,6 +1,5 @@
 """Table 10: images of every method, then a row of quality and cost for each."""
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -21,8 +20,8 @@ from ..images.generate import Share, fingerprint, generate
 from ..images.methods import Method, check_schedulers, expand
 from ..images.models import find_device, load_pipeline
 from ..images.prompts import ImageSpec, note_unknown_words, specs_of
-from ..images.sampling import Seconds, sample, size_of
-from ..images.store import Entry, Store
+from ..images.sampling import sample, size_of
+from ..images.store import Store, times_of
 from ..pages import rows as results
 from ..pages.plots import frontier, has_frontier, plot_bytes
 from ..pages.quality_table import note, plan, tables_of
@@ -86,12 +85,6 @@ def forecast(rows: Sequence[Row], settings: RunSettings) -> str:
     )
 
 
-def plot_title(settings: RunSettings, rows: Sequence[Row]) -> str:
-    """Return what a run's plot is of; classes may give another number of images than the settings' own."""
-    run = f"{settings.model}, {settings.steps} steps ({settings.scheduler})"
-    return f"{run}, {rows[0]['images']} images a row"
-
-
 LEADING = ("method", "ratio", "fd", "seconds", "memory_per_image")
 """The columns of the paper's table, which come first in every file."""
 
@@ -110,9 +103,8 @@ class Made:
 
     def shown(self, method: Method) -> Shown:
         """Return a method's images."""
-        if method.is_baseline:
-            return self.references.baseline
-        return _shown(method, self.asked, self.store, self.metrics)
+        baseline = self.references.baseline
+        return baseline if method.is_baseline else _shown(method, self.asked, self.store, self.metrics)
 
 
 def run(settings: RunSettings, methods: list[Method], name: str, console: Console) -> list[Row]:
@@ -121,7 +113,8 @@ def run(settings: RunSettings, methods: list[Method], name: str, console: Consol
     if made is None:
         return []
     rows, singles = [], []
-    times = _times(made.store, methods, made.device)
+    taken = [made.store.timings(method) for method in methods]
+    times = [times_of(ours, taken[0], made.device) for ours in taken]
     with progress(console) as bars:
         task = bars.add_task("metrics", total=len(methods))
         baseline = None
@@ -140,8 +133,9 @@ def run(settings: RunSettings, methods: list[Method], name: str, console: Consol
     results.write_rows(settings.out, name, rows, tables, facts, note(settings.features))
     results.write_singles(settings.out / f"{name}-images.csv", singles)
     if has_frontier(rows):
-        plot = plot_bytes(frontier(rows, plot_title(settings, rows)))
-        write_bytes(settings.out / f"{name}.png", plot)
+        run = f"{settings.model}, {settings.steps} steps ({settings.scheduler})"
+        plot = frontier(rows, f"{run}, {len(made.asked)} images a row")
+        write_bytes(settings.out / f"{name}.png", plot_bytes(plot))
     return rows
 
 
@@ -277,27 +271,3 @@ def _cost_of_an_image(pipe: Any, method: Method, specs: Sequence[ImageSpec], set
         "decoding_memory": None if memory is None else growth(memory.decoding),
         "macs": macs(lambda: sample(pipe, method, specs[:1], settings)),
     }
-
-
-def _times(store: Store, methods: Sequence[Method], device: torch.device) -> list[Row]:
-    """Return seconds an image, and the speed-up against the baseline where both ran in one session."""
-    baseline = store.timings(methods[0])
-    rows = []
-    for method in methods:
-        ours = store.timings(method)
-        both = [
-            _charged(baseline[key], device) / _charged(ours[key], device) for key in ours if key in baseline
-        ]
-        rows.append(
-            {
-                "seconds": statistics.median(e.seconds / e.batch_images for e in ours.values()),
-                "cpu_seconds": statistics.median(e.cpu_seconds / e.batch_images for e in ours.values()),
-                "speedup": statistics.median(both) if both else None,
-                "speedup_batches": len(both),
-            }
-        )
-    return rows
-
-
-def _charged(entry: Entry, device: torch.device) -> float:
-    return Seconds(entry.seconds, entry.cpu_seconds).charged(device)
