@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +123,8 @@ def test_a_row_that_joins_later_has_baseline_timed_again(pipe: Any, tmp_path: Pa
 
 
 def test_that_no_step_of_a_warm_up_is_early_goes_unsaid(pipe: Any, caplog: pytest.LogCaptureFixture) -> None:
-    settings = SETTINGS.model_copy(update={"steps": 2, "agent": {"early_frac": 0.2}})
-    method = table.table_methods(settings)[-1]
+    settings = SETTINGS.model_copy(update={"steps": 2})
+    method = replace(table.table_methods(settings)[-1], agent=(("early_frac", 0.2),))
     warm_up(pipe, method, IMAGES[:1], settings)
     assert "agentsd: " not in caplog.text
     with warned("no early step"):

@@ -11,14 +11,10 @@ import torch
 
 @dataclass(frozen=True)
 class PipelineMemory:
-    """The peaks of GPU memory, in GB (1e9 bytes), of a run of one image and of two.
-
-    Attributes:
-        denoising: up to the decoder's call: text encoder and all steps.
-        decoding: from there on.
-    """
+    """The peaks of GPU memory, in GB (1e9 bytes), of a run of one image and of two."""
 
     denoising: tuple[float, float]
+    """Up to the decoder's call: text encoder and all steps."""
     decoding: tuple[float, float]
 
     @property

@@ -21,7 +21,7 @@ from ..files import write_bytes
 from ..settings import ReportSettings
 from . import cost_table, quality_table, subject_table
 from .plots import frontier, id_of, is_placed, speeds
-from .rows import Column, Row, method_text
+from .rows import Column, Row, cells, method_text
 
 _SIDE = 512  # pixels on a side of an image in the page, at most
 _RESULTS = {
@@ -114,12 +114,7 @@ def _read_jsonl(path: Path) -> list[Row]:
 
 
 def _table(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> dict[str, Any]:
-    lines = [(_row_name(row), [column.text(row) for column in columns]) for row in rows]
-    shown = [
-        {"of": name, "cells": cells}
-        for name, cells in lines
-        if any(cell not in ("-", "n/a") for cell in cells[1:])
-    ]
+    shown = [{"of": _row_name(row), "cells": line} for row in rows for line in cells([row], columns)]
     return {"title": title, "heads": [column.title for column in columns], "rows": shown}
 
 
@@ -131,11 +126,8 @@ def _row_name(row: Row) -> str:
 
 
 def _latency_tables(rows: list[Row], clock: str) -> list[dict[str, Any]]:
-    tables = []
-    for case, group in groupby(rows, _case):
-        shown = list(group)
-        tables.append(_table(case, shown, cost_table.columns_of(shown, clock)))
-    return tables
+    cases = [(case, list(shown)) for case, shown in groupby(rows, _case)]
+    return [_table(case, shown, cost_table.columns_of(shown, clock)) for case, shown in cases]
 
 
 def _case(row: Row) -> str:
@@ -144,7 +136,7 @@ def _case(row: Row) -> str:
 
 def _best(rows: Sequence[Row]) -> Row | None:
     """Return the row of the highest gain; where none has a gain, the fastest."""
-    own = [row for row in rows if row["method"].partition("@")[0] != "baseline" and "@" not in row["method"]]
+    own = [row for row in rows if row["method"] != "baseline" and "@" not in row["method"]]
     for key in ("gain_macs", "speedup"):
         if told := [row for row in own if row.get(key) is not None]:
             return max(told, key=lambda row: row[key])

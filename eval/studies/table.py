@@ -1,6 +1,6 @@
 """Table 10: images of every method, then a row of quality and cost for each."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -23,7 +23,7 @@ from ..images.prompts import ImageSpec, note_unknown_words, specs_of
 from ..images.sampling import sample, size_of
 from ..images.store import Store, times_of
 from ..pages import rows as results
-from ..pages.plots import frontier, has_frontier, plot_bytes
+from ..pages.plots import frontier, has_frontier, is_baseline, plot_bytes
 from ..pages.quality_table import note, plan, tables_of
 from ..pages.rows import Row, progress
 from ..quality.features import pytorch_fid
@@ -217,30 +217,26 @@ def add_gain(rows: Sequence[Row], singles: Sequence[Row]) -> None:
 
     By the distance to reference images where there are any, else to the baseline's; by time and by MACs.
     """
-    distance = (
-        "reference_distance"
-        if any(single["reference_distance"] is not None for single in singles)
-        else "baseline_distance"
-    )
-    found: dict[str, list[float]] = {}
+    to_reference = any(single["reference_distance"] is not None for single in singles)
+    found: dict[str, list[float | None]] = {row["key"]: [] for row in rows}
     for single in singles:
-        found.setdefault(single["method"], []).append(single[distance])
-    curve = [row for row in rows if row["method"].partition("@")[0] == "baseline"]
-    curve = [row for row in curve if None not in found[row["key"]]]
+        found[single["method"]].append(single["reference_distance" if to_reference else "baseline_distance"])
+    measured = [row for row in rows if None not in found[row["key"]]]
+    curve = [row for row in measured if is_baseline(row)]
     if len(curve) < 2:
         return
-    plain = [np.array(found[row["key"]]) for row in curve]
-    costs = {
-        "seconds": [1 / row["speedup"] if row.get("speedup") else None for row in rows],
-        "macs": [row["macs"] for row in rows],
+    costs: dict[str, Callable[[Row], float | None]] = {
+        "seconds": lambda row: 1 / row["speedup"] if row.get("speedup") else None,
+        "macs": lambda row: row["macs"],
     }
-    for name, of_rows in costs.items():
-        of_curve = [cost for row, cost in zip(rows, of_rows, strict=True) if any(row is c for c in curve)]
-        for row, cost in zip(rows, of_rows, strict=True):
-            ours = found[row["key"]]
-            if cost is None or None in of_curve or None in ours or any(row is c for c in curve):
+    plain = [np.array(found[row["key"]]) for row in curve]
+    for name, cost_of in costs.items():
+        known = [cost for row in curve if (cost := cost_of(row)) is not None]
+        for row in measured:
+            cost = cost_of(row)
+            if is_baseline(row) or cost is None or len(known) < len(curve):
                 continue
-            value = gain(np.array(ours), cost, plain, of_curve)
+            value = gain(np.array(found[row["key"]]), cost, plain, known)
             row |= {
                 f"gain_{name}": value.value,
                 f"gain_{name}_low": value.low,
