@@ -138,28 +138,17 @@ def plain(make_plain: Callable[..., Any]) -> StableDiffusionPipeline:
 
 
 @pytest.fixture(scope="session")
-def calibrated(
-    make_plain: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Any, list[tuple[int, int]]]:
-    """The file of a calibration, its recipe, and what it told of progress."""
+def calibrated(make_plain: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The file of a calibration, and its recipe."""
     from calibrating import COUNTED
 
     from agentsd import calibrate
 
     path = tmp_path_factory.mktemp("calibrated") / "figures.jsonl"
-    told: list[tuple[int, int]] = []
-    found = calibrate(
-        make_plain(),
-        ["a cat"],
-        speedup=1.3,
-        resume=path,
-        on_step=lambda *step: told.append(step),
-        **COUNTED,
-    )
-    return path, found, told
+    return path, calibrate(make_plain(), ["a cat"], speedup=1.3, resume=path, **COUNTED)
 
 
 @pytest.fixture
-def figures(calibrated: tuple[Path, Any, list[tuple[int, int]]], tmp_path: Path) -> Path:
+def figures(calibrated: tuple[Path, Any], tmp_path: Path) -> Path:
     """A copy of that file."""
     return shutil.copy(calibrated[0], tmp_path / "figures.jsonl")

@@ -3,11 +3,10 @@
 import pytest
 import torch
 from peft import LoraConfig
-from recipes import AGENTS_THEN_KEYS
 from safetensors.torch import load_file, save_file
 from tiny import call, make_unet, snapshot
 
-from agentsd import Agents, Downsample, Phases, PooledAgents, Recipe, apply_agentsd
+from agentsd import Phases, PooledAgents, Recipe, apply_agentsd
 from agentsd.modules import AgentModule, AttnZero, FocusedLinear
 
 TRAINED = [AgentModule(), FocusedLinear(), AttnZero()]
@@ -114,23 +113,6 @@ def test_weights_that_do_not_fit_change_nothing(pipe, tmp_path, damage, message)
         apply_agentsd(unet, recipe=tmp_path)
     assert snapshot(unet) == before
     assert same(everything(unet), weights)
-
-
-def test_a_recipe_by_layers_is_saved_with_its_layers_weights_alone(pipe, tmp_path):
-    fine, coarse = (apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS).layer_names[i] for i in (0, 1))
-    recipe = Recipe(layers={fine: Phases(AgentModule(), Downsample()), coarse: Agents()})
-    with apply_agentsd(pipe, recipe=recipe) as handle, torch.no_grad():
-        for weight in handle.parameters():
-            weight.mul_(1.5)
-        trained = call(pipe.unet)
-        handle.save(tmp_path)
-    saved = load_file(tmp_path / "agentsd.safetensors")
-    assert {name.split(".attn1.")[0] + ".attn1" for name in saved} == {fine, coarse}
-    assert {name.split(".agentsd_core.")[0] for name in saved if "agentsd_core" in name} == {fine}
-    unet = make_unet()
-    with apply_agentsd(unet, recipe=tmp_path) as handle:
-        assert handle.recipe == recipe
-        assert torch.equal(call(unet), trained)
 
 
 def test_a_lora_that_is_fused_meanwhile_stays(tmp_path):

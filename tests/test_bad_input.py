@@ -57,7 +57,6 @@ TABLE = [
     (apply(recipe=3), "recipe=3 is a int: pass a Recipe, or its file or folder"),
     (apply(recipe=AGENTS_THEN_KEYS, ratio=0.1), "pass it alone"),
     (apply(recipe=AGENTS_THEN_KEYS, mode="paper"), "pass it alone"),
-    (apply(recipe=Recipe(layers={"attn9": Agents()})), "layers=['attn9']: UNet2DConditionModel has no such"),
     (lambda: Phases("agents", None), "early='agents' is a str: pass"),
     (lambda: Phases(Agents(), Agents()), "early and late are both Agents("),
     (lambda: Recipe(), "attention=None: the recipe would do nothing"),

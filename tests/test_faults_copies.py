@@ -19,7 +19,7 @@ TRAINED = Recipe(AgentModule())
     [
         AGENTS_THEN_KEYS,
         TRAINED,
-        Recipe(layers={"mid_block.attentions.0.transformer_blocks.0.attn1": Merge()}),
+        Recipe(Merge(ranking="layer"), levels=3),
         Recipe(ByDistance((PooledAgents(4), PooledAgents(16)), (0.5,), "sample")),
     ],
 )

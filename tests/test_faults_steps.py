@@ -13,7 +13,7 @@ from logs import warned
 from pipelines import ip_adapter_weights
 from tiny import BETAS, WIDTH, make_unet
 
-from agentsd import Downsample, GuidanceCache, Recipe, StepCache, apply_agentsd, remove_agentsd
+from agentsd import GuidanceCache, Recipe, StepCache, apply_agentsd, remove_agentsd
 from agentsd.cache.conditional import conditional_arguments
 from agentsd.recipe import STEP_CACHING
 
@@ -364,10 +364,3 @@ def test_settings_that_overflow_are_refused_at_the_door(pipe):
     with pytest.raises(ValueError, match="k=1e\\+308: pass 0 to 1000"):
         apply_agentsd(pipe, k=1e308)
     assert not hasattr(pipe.unet, "_agentsd")
-
-
-def test_equal_recipes_hash_equal():
-    one = Recipe(layers={"a": Downsample(), "b": Downsample(4)})
-    other = Recipe(layers={"b": Downsample(4), "a": Downsample()})
-    assert one == other
-    assert hash(one) == hash(other)
