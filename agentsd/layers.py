@@ -97,7 +97,9 @@ class PatchedLayers:
         self.states: list[LayerState] = []
         self.modules: list[Module | None] = []
         self._warn = warn
-        self._least_tokens = recipe.residual.least_tokens if recipe.residual else 0
+        residual = recipe.residual
+        self._least_tokens = residual.least_tokens if residual else 0
+        self._cached_alone = residual is not None and residual.interval == 1 and recipe.guidance is None
         self._hooks: list[Any] = []
         self._limits: ExitStack | None = None  # what is set for the call under way
         stages = stages_of(recipe.attention)
@@ -163,12 +165,14 @@ class PatchedLayers:
             interpolate: it is computed again, at a noise level between those that residuals are known at.
         """
         computed, attention = context.kind.computed, context.kind.attention
+        # Where cached steps alone share residuals, the layers that they skip need none.
+        unused = attention == KEEP and self._cached_alone
         for index, group in enumerate(self.groups):
-            if computed or not group.skipped:
+            if not group.skipped or (computed and not unused):
                 self._plan_group(index, group, context)
-        for layer, state in zip(self.attention_layers, self.states, strict=True):
+        for layer, state, gone in zip(self.attention_layers, self.states, self._skipped, strict=True):
             state.held = self._claim(layer.attn, state)
-            state.attention, state.residual = attention, None
+            state.attention, state.residual = FULL if gone and unused else attention, None
         if attention == SHARE and (residuals := context.residuals) is not None:
             run = [computed or not gone for gone in self._skipped]
             residuals.give(context.sigma, len(context.stages), interpolate, run)
