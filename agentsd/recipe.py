@@ -191,6 +191,7 @@ STEP_CACHING = Recipe(steps=StepCache(interval=2, warmup_steps=4, late_interval=
 """Full attention; after four steps one in two is computed, and of the second half of those one in three."""
 AGENTSD = Recipe(
     Phases(Agents(), Downsample(stride=4, at_most=None)),
+    levels=1,  # cached steps compute no other
     residual=ResidualSharing(interval=1, least_tokens=4096),
     steps=STEP_CACHING.steps,
 )
