@@ -37,9 +37,8 @@ RECIPES = {
     "two layers": Recipe(steps=StepCache(3, extrapolation_order=0, layers=2)),
     "guidance": Recipe(guidance=GuidanceCache(2, start=0.25)),
     "both": Recipe(steps=StepCache(2), guidance=GuidanceCache()),
-    "levels": Recipe(
-        steps=StepCache(computed_timesteps=(999, 600, 200)),
-        guidance=GuidanceCache(interval=3),
+    "intervals": Recipe(
+        steps=StepCache(3, warmup_steps=2, late_interval=4), guidance=GuidanceCache(interval=3)
     ),
     "residual": Recipe(Agents(stride=2), residual=ResidualSharing(2, 2)),
     "all": Recipe(

@@ -163,9 +163,7 @@ def test_numpy_numbers_and_integers_are_numbers(tmp_path):
         Recipe(Phases(AgentModule(bias=False), None)),
         Recipe(steps=StepCache(), guidance=GuidanceCache()),
         Recipe(steps=StepCache(3, extrapolation_order=0, warmup_steps=2, layers=2)),
-        Recipe(
-            Merge(0.5), steps=StepCache(computed_timesteps=(999, 500.5)), guidance=GuidanceCache(start=0.25)
-        ),
+        Recipe(Merge(0.5), steps=StepCache(late_interval=4), guidance=GuidanceCache(start=0.25)),
     ],
 )
 def test_saved_and_loaded(tmp_path, recipe):
