@@ -113,10 +113,7 @@ def test_between_two_residuals_nothing_is_ranked(unet, operator, each_layer):
 
 
 def test_the_default_adds_five_launches_to_a_cached_step(unet):
-    """Merge, gather, + kV, unmerge, the residual and its line, less a division: beside step caching alone.
-
-    In a whole run it adds 170, of which one ranking is 35.
-    """
+    """Merge, gather, + kV, unmerge, the residual and its line, less a division: beside step caching alone."""
     calls = {}
     for recipe in (STEP_CACHING, AGENTSD):
         rng, scheduler, counts = torch.Generator().manual_seed(0), DDIMScheduler(), []
@@ -131,4 +128,4 @@ def test_the_default_adds_five_launches_to_a_cached_step(unet):
         calls[recipe] = counts
     added = [more - less for more, less in zip(calls[AGENTSD], calls[STEP_CACHING], strict=True)]
     assert added[4] == 5  # the first cached step; it has 63 launches, a guided call of the baseline 726
-    assert sum(added) == 170 < 0.05 * sum(calls[STEP_CACHING])
+    assert sum(added) < 0.02 * sum(calls[STEP_CACHING])
