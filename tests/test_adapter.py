@@ -3,7 +3,6 @@
 import pytest
 import torch
 from peft import LoraConfig
-from safetensors.torch import load_file, save_file
 from tiny import call, make_unet, snapshot
 
 from agentsd import Phases, PooledAgents, Recipe, apply_agentsd
@@ -86,9 +85,6 @@ def test_a_module_of_another_size_runs(pipe):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ("cut", "cannot be read"),
-        ("not a number", r"attn1\.to_q\.weight is not finite: save it again with AgentSDHandle\.save"),
-        ("integers", r"attn1\.to_q\.weight is torch\.int8: save it again with AgentSDHandle\.save"),
         ("other operator", "does not fit this model and the recipe beside it: .* differs"),
         ("other model", "does not fit this model and the recipe beside it: .* differs"),
     ],
@@ -96,16 +92,7 @@ def test_a_module_of_another_size_runs(pipe):
 def test_weights_that_do_not_fit_change_nothing(pipe, tmp_path, damage, message):
     with apply_agentsd(pipe, recipe=Recipe(AgentModule())) as handle:
         handle.save(tmp_path)
-    path = tmp_path / "agentsd.safetensors"
-    weights = load_file(path)
-    first = next(name for name in weights if name.endswith("to_q.weight"))
-    if damage == "cut":
-        path.write_bytes(path.read_bytes()[:100])
-    elif damage == "not a number":
-        save_file(weights | {first: torch.full_like(weights[first], float("nan"))}, path)
-    elif damage == "integers":
-        save_file(weights | {first: weights[first].to(torch.int8)}, path)
-    elif damage == "other operator":
+    if damage == "other operator":
         Recipe(FocusedLinear()).save(tmp_path)
     unet = make_unet(block_out_channels=(64, 64, 64)) if damage == "other model" else pipe.unet
     before, weights = snapshot(unet), everything(unet)

@@ -1,6 +1,6 @@
 """Random sequences of runs on one U-Net: each gives what it gives on a fresh one.
 
-`AGENTSD_SEQUENCES` says how many are tried, 300 if it is not set.
+`AGENTSD_SEQUENCES` says how many are tried, 100 if it is not set.
 """
 
 import copy
@@ -29,7 +29,7 @@ from agentsd import (
 )
 from agentsd.recipe import STEP_CACHING
 
-SEQUENCES = int(os.environ.get("AGENTSD_SEQUENCES", "300"))
+SEQUENCES = int(os.environ.get("AGENTSD_SEQUENCES", "100"))
 RECIPES = {
     "baseline": None,
     "step-caching": STEP_CACHING,

@@ -293,6 +293,8 @@ def test_a_repository_of_the_hub_is_a_folder(tmp_path, monkeypatch, pipe):
         ({"mode": "downsample", "early_frac": 0.3}, "early_frac=0.3: this recipe has no early_frac"),
         ({"early_frac": 1.5}, r"early_frac=1\.5.*\[0, 1\]"),
         ({"seed": -1}, r"seed=-1.*2\*\*63"),
+        ({"mode": None}, "mode=None: choose"),
+        ({"k": 1e308}, r"k=1e\+308: pass 0 to 1000"),
         ({"recipe": AGENTS_THEN_KEYS, "mode": "paper"}, "'mode': 'paper'.* beside recipe=.*pass it alone"),
     ],
 )
