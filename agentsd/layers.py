@@ -19,7 +19,7 @@ from .attention.processor import AgentAttnProcessor, LayerState, Work, is_ours
 from .attention.residual import FULL, KEEP, PLAIN, SHARE
 from .cache.skip_layers import SkippedLayers
 from .context import StepContext
-from .hosts.models import EVERY_LEVEL, AttentionLayer, find_attention_layers, is_plain, is_tomesd_block
+from .hosts.models import AttentionLayer, find_attention_layers, is_plain, is_tomesd_block
 from .modules.adapter import NamedLayer, build_module
 from .modules.operators import TrainedOperator
 from .recipe import Recipe
@@ -90,24 +90,28 @@ class PatchedLayers:
     """
 
     def __init__(self, model: Any, recipe: Recipe, warn: Callable[[str], None]) -> None:
-        self.attention_layers = _find_layers(model, recipe)
+        self.attention_layers: list[AttentionLayer] = []
+        if recipe.attention is not None:
+            some = recipe.levels is None  # two, or one where there is one
+            self.attention_layers = find_attention_layers(model, recipe.levels or 2, at_most=some)
         self.states: list[LayerState] = []
         self.modules: list[Module | None] = []
         self._warn = warn
-        self._least_tokens = recipe.residual.least_tokens if recipe.residual else 0
+        residual = recipe.residual
+        self._least_tokens = residual.least_tokens if residual else 0
+        self._cached_alone = residual is not None and residual.interval == 1 and recipe.guidance is None
         self._hooks: list[Any] = []
         self._limits: ExitStack | None = None  # what is set for the call under way
+        stages = stages_of(recipe.attention)
+        own = any(operator.own_ranking for operator in recipe.operators)
+        trained = [operator for operator in recipe.operators if isinstance(operator, TrainedOperator)]
         finest = min((layer.downsampling_factor for layer in self.attention_layers), default=1)
-        groups: dict[Any, Group] = {}
+        groups: dict[int, Group] = {}
         for i, layer in enumerate(self.attention_layers):
             _check_free(layer)
-            stages = stages_of(recipe.attention if recipe.layers is None else recipe.layers[layer.name])
-            operators = [stage for stage in stages if stage is not None]
-            own = any(operator.own_ranking for operator in operators)
             group = Group(layer, i, stages, layer.downsampling_factor // finest, recipe.seed)
-            group = groups.setdefault(i if own else (layer.downsampling_factor, stages), group)
+            group = groups.setdefault(i if own else layer.downsampling_factor, group)
             self.states.append(LayerState(layer.name, group.work))
-            trained = [operator for operator in operators if isinstance(operator, TrainedOperator)]
             self.modules.append(build_module(layer, trained[0], recipe.seed, model) if trained else None)
         self.groups = list(groups.values())
         self._skipped = [False] * len(self.states)
@@ -161,12 +165,14 @@ class PatchedLayers:
             interpolate: it is computed again, at a noise level between those that residuals are known at.
         """
         computed, attention = context.kind.computed, context.kind.attention
+        # Where cached steps alone share residuals, the layers that they skip need none.
+        unused = attention == KEEP and self._cached_alone
         for index, group in enumerate(self.groups):
-            if computed or not group.skipped:
+            if not group.skipped or (computed and not unused):
                 self._plan_group(index, group, context)
-        for layer, state in zip(self.attention_layers, self.states, strict=True):
+        for layer, state, gone in zip(self.attention_layers, self.states, self._skipped, strict=True):
             state.held = self._claim(layer.attn, state)
-            state.attention, state.residual = attention, None
+            state.attention, state.residual = FULL if gone and unused else attention, None
         if attention == SHARE and (residuals := context.residuals) is not None:
             run = [computed or not gone for gone in self._skipped]
             residuals.give(context.sigma, len(context.stages), interpolate, run)
@@ -252,18 +258,6 @@ class PatchedLayers:
                 return False
             attn.set_processor(AgentAttnProcessor(attn.processor))
         return True
-
-
-def _find_layers(model: Any, recipe: Recipe) -> list[AttentionLayer]:
-    """The layers that a recipe names; raises ValueError for one that the model lacks."""
-    if recipe.layers is None:
-        if recipe.attention is None:
-            return []
-        return find_attention_layers(model, recipe.levels or 2, at_most=recipe.levels is None)
-    every = find_attention_layers(model, EVERY_LEVEL, at_most=True)
-    if missing := sorted(set(recipe.layers) - {layer.name for layer in every}):
-        raise ValueError(f"layers={missing}: {type(model).__name__} has no such self-attention layer")
-    return [layer for layer in every if layer.name in recipe.layers]
 
 
 def _check_free(layer: AttentionLayer) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -14,7 +13,7 @@ from .attention import Agents, Downsample, Merge, Operator, ResidualSharing
 from .cache import GuidanceCache, StepCache
 from .checks import check, check_types
 from .hosts.files import find_saved
-from .schedule import ByDistance, Phases, Schedule, stages_of, timing_of, with_setting
+from .schedule import ByDistance, Phases, Schedule, stages_of, with_setting
 from .serialization import (
     check_known,
     plain_values,
@@ -39,8 +38,6 @@ class Recipe:
         attention: what the self-attention of the patched levels runs; None leaves it alone.
         levels: how many attention levels are patched, counted from the model's finest one; None takes two, or
             one where there is one.
-        layers: in place of `attention`: what single layers run, by their name in the model, such as
-            "down_blocks.0.attentions.0.transformer_blocks.0.attn1". They share their steps.
         steps: which steps compute the last layers alone; None computes all in each.
         guidance: which calls compute the conditional pass alone; None computes both in each.
         residual: in which steps attention is full, and leaves to the others what the operators miss of it;
@@ -54,7 +51,6 @@ class Recipe:
 
     attention: Schedule | None = None
     levels: int | None = None
-    layers: Mapping[str, Schedule] | None = None
     steps: StepCache | None = None
     guidance: GuidanceCache | None = None
     residual: ResidualSharing | None = None
@@ -74,71 +70,27 @@ class Recipe:
                 raise TypeError(
                     f"{name}={value!r} is a {type(value).__name__}: pass {kind.__name__}() or None"
                 )
-        if self.residual is not None:
-            self._check_residual()
-        for schedule in [self.attention, *(self.layers or {}).values()]:
-            if schedule is not None and not isinstance(schedule, Schedule):
-                raise TypeError(
-                    f"{schedule!r} is a {type(schedule).__name__}: pass Phases, ByDistance or Agents()"
-                )
-        if self.layers is not None:
-            self._check_layers()
-        elif self.attention is None:
+        if self.attention is None:
             check("levels", self.levels, self.levels is None, "attention=None patches no level: leave it out")
+            way_out = "it is of attention's operators: name some, or leave it out"
+            check("residual", self.residual, self.residual is None, way_out)
             ok = self.steps is not None or self.guidance is not None
             check("attention", None, ok, "the recipe would do nothing: name what it is to do")
-        for stages in (stages_of(schedule) for schedule in self.schedules):
-            trained = {stage for stage in stages if stage is not None and stage.needs_module}
-            check("attention", trained, len(trained) <= 1, "a layer has one trained module: name one")
-
-    def _check_residual(self) -> None:
-        some = self.attention is not None or self.layers is not None
-        check("residual", self.residual, some, "it is of attention's operators: name some, or leave it out")
-
-    def _check_layers(self) -> None:
-        layers = self.layers
-        assert layers is not None
-        if self.attention is not None or self.levels is not None:
-            raise ValueError(
-                f"layers={dict(layers)!r} stand in place of attention and levels: leave those out"
-            )
-        if not layers:
-            raise ValueError("layers={}: name a self-attention layer at least, or leave layers out")
-        if baseline := [name for name, schedule in layers.items() if schedule is None]:
-            raise ValueError(f"layers={baseline} would run full attention: leave them out")
-        if odd := [name for name in layers if not isinstance(name, str)]:
-            raise ValueError(f"layers={odd}: name each by a string, as in AgentSDHandle.layer_names")
-        if len(timings := {timing_of(schedule) for schedule in layers.values()} - {None}) > 1:
-            raise ValueError(f"layers differ in their steps, {sorted(map(str, timings))}: give all the same")
-        object.__setattr__(self, "layers", MappingProxyType(dict(layers)))
-
-    def __hash__(self) -> int:
-        layers = None if self.layers is None else frozenset(self.layers.items())
-        return hash(
-            (self.attention, self.levels, layers, self.steps, self.guidance, self.residual, self.seed)
-        )
-
-    def __reduce__(self) -> tuple[Any, ...]:  # a mapping proxy is not pickled
-        values = [getattr(self, f.name) for f in fields(self)]
-        return Recipe, tuple(dict(value) if isinstance(value, Mapping) else value for value in values)
-
-    @property
-    def schedules(self) -> list[Schedule]:
-        """What its layers run, each once."""
-        every = [self.attention, *(self.layers or {}).values()]
-        return list(dict.fromkeys(schedule for schedule in every if schedule is not None))
+        elif not isinstance(self.attention, Schedule):
+            kind = type(self.attention).__name__
+            raise TypeError(f"attention={self.attention!r} is a {kind}: pass Phases, ByDistance or Agents()")
+        trained = {operator for operator in self.operators if operator.needs_module}
+        check("attention", trained, len(trained) <= 1, "a layer has one trained module: name one")
 
     @property
     def timing(self) -> Phases | ByDistance | None:
         """What the stages of its layers go by; None where they are the same in every step."""
-        timed = [schedule for schedule in self.schedules if isinstance(schedule, Phases | ByDistance)]
-        return timed[0] if timed else None
+        return self.attention if isinstance(self.attention, Phases | ByDistance) else None
 
     @property
     def operators(self) -> list[Operator]:
-        """All that run at some time in some layer, each once."""
-        stages = [stage for schedule in self.schedules for stage in stages_of(schedule)]
-        return list(dict.fromkeys(stage for stage in stages if stage is not None))
+        """All that run at some time, each once."""
+        return list(dict.fromkeys(stage for stage in stages_of(self.attention) if stage is not None))
 
     def with_settings(self, **settings: Any) -> Recipe:
         """The recipe with `ratio`, `k`, `scale`, `early_frac` or `seed` changed wherever it has them.
@@ -148,16 +100,12 @@ class Recipe:
         """
         recipe = self
         for name, value in settings.items():
-            changed = replace(
-                recipe,
-                attention=with_setting(recipe.attention, name, value),
-                layers=recipe.layers and {k: with_setting(v, name, value) for k, v in recipe.layers.items()},
-                **({name: value} if name == "seed" else {}),
-            )
-            has = any(hasattr(part, name) for part in [*recipe.schedules, *recipe.operators])
-            if not has and name != "seed":
+            if name == "seed":
+                recipe = replace(recipe, seed=value)
+            elif any(hasattr(part, name) for part in [recipe.attention, *recipe.operators]):
+                recipe = replace(recipe, attention=with_setting(recipe.attention, name, value))
+            else:
                 raise ValueError(f"{name}={value!r}: this recipe has no {name}, leave it out")
-            recipe = changed
         return recipe
 
     def to_mapping(self) -> dict[str, Any]:
@@ -167,8 +115,6 @@ class Recipe:
             content["attention"] = write_schedule(self.attention)
         if self.levels is not None:
             content["levels"] = self.levels
-        if self.layers is not None:
-            content["layers"] = {name: write_schedule(schedule) for name, schedule in self.layers.items()}
         for name in _PARTS:
             if (value := getattr(self, name)) is not None:
                 content[name] = write_changed(value)
@@ -190,13 +136,9 @@ class Recipe:
             raise ValueError(f"{where}: version {found!r} of a recipe is not read here, only {VERSION}")
         try:
             check_known(content, {"version", *(f.name for f in fields(cls))})
-            layers = content.get("layers")
-            if layers is not None and not isinstance(layers, dict):
-                raise ValueError(f"layers={layers!r}: write `name: what it runs` lines")
             return cls(
                 attention=read_schedule(content.get("attention")),
                 levels=content.get("levels"),
-                layers=layers and {name: read_schedule(value) for name, value in layers.items()},
                 **{
                     name: read_settings(name, content[name], kind)
                     for name, kind in _PARTS.items()
@@ -249,6 +191,7 @@ STEP_CACHING = Recipe(steps=StepCache(interval=2, warmup_steps=4, late_interval=
 """Full attention; after four steps one in two is computed, and of the second half of those one in three."""
 AGENTSD = Recipe(
     Phases(Agents(), Downsample(stride=4, at_most=None)),
+    levels=1,  # cached steps compute no other
     residual=ResidualSharing(interval=1, least_tokens=4096),
     steps=STEP_CACHING.steps,
 )

@@ -48,13 +48,6 @@ def stages_of(schedule: Schedule | None) -> tuple[Operator | None, ...]:
     return schedule.stages if isinstance(schedule, Phases | ByDistance) else (schedule,)
 
 
-def timing_of(schedule: Schedule) -> tuple[Any, ...] | None:
-    """When the stages of a schedule change; None for an operator alone."""
-    if isinstance(schedule, Phases):
-        return (schedule.early_frac,)
-    return (schedule.thresholds, schedule.per) if isinstance(schedule, ByDistance) else None
-
-
 def with_setting(schedule: Schedule | None, name: str, value: Any) -> Any:
     """A schedule with a setting changed wherever it has it."""
     if isinstance(schedule, Phases):

@@ -1,4 +1,7 @@
-"""Tiny real pipelines, built from configs with random weights; nothing is downloaded."""
+"""Tiny real pipelines, built from configs with random weights; nothing is downloaded.
+
+Libraries are imported where they are used: the process that hands out tests under `-n` needs none of them.
+"""
 
 from __future__ import annotations
 
@@ -8,37 +11,34 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from logs import silent
+import pytest
+
+if TYPE_CHECKING:
+    from transformers import CLIPTokenizer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors; read when torch is imported, children too
 
 # Machines were met that report AMX and die of it (SIGILL in bfloat16).
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
-import numpy as np
-import pytest
-import torch
-from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
-from PIL import Image
-from tiny import BETAS, make_scheduler, make_text_encoder, make_tokenizer, make_unet, make_vae
-from transformers import CLIPTokenizer
-
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> CLIPTokenizer:
     """A CLIP tokenizer that spells words letter by letter."""
+    from tiny import make_tokenizer
+
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="session")
 def make_pipeline(tokenizer: CLIPTokenizer) -> Callable[..., Any]:
     """Build a tiny pipeline, StableDiffusionPipeline by default, with parts of one's own if given."""
+    from diffusers import StableDiffusionPipeline
+    from tiny import make_scheduler, make_text_encoder, make_unet, make_vae
 
-    def build(
-        unet: UNet2DConditionModel | None = None, scheduler: Any = None, cls: Any = None, **parts: Any
-    ) -> Any:
+    def build(unet: Any = None, scheduler: Any = None, cls: Any = None, **parts: Any) -> Any:
         own = copy.deepcopy(tokenizer)  # textual inversion adds words to it
         common = {
             "vae": make_vae(),
@@ -58,14 +58,16 @@ def make_pipeline(tokenizer: CLIPTokenizer) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def pipe(make_pipeline: Callable[..., Any]) -> StableDiffusionPipeline:
+def pipe(make_pipeline: Callable[..., Any]) -> Any:
     """A fresh tiny pipeline."""
     return make_pipeline()
 
 
-@pytest.fixture
-def sample() -> Callable[..., torch.Tensor]:
+@pytest.fixture(scope="session")
+def sample() -> Callable[..., Any]:
     """Run a pipeline to its final latents, (B, 4, 16, 16), from a seed."""
+    import torch
+    from logs import silent
 
     def run(pipe: Any, seed: int = 0, **changes: Any) -> torch.Tensor:
         settings = {"prompt": "a cat", "num_inference_steps": 5, "output_type": "latent"} | changes
@@ -86,6 +88,9 @@ def model_folder(make_pipeline: Callable[..., Any], tmp_path_factory: pytest.Tem
 @pytest.fixture(scope="session")
 def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Nine images of noise, of two sizes."""
+    import numpy as np
+    from PIL import Image
+
     folder = tmp_path_factory.mktemp("photographs")
     random = np.random.default_rng(0)
     for i in range(9):
@@ -118,6 +123,8 @@ def screen(request: pytest.FixtureRequest) -> dict[str, int]:
 @pytest.fixture(scope="session")
 def make_plain(make_pipeline: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a pipeline of three self-attention layers, with one U-Net call in each step."""
+    from diffusers import DDIMScheduler
+    from tiny import BETAS, make_unet
 
     def make(**parts: Any) -> Any:
         unet = make_unet(
@@ -132,34 +139,23 @@ def make_plain(make_pipeline: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def plain(make_plain: Callable[..., Any]) -> StableDiffusionPipeline:
+def plain(make_plain: Callable[..., Any]) -> Any:
     """One of them."""
     return make_plain()
 
 
 @pytest.fixture(scope="session")
-def calibrated(
-    make_plain: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Any, list[tuple[int, int]]]:
-    """The file of a calibration, its recipe, and what it told of progress."""
+def calibrated(make_plain: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The file of a calibration, and its recipe."""
     from calibrating import COUNTED
 
     from agentsd import calibrate
 
     path = tmp_path_factory.mktemp("calibrated") / "figures.jsonl"
-    told: list[tuple[int, int]] = []
-    found = calibrate(
-        make_plain(),
-        ["a cat"],
-        speedup=1.3,
-        resume=path,
-        on_step=lambda *step: told.append(step),
-        **COUNTED,
-    )
-    return path, found, told
+    return path, calibrate(make_plain(), ["a cat"], speedup=1.3, resume=path, **COUNTED)
 
 
 @pytest.fixture
-def figures(calibrated: tuple[Path, Any, list[tuple[int, int]]], tmp_path: Path) -> Path:
+def figures(calibrated: tuple[Path, Any], tmp_path: Path) -> Path:
     """A copy of that file."""
     return shutil.copy(calibrated[0], tmp_path / "figures.jsonl")

@@ -125,6 +125,67 @@ HOSTS = {
 }
 
 
+def gligen_unet():
+    unet = make_unet(attention_type="gated")
+    for name, parameter in unet.named_parameters():
+        if "alpha_" in name:
+            torch.nn.init.constant_(parameter, 0.5)
+    return unet
+
+
+MORE = {  # ways to run some of them, for what is cached
+    "SDXL, denoising_end": lambda t: (
+        diffusers.StableDiffusionXLPipeline,
+        sdxl_unet(),
+        sdxl_parts(t) | {"scheduler": diffusers.EulerDiscreteScheduler(**BETAS)},
+        {"denoising_end": 0.7, "num_inference_steps": 14},
+    ),
+    "SDXL, denoising_start": lambda t: (
+        diffusers.StableDiffusionXLImg2ImgPipeline,
+        sdxl_unet(),
+        sdxl_parts(t),
+        {"image": torch.zeros(1, 4, 16, 16), "denoising_start": 0.4, "num_inference_steps": 18},
+    ),
+    "img2img of low strength": lambda t: (
+        diffusers.StableDiffusionImg2ImgPipeline,
+        make_unet(),
+        {"scheduler": diffusers.DDIMScheduler(**BETAS)},
+        IMAGE | {"strength": 0.5, "num_inference_steps": 18},
+    ),
+    "GLIGEN": lambda t: (
+        diffusers.StableDiffusionGLIGENPipeline,
+        gligen_unet(),
+        {},
+        {
+            "gligen_phrases": ["a cat"],
+            "gligen_boxes": [[0.1, 0.1, 0.6, 0.6]],
+            "gligen_scheduled_sampling_beta": 1.0,
+            "height": 32,
+            "width": 32,
+        },
+    ),
+    "Heun": lambda t: (
+        diffusers.StableDiffusionPipeline,
+        make_unet(),
+        {"scheduler": diffusers.HeunDiscreteScheduler(**BETAS)},
+        {"num_inference_steps": 8},
+    ),
+    "PLMS": lambda t: (diffusers.StableDiffusionPipeline, make_unet(), {}, {}),
+    "guidance_rescale": lambda t: (
+        diffusers.StableDiffusionPipeline,
+        make_unet(),
+        {"scheduler": diffusers.DPMSolverMultistepScheduler(**BETAS)},
+        {"guidance_rescale": 0.7},
+    ),
+    "two prompts, two images each": lambda t: (
+        diffusers.StableDiffusionPipeline,
+        make_unet(),
+        {"scheduler": diffusers.DDIMScheduler(**BETAS)},
+        {"prompt": ["a cat", "a dog"], "num_images_per_prompt": 2},
+    ),
+}
+
+
 def ip_adapter_weights(unet, width=WIDTH):
     """An IP-Adapter of 4 image tokens for embeddings and text of `width`: keys and values for each layer."""
     rng = torch.Generator().manual_seed(3)

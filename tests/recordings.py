@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,6 @@ from torch import Tensor
 
 COMMIT = "b2348a6"
 FILE = Path(__file__).with_name("recordings.safetensors")
-FINE = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
-COARSE = "up_blocks.1.attentions.1.transformer_blocks.0.attn1"
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,6 @@ class Case:
     steps: int = 5
     noisy: bool = False
     unet: Callable[[], Any] = make_unet
-    layers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 _MEDIATORS = {"schedule": "distance", "thresholds": (0.98, 0.9), "mode": "exact"}
@@ -91,18 +88,6 @@ CASES: dict[str, Case] = {
     "focused": Case({"attention": "focused", "early_frac": 1.0, "parts": ("convolution",)}),
     "attnzero": Case({"attention": "attnzero", "early_frac": 0.4}),
     "SDXL": Case({}, unet=make_sdxl_unet),
-    "calibrated": Case(
-        {},
-        layers={
-            FINE: {"mode": "exact", "late": "downsample", "ratio": 0.25},
-            COARSE: {
-                "mode": "exact",
-                "early": "downsample",
-                "late": "tome",
-                "late_ratio": 0.5,
-            },
-        },
-    ),
 }
 
 
@@ -133,11 +118,7 @@ def apply_old(pipe: Any, case: Case) -> None:
     """What `apply_agentsd` of that commit does; imported there alone."""
     import agentsd
 
-    if case.layers:
-        layers = {name: agentsd.AgentConfig(**own) for name, own in case.layers.items()}
-        agentsd.apply_agentsd(pipe, config=agentsd.LayerConfigs(layers))
-    else:
-        agentsd.apply_agentsd(pipe, **case.old)
+    agentsd.apply_agentsd(pipe, **case.old)
 
 
 def main() -> None:

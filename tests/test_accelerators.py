@@ -1,23 +1,41 @@
 """The patch beside other packages that make pipelines faster."""
 
+import copy
+
 import diffusers
 import pytest
 import torch
+from callers import RUN
+from DeepCache import DeepCacheSDHelper
+from diffusers.hooks import HookRegistry, PyramidAttentionBroadcastConfig, apply_pyramid_attention_broadcast
 from logs import warned
 from recipes import AGENTS_THEN_KEYS
+from tgate import TgateSDLoader
 from tiny import BETAS
 
-from agentsd import apply_agentsd, remove_agentsd
+from agentsd import GuidanceCache, Recipe, StepCache, apply_agentsd, remove_agentsd
 from agentsd.recipe import PAPER
+
+CACHES = Recipe(steps=StepCache(2), guidance=GuidanceCache())
 
 
 def deepcache(pipe):
-    from DeepCache import DeepCacheSDHelper
-
     helper = DeepCacheSDHelper(pipe=pipe)
     helper.set_params(cache_interval=3, cache_branch_id=0)
     helper.enable()
     return helper.disable
+
+
+def pyramid(pipe):
+    config = PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2,
+        spatial_attention_timestep_skip_range=(-1, 1001),
+        spatial_attention_block_identifiers=("blocks",),
+        current_timestep_callback=lambda: 500,
+    )
+    apply_pyramid_attention_broadcast(pipe.unet, config)
+    registry = HookRegistry.check_if_exists_or_initialize(pipe.unet)
+    return lambda: registry.remove_hook("pyramid_attention_broadcast", recurse=True)
 
 
 @pytest.mark.parametrize("recipe", [PAPER, AGENTS_THEN_KEYS])
@@ -43,8 +61,6 @@ def test_deepcache_in_either_order(pipe, sample, patch_first, recipe):
 
 
 def test_tgate_goes_round_processors_and_that_is_said(pipe):
-    from tgate import TgateSDLoader
-
     pipe.scheduler = diffusers.DDIMScheduler(**BETAS)
     gated = TgateSDLoader(pipe, gate_step=4, sp_interval=1, fi_interval=1, warm_up=2, num_inference_steps=6)
 
@@ -58,3 +74,24 @@ def test_tgate_goes_round_processors_and_that_is_said(pipe):
         assert torch.equal(run(), baseline)
     remove_agentsd(pipe)
     assert torch.equal(run(), baseline)
+
+
+@pytest.mark.parametrize("first", ["agentsd", "the other"])
+@pytest.mark.parametrize("other", [deepcache, pyramid])
+def test_another_cache_keeps_the_run_whole(make_pipeline, sample, other, first):
+    parts = {"scheduler": diffusers.DDIMScheduler(**BETAS, clip_sample=False)}
+    pipe, twin = make_pipeline(**copy.deepcopy(parts)), make_pipeline(**parts)
+    for host in (twin, pipe):
+        if host is pipe and first == "agentsd":
+            handle = apply_agentsd(pipe, recipe=CACHES)
+        off = other(host)
+        if host is pipe and first != "agentsd":
+            handle = apply_agentsd(pipe, recipe=CACHES)
+        if host is twin:
+            expected = host("a cat", generator=torch.manual_seed(0), output_type="latent", **RUN).images
+    with warned("which skips layers itself: switch one of the two off"):
+        made = pipe("a cat", generator=torch.manual_seed(0), output_type="latent", **RUN).images
+    assert torch.equal(made, expected)
+    off()
+    sample(pipe, **RUN)
+    assert "f" in handle.summary()

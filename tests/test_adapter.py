@@ -3,11 +3,9 @@
 import pytest
 import torch
 from peft import LoraConfig
-from recipes import AGENTS_THEN_KEYS
-from safetensors.torch import load_file, save_file
 from tiny import call, make_unet, snapshot
 
-from agentsd import Agents, Downsample, Phases, PooledAgents, Recipe, apply_agentsd
+from agentsd import Phases, PooledAgents, Recipe, apply_agentsd
 from agentsd.modules import AgentModule, AttnZero, FocusedLinear
 
 TRAINED = [AgentModule(), FocusedLinear(), AttnZero()]
@@ -87,9 +85,6 @@ def test_a_module_of_another_size_runs(pipe):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ("cut", "cannot be read"),
-        ("not a number", r"attn1\.to_q\.weight is not finite: save it again with AgentSDHandle\.save"),
-        ("integers", r"attn1\.to_q\.weight is torch\.int8: save it again with AgentSDHandle\.save"),
         ("other operator", "does not fit this model and the recipe beside it: .* differs"),
         ("other model", "does not fit this model and the recipe beside it: .* differs"),
     ],
@@ -97,16 +92,7 @@ def test_a_module_of_another_size_runs(pipe):
 def test_weights_that_do_not_fit_change_nothing(pipe, tmp_path, damage, message):
     with apply_agentsd(pipe, recipe=Recipe(AgentModule())) as handle:
         handle.save(tmp_path)
-    path = tmp_path / "agentsd.safetensors"
-    weights = load_file(path)
-    first = next(name for name in weights if name.endswith("to_q.weight"))
-    if damage == "cut":
-        path.write_bytes(path.read_bytes()[:100])
-    elif damage == "not a number":
-        save_file(weights | {first: torch.full_like(weights[first], float("nan"))}, path)
-    elif damage == "integers":
-        save_file(weights | {first: weights[first].to(torch.int8)}, path)
-    elif damage == "other operator":
+    if damage == "other operator":
         Recipe(FocusedLinear()).save(tmp_path)
     unet = make_unet(block_out_channels=(64, 64, 64)) if damage == "other model" else pipe.unet
     before, weights = snapshot(unet), everything(unet)
@@ -114,23 +100,6 @@ def test_weights_that_do_not_fit_change_nothing(pipe, tmp_path, damage, message)
         apply_agentsd(unet, recipe=tmp_path)
     assert snapshot(unet) == before
     assert same(everything(unet), weights)
-
-
-def test_a_recipe_by_layers_is_saved_with_its_layers_weights_alone(pipe, tmp_path):
-    fine, coarse = (apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS).layer_names[i] for i in (0, 1))
-    recipe = Recipe(layers={fine: Phases(AgentModule(), Downsample()), coarse: Agents()})
-    with apply_agentsd(pipe, recipe=recipe) as handle, torch.no_grad():
-        for weight in handle.parameters():
-            weight.mul_(1.5)
-        trained = call(pipe.unet)
-        handle.save(tmp_path)
-    saved = load_file(tmp_path / "agentsd.safetensors")
-    assert {name.split(".attn1.")[0] + ".attn1" for name in saved} == {fine, coarse}
-    assert {name.split(".agentsd_core.")[0] for name in saved if "agentsd_core" in name} == {fine}
-    unet = make_unet()
-    with apply_agentsd(unet, recipe=tmp_path) as handle:
-        assert handle.recipe == recipe
-        assert torch.equal(call(unet), trained)
 
 
 def test_a_lora_that_is_fused_meanwhile_stays(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from callers import Guided
-from tiny import make_unet
+from tiny import make_small_unet
 from torch._dynamo.testing import CompileCounter
 
 from agentsd import Agents, Downsample, GuidanceCache, Phases, Recipe, StepCache, apply_agentsd
@@ -14,8 +14,10 @@ RECIPES = {
     "steps": (STEP_CACHING, 2),  # F and f
     "steps, order 0, two layers": (Recipe(steps=StepCache(3, extrapolation_order=0, layers=2)), 2),
     "guidance": (Recipe(guidance=GuidanceCache()), 2),  # F and H
-    "both": (Recipe(**BOTH), 4),  # F, f, H and h
-    "and attention": (Recipe(Phases(Agents(), Downsample(), 0.4), **BOTH), 8),  # each early and late
+    "both, and attention": (
+        Recipe(Phases(Agents(), Downsample(), 0.4), **BOTH),
+        8,
+    ),  # F, f, H, h; early, late
 }
 
 
@@ -26,27 +28,17 @@ def fresh_dynamo():
     torch.compiler.reset()
 
 
-def small_unet():
-    """Two levels, attention in the finest alone."""
-    return make_unet(
-        block_out_channels=(8, 16),
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        mid_block_type=None,
-    )
-
-
 def run(unet, caller):
     return [caller(unet, i) for i in range(len(caller.timesteps))]
 
 
 @pytest.mark.parametrize(
     ("name", "order"),
-    [*((name, "in place") for name in RECIPES), ("both", "apply, compile"), ("both", "compile, apply")],
+    [*((name, "in place") for name in RECIPES), ("steps", "apply, compile"), ("steps", "compile, apply")],
 )
 def test_fullgraph_with_a_graph_for_each_kind_of_call(name, order):
     recipe, graphs = RECIPES[name]
-    eager, unet, counter, caller = small_unet(), small_unet(), CompileCounter(), Guided()
+    eager, unet, counter, caller = make_small_unet(), make_small_unet(), CompileCounter(), Guided()
     apply_agentsd(eager, recipe=recipe)
     expected = run(eager, caller)
     if order == "compile, apply":
@@ -68,10 +60,9 @@ def test_fullgraph_with_a_graph_for_each_kind_of_call(name, order):
 
 def test_compile_repeated_blocks():
     """The blocks that are compiled lie inside those left out: a half batch and the last layer are theirs."""
-    recipe, _ = RECIPES["both"]
-    eager, unet, counter, caller = small_unet(), small_unet(), CompileCounter(), Guided()
+    eager, unet, counter, caller = make_small_unet(), make_small_unet(), CompileCounter(), Guided()
     for model in (eager, unet):
-        apply_agentsd(model, recipe=recipe)
+        apply_agentsd(model, recipe=Recipe(**BOTH))
     unet.compile_repeated_blocks(fullgraph=True, backend=counter)
     for out, reference in zip(run(unet, caller), run(eager, caller), strict=True):
         torch.testing.assert_close(out, reference, rtol=0, atol=1e-6)

@@ -163,7 +163,6 @@ def test_without_guidance_nothing_is_halved_and_it_is_said(make_pipeline):
         ({"interval": 3}, {}, "FffHhhFffH"),
         ({"interval": 3}, {"interval": 3}, "FffHhhHhhF"),
         ({"interval": 2}, {"start": 0.3}, "FfFfFfHhFf"),
-        ({"computed_timesteps": (999, 700, 300)}, {}, "FfHhhhFfff"),
     ],
 )
 def test_computed_and_guided_steps_are_planned_together(make_pipeline, sample, steps, guidance, symbols):

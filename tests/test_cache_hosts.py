@@ -3,6 +3,8 @@
 The pipelines whose sampler is left at PLMS get DDIM, under which cached steps are corrected.
 """
 
+import functools
+
 import accelerate
 import diffusers
 import pytest
@@ -10,7 +12,7 @@ import torch
 from cache_twin import Twin
 from callers import Off
 from logs import silent, warned
-from pipelines import FEATURES, HOSTS, IMAGE
+from pipelines import FEATURES, HOSTS, MORE
 from recipes import AGENTS_THEN_KEYS
 from tiny import (
     BETAS,
@@ -18,9 +20,8 @@ from tiny import (
     WIDTH,
     make_image_encoder,
     make_image_processor,
+    make_small_unet,
     make_unet,
-    sdxl_parts,
-    sdxl_unet,
     snapshot,
 )
 
@@ -31,67 +32,6 @@ BOTH = Recipe(steps=STEPS, guidance=GuidanceCache())
 WHOLE = {
     "LCM": "LCMScheduler is for few steps",
     "SD Turbo": "a run of 4 steps has none to spare",
-}
-
-
-def gligen_unet():
-    unet = make_unet(attention_type="gated")
-    for name, parameter in unet.named_parameters():
-        if "alpha_" in name:
-            torch.nn.init.constant_(parameter, 0.5)
-    return unet
-
-
-MORE = {
-    "SDXL, denoising_end": lambda t: (
-        diffusers.StableDiffusionXLPipeline,
-        sdxl_unet(),
-        sdxl_parts(t) | {"scheduler": diffusers.EulerDiscreteScheduler(**BETAS)},
-        {"denoising_end": 0.7, "num_inference_steps": 14},
-    ),
-    "SDXL, denoising_start": lambda t: (
-        diffusers.StableDiffusionXLImg2ImgPipeline,
-        sdxl_unet(),
-        sdxl_parts(t),
-        {"image": torch.zeros(1, 4, 16, 16), "denoising_start": 0.4, "num_inference_steps": 18},
-    ),
-    "img2img of low strength": lambda t: (
-        diffusers.StableDiffusionImg2ImgPipeline,
-        make_unet(),
-        {"scheduler": diffusers.DDIMScheduler(**BETAS)},
-        IMAGE | {"strength": 0.5, "num_inference_steps": 18},
-    ),
-    "GLIGEN": lambda t: (
-        diffusers.StableDiffusionGLIGENPipeline,
-        gligen_unet(),
-        {},
-        {
-            "gligen_phrases": ["a cat"],
-            "gligen_boxes": [[0.1, 0.1, 0.6, 0.6]],
-            "gligen_scheduled_sampling_beta": 1.0,
-            "height": 32,
-            "width": 32,
-        },
-    ),
-    "Heun": lambda t: (
-        diffusers.StableDiffusionPipeline,
-        make_unet(),
-        {"scheduler": diffusers.HeunDiscreteScheduler(**BETAS)},
-        {"num_inference_steps": 8},
-    ),
-    "PLMS": lambda t: (diffusers.StableDiffusionPipeline, make_unet(), {}, {}),
-    "guidance_rescale": lambda t: (
-        diffusers.StableDiffusionPipeline,
-        make_unet(),
-        {"scheduler": diffusers.DPMSolverMultistepScheduler(**BETAS)},
-        {"guidance_rescale": 0.7},
-    ),
-    "two prompts, two images each": lambda t: (
-        diffusers.StableDiffusionPipeline,
-        make_unet(),
-        {"scheduler": diffusers.DDIMScheduler(**BETAS)},
-        {"prompt": ["a cat", "a dog"], "num_images_per_prompt": 2},
-    ),
 }
 
 
@@ -116,7 +56,7 @@ def build(make_pipeline, tokenizer):
 
 
 def check(pipe, run, *more, rounds=1):
-    """Run with caching and as the twin does; returns the letters of the calls. No more is said than `more`.
+    """Run with caching and as the twin does: the letters of the calls. No more is said than `more`.
 
     A pipeline may make several runs alike, `rounds`.
     """
@@ -141,23 +81,33 @@ def check(pipe, run, *more, rounds=1):
 
 @pytest.mark.parametrize("name", [*(name for name in HOSTS if name not in WHOLE), *MORE])
 def test_host(build, name):
+    pipe, run = build(name)
     if name == "InstructPix2Pix":  # three passes
-        assert set(check(*build(name), "no guidance of two passes")) == set("Ff")
+        assert set(check(pipe, run, "no guidance of two passes")) == set("Ff")
     else:
-        assert set(check(*build(name))) == set("FfHh")
+        assert set(check(pipe, run)) == set("FfHh")
 
 
-@pytest.mark.parametrize("name", [*HOSTS, *MORE])
+SHARING = {
+    "residual": ResidualSharing(2, warmup_steps=2),
+    "steps": STEPS,
+    "guidance": GuidanceCache(),
+}
+HOSTS_OF_OWN_LAYERS = (
+    "SDXL", "inpaint, 9 channels", "ControlNet", "T2I-Adapter", "InstructPix2Pix", "AnimateDiff", "GLIGEN",
+    "Heun", "PLMS", "SDXL, denoising_start", "two prompts, two images each",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTS_OF_OWN_LAYERS)
 def test_residuals_are_shared_in_each_host(build, name):
     """An operator whose error stays the same gives what cached and conditional-only steps alone give."""
     pipe, run = build(name)
-    before, shared = snapshot(pipe.unet), ResidualSharing(2, warmup_steps=2)
-    off = Recipe(Off(constant=0.3), residual=shared, steps=STEPS, guidance=GuidanceCache())
-    images = []
-    for recipe in (BOTH, off):
+    before, images = snapshot(pipe.unet), []
+    for recipe in (BOTH, Recipe(Off(constant=0.3), **SHARING)):
         handle = apply_agentsd(pipe, recipe=recipe)
         images.append(run())
-    assert ("attention" in handle.summary()) == (name not in WHOLE)
+    assert "attention" in handle.summary()
     assert not handle._hook.run.entries
     remove_agentsd(pipe)
     assert snapshot(pipe.unet) == before
@@ -169,10 +119,12 @@ def test_residuals_are_shared_in_each_host(build, name):
 def test_few_step_models_stay_whole_and_say_so(build, name):
     pipe, run = build(name)
     baseline = run()
-    handle = apply_agentsd(pipe, recipe=BOTH)
-    with warned(WHOLE[name]):
-        assert torch.equal(run(), baseline)
-    assert set(handle.summary().split()[0]) == {"F"}
+    for recipe in (BOTH, Recipe(Off(constant=0.3), **SHARING)):
+        handle = apply_agentsd(pipe, recipe=recipe)
+        with warned(WHOLE[name]):
+            assert torch.equal(run(), baseline)
+        assert set(handle.summary().split()[0]) == {"F"}
+        assert "attention" not in handle.summary()
 
 
 def offloaded_by_group(pipe):
@@ -194,15 +146,26 @@ OFFLOADS = {
 }
 
 
+@pytest.fixture(scope="module")
+def image_of(make_pipeline, sample):
+    """The latents of a run with caching, of rounded weights or not."""
+
+    @functools.cache
+    def run(rounded):
+        twin = make_pipeline()
+        if rounded:
+            OFFLOADS["layerwise casting"](twin)
+        apply_agentsd(twin, recipe=BOTH)
+        return sample(twin, num_inference_steps=10)
+
+    return run
+
+
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("name", OFFLOADS)
-def test_offloaded_weights(make_pipeline, sample, name, first):
+def test_offloaded_weights(make_pipeline, sample, image_of, name, first):
     """Before or after the patch, an offload changes no bit of a run with caching."""
-    pipe, twin = make_pipeline(), make_pipeline()
-    if name == "layerwise casting":
-        OFFLOADS[name](twin)
-    apply_agentsd(twin, recipe=BOTH)
-    expected = sample(twin, num_inference_steps=10)
+    pipe, expected = make_pipeline(), image_of(name == "layerwise casting")
     if first:
         OFFLOADS[name](pipe)
     handle = apply_agentsd(pipe, recipe=BOTH)
@@ -301,11 +264,12 @@ def test_controlnet_xs_has_conditional_only_steps_and_refuses_cached_ones(make_p
 def test_panorama_stays_whole_and_says_so(make_pipeline):
     """Many crops a step."""
     scheduler = diffusers.DDIMScheduler(**BETAS, steps_offset=1, clip_sample=False)
-    pipe = make_pipeline(cls=diffusers.StableDiffusionPanoramaPipeline, scheduler=scheduler)
+    cls = diffusers.StableDiffusionPanoramaPipeline
+    pipe = make_pipeline(unet=make_small_unet(), cls=cls, scheduler=scheduler)
 
     def run():
         rng = torch.Generator().manual_seed(0)
-        sizes = {"height": 128, "width": 160}
+        sizes = {"height": 128, "width": 144}
         return pipe("a cat", num_inference_steps=8, output_type="latent", generator=rng, **sizes).images
 
     baseline = run()

@@ -1,6 +1,6 @@
 """Random sequences of runs on one U-Net: each gives what it gives on a fresh one.
 
-`AGENTSD_SEQUENCES` says how many are tried, 300 if it is not set.
+`AGENTSD_SEQUENCES` says how many are tried, 100 if it is not set.
 """
 
 import copy
@@ -29,7 +29,7 @@ from agentsd import (
 )
 from agentsd.recipe import STEP_CACHING
 
-SEQUENCES = int(os.environ.get("AGENTSD_SEQUENCES", "300"))
+SEQUENCES = int(os.environ.get("AGENTSD_SEQUENCES", "100"))
 RECIPES = {
     "baseline": None,
     "step-caching": STEP_CACHING,
@@ -37,9 +37,8 @@ RECIPES = {
     "two layers": Recipe(steps=StepCache(3, extrapolation_order=0, layers=2)),
     "guidance": Recipe(guidance=GuidanceCache(2, start=0.25)),
     "both": Recipe(steps=StepCache(2), guidance=GuidanceCache()),
-    "levels": Recipe(
-        steps=StepCache(computed_timesteps=(999, 600, 200)),
-        guidance=GuidanceCache(interval=3),
+    "intervals": Recipe(
+        steps=StepCache(3, warmup_steps=2, late_interval=4), guidance=GuidanceCache(interval=3)
     ),
     "residual": Recipe(Agents(stride=2), residual=ResidualSharing(2, 2)),
     "all": Recipe(

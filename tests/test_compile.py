@@ -3,7 +3,7 @@
 import pytest
 import torch
 from recipes import AGENTS_THEN_KEYS
-from tiny import call, make_unet
+from tiny import call, make_small_unet, make_unet
 from torch._dynamo.testing import CompileCounter
 
 from agentsd import (
@@ -21,11 +21,10 @@ from agentsd.modules import AgentModule
 from agentsd.recipe import PAPER
 
 STEPS = (999, 800, 700, 400, 100, 1)
-LATER_MERGE = Recipe(Phases(Agents(), Merge()))
 RECIPES = {
     "paper": PAPER,
     "agents, then keys": AGENTS_THEN_KEYS,
-    "merge later": LATER_MERGE,
+    "merge later": Recipe(Phases(Agents(), Merge())),
 }
 OTHERS = {
     "pooled agents of merged tokens": Recipe(Phases(PooledAgents(12, ratio=0.4), None)),
@@ -36,7 +35,6 @@ OTHERS = {
     ),
 }
 BLOCK_GRAPHS = {
-    "paper": (2, 3),
     "agents, then keys": (5, 7),
     "merge later": (5, 9),
 }
@@ -50,33 +48,24 @@ def fresh_dynamo():
     torch.compiler.reset()
 
 
-def expected(recipe):
-    unet = make_unet()
+def expected(make, recipe):
+    unet = make()
     apply_agentsd(unet, recipe=recipe)
     return [call(unet, t) for t in STEPS]
-
-
-def check_graphs(compiled, counter, recipe, graphs):
-    """A run gives what it gives uncompiled in so many graphs, and a second run makes none."""
-    for out, reference in zip([call(compiled, t) for t in STEPS], expected(recipe), strict=True):
-        torch.testing.assert_close(out, reference, rtol=0, atol=1e-6)
-    assert counter.frame_count == graphs
-    for t in STEPS:
-        call(compiled, t)
-    assert counter.frame_count == graphs
 
 
 @pytest.mark.parametrize(
     ("order", "name"),
     [
-        *(("apply, compile", name) for name in RECIPES),
-        ("compile, apply", "agents, then keys"),
-        ("in place", "agents, then keys"),
+        ("apply, compile", "paper"),
+        *((order, "agents, then keys") for order in ("compile, apply", "apply, compile", "in place")),
+        *(("apply, compile", name) for name in OTHERS),
     ],
 )
 def test_fullgraph_with_two_graphs_in_a_run(order, name):
-    """No break, one graph a phase, and none for a second run."""
-    unet, counter, recipe = make_unet(), CompileCounter(), RECIPES[name]
+    """It gives what it gives uncompiled; no break, one graph a phase, and none for a second run."""
+    make = make_unet if order == "in place" else make_small_unet  # tokens of one level, and of two
+    unet, counter, recipe = make(), CompileCounter(), (RECIPES | OTHERS)[name]
     if order == "compile, apply":
         compiled = torch.compile(unet, fullgraph=True, backend=counter)
         apply_agentsd(compiled, recipe=recipe)
@@ -87,28 +76,28 @@ def test_fullgraph_with_two_graphs_in_a_run(order, name):
         apply_agentsd(unet, recipe=recipe)
         unet.compile(fullgraph=True, backend=counter)
         compiled = unet
-    check_graphs(compiled, counter, recipe, 2)
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_fullgraph_with_two_graphs_of_other_operators(name):
-    unet, counter = make_unet(), CompileCounter()
-    apply_agentsd(unet, recipe=OTHERS[name])
-    check_graphs(torch.compile(unet, fullgraph=True, backend=counter), counter, OTHERS[name], 2)
+    for out, reference in zip([call(compiled, t) for t in STEPS], expected(make, recipe), strict=True):
+        torch.testing.assert_close(out, reference, rtol=0, atol=1e-6)
+    assert counter.frame_count == 2
+    for t in STEPS:
+        call(compiled, t)
+    assert counter.frame_count == 2
 
 
 def test_apply_and_remove_on_a_model_that_has_already_run_compiled():
-    unet, counter = make_unet(), CompileCounter()
+    unet, counter = make_small_unet(), CompileCounter()
     baseline = call(unet)
     compiled = torch.compile(unet, fullgraph=True, backend=counter)
     assert torch.equal(call(compiled), baseline)
     apply_agentsd(compiled, recipe=AGENTS_THEN_KEYS)
-    torch.testing.assert_close(call(compiled), expected(AGENTS_THEN_KEYS)[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        call(compiled), expected(make_small_unet, AGENTS_THEN_KEYS)[0], rtol=0, atol=1e-6
+    )
     remove_agentsd(compiled)
     assert torch.equal(call(compiled), baseline)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", BLOCK_GRAPHS)
 def test_compile_repeated_blocks(name):
     """Each kind of block is a graph of its own: more of them than dynamo takes of one function by default."""
     unet, counter, recipe = make_unet(), CompileCounter(), RECIPES[name]
@@ -116,7 +105,7 @@ def test_compile_repeated_blocks(name):
     apply_agentsd(unet, recipe=recipe)
     unet.compile_repeated_blocks(fullgraph=True, backend=counter)
     graphs = []
-    for t, reference in zip(STEPS, expected(recipe), strict=True):
+    for t, reference in zip(STEPS, expected(make_unet, recipe), strict=True):
         torch.testing.assert_close(call(unet, t), reference, rtol=0, atol=1e-6)
         graphs.append(counter.frame_count)
     early, all_steps = BLOCK_GRAPHS[name]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from agentsd_demo import load_pipeline, load_references
-from agentsd_demo.data import PIPELINE, STYLES, caption_of, split_of, trained_concepts
+from agentsd_demo.data import PIPELINE, caption_of, trained_concepts
 from agentsd_demo.scenes import random_scene, triples
 from agentsd_demo.training import train as recipe
 from agentsd_demo.training.accuracy import accuracy, autoencoded, generate, image_grid, nearest
@@ -88,11 +88,8 @@ def test_loading_says_nothing():
     assert (done.stdout, done.stderr) == ("", "")
 
 
-def test_a_dtype_can_be_asked_for():
+def test_a_dtype_can_be_asked_for_and_a_folder_without_a_pipeline_is_named(tmp_path):
     assert load_pipeline(dtype=torch.bfloat16).unet.dtype == torch.bfloat16
-
-
-def test_a_folder_without_a_pipeline_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"no exported pipeline in {tmp_path}"):
         load_pipeline(folder=tmp_path)
 
@@ -106,53 +103,6 @@ def test_one_seed_makes_one_image(pipe):
     assert (first != other).any()
 
 
-def test_every_caption_fits_the_tokenizer(pipe):
-    captions = [reference.caption for reference in load_references(trained_only=False)]
-    ids = pipe.tokenizer(captions).input_ids
-    assert max(map(len, ids)) <= pipe.tokenizer.model_max_length
-    words = {tuple(row) for row in ids}
-    assert len(words) == len(set(captions)), "two captions look the same to the model"
-
-
-def test_the_references_are_labelled():
-    references = load_references(trained_only=False)
-    assert len(references) == 1706
-    assert len({(r.concept, r.style) for r in references}) == len(references)
-    assert all(r.image.size == (64, 64) and r.image.mode == "RGB" for r in references)
-    assert all(r.caption == caption_of(r.concept, r.style) for r in references)
-
-
-def test_a_tenth_of_the_pairs_is_held_out_and_never_a_whole_concept():
-    references = load_references(trained_only=False)
-    both = {r.concept for r in references if r.style == "3d"} & {
-        r.concept for r in references if r.style == "noto"
-    }
-    for reference in references:
-        expected = split_of(reference.concept, reference.style) if reference.concept in both else "seen"
-        assert reference.split == expected
-    heldout = [r for r in references if r.split == "heldout"]
-    assert len({r.concept for r in heldout}) == len(heldout)
-    assert 0.08 < len(heldout) / len(references) < 0.12
-    assert {r.style for r in heldout} == set(STYLES)
-
-
-def test_references_can_be_chosen():
-    trained = load_references()
-    assert {r.concept for r in trained} == set(trained_concepts())
-    name = trained[0].concept
-    assert {r.concept for r in load_references(concepts=[name])} == {name}
-    with pytest.raises(ValueError, match=r"no reference images of .'a word of nonsense'."):
-        load_references(concepts=["a word of nonsense"])
-
-
-@pytest.mark.parametrize(
-    ("concept", "caption"),
-    [("kite", "a 3d emoji of a kite"), ("axe", "a 3d emoji of an axe"), ("peas", "a 3d emoji of peas")],
-)
-def test_captions_read_well(concept, caption):
-    assert caption_of(concept, "3d") == caption
-
-
 def test_an_unknown_key_is_named(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("diffusion:\n  learning_rat: 3\n")
@@ -160,12 +110,9 @@ def test_an_unknown_key_is_named(tmp_path):
         load_config(path)
 
 
-def test_the_shipped_recipe_is_valid():
+def test_the_shipped_recipe_is_valid_and_an_unknown_concept_stops_one_before_it_trains():
     config = load_config(Path(__file__).parents[1] / "configs" / "demo_model.yaml")
     assert len({r.concept for r in load_references(concepts=config.concepts)}) == len(config.concepts)
-
-
-def test_an_unknown_concept_stops_the_recipe_before_it_trains():
     with pytest.raises(ValueError, match="a word of nonsense"):
         recipe.Recipe.of(DemoConfig(concepts=("a word of nonsense",)))
 

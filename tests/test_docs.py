@@ -13,7 +13,7 @@ import test_cache_hosts
 import test_placement
 import test_quantized
 import yaml
-from pipelines import FEATURES, HOSTS
+from pipelines import FEATURES, HOSTS, MORE
 from quantized import PACKAGES
 from sampling import SAMPLERS
 
@@ -35,7 +35,7 @@ def hosts(tokenizer: Any) -> str:
     lines = ["| host | pipeline | attention | step caching |", "|---|---|---|---|"]
     whole = {name: f"disabled, with a warning: {why}" for name, why in test_cache_hosts.WHOLE.items()}
     compared = parameters(test_cache_hosts.test_host, "name")
-    for name, make in (HOSTS | test_cache_hosts.MORE).items():
+    for name, make in (HOSTS | MORE).items():
         attention = "yes" if name in HOSTS else ""
         calls = whole.get(name, "yes" if name in compared else "")
         if name == "InstructPix2Pix":  # three passes

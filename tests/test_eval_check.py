@@ -25,9 +25,7 @@ def invoke(*arguments: object, code: int = 0) -> str:
 def test_one_command_leaves_a_page_and_results_to_send(
     model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine = Recipe(steps=StepCache(extrapolation_order=0, computed_timesteps=(999, 500, 300))).save(
-        tmp_path / "mine.yaml"
-    )
+    mine = Recipe(steps=StepCache(extrapolation_order=0, interval=3)).save(tmp_path / "mine.yaml")
     out = tmp_path / "private" / "run"
     arguments = ("--model", model_folder, "--calibrated", mine, *RUN, "--out", out)
     printed = invoke(*arguments)

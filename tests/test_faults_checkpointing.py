@@ -11,7 +11,7 @@ from callers import inputs
 from recipes import AGENTS_THEN_KEYS
 from tiny import make_unet
 
-from agentsd import apply_agentsd
+from agentsd import Agents, Recipe, apply_agentsd
 
 
 def training_unet(checkpointing, recipe=AGENTS_THEN_KEYS):
@@ -61,10 +61,19 @@ def test_a_call_without_gradients_between_forward_and_backward_changes_no_gradie
     assert all(torch.equal(a, b) for a, b in zip(grads(expected), grads(unet), strict=True))
 
 
-def test_forward_and_backward_by_turns():
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        AGENTS_THEN_KEYS,
+        Recipe(Agents(destinations="random")),
+        Recipe(Agents(at_most=None, agent_ratio=0.95, ranking="layer", destinations="random")),
+    ],
+)
+def test_forward_and_backward_by_turns(recipe):
+    """The same gradients with checkpointing as without: the same cells are drawn again."""
     found = []
     for checkpointing in (False, True):
-        unet = training_unet(checkpointing)
+        unet = training_unet(checkpointing, recipe)
         for seed, t in enumerate((999, 1, 500, 999)):
             forward(unet, seed, t).backward()
         found.append(grads(unet))

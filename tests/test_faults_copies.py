@@ -1,5 +1,6 @@
 """Faults that were found and mended, each a test that the old code fails: copies of a patched U-Net."""
 
+import copy
 import io
 import pickle
 
@@ -15,21 +16,24 @@ TRAINED = Recipe(AgentModule())
 
 
 @pytest.mark.parametrize(
-    "recipe",
+    ("recipe", "way"),
     [
-        AGENTS_THEN_KEYS,
-        TRAINED,
-        Recipe(layers={"mid_block.attentions.0.transformer_blocks.0.attn1": Merge()}),
-        Recipe(ByDistance((PooledAgents(4), PooledAgents(16)), (0.5,), "sample")),
+        (AGENTS_THEN_KEYS, "deepcopy"),
+        (AGENTS_THEN_KEYS, "pickle"),
+        (AGENTS_THEN_KEYS, "torch.save"),
+        (TRAINED, "torch.save"),
+        (Recipe(Merge(ranking="layer"), levels=3), "pickle"),
+        (Recipe(ByDistance((PooledAgents(4), PooledAgents(16)), (0.5,), "sample")), "pickle"),
     ],
 )
-@pytest.mark.parametrize("way", ["pickle", "torch.save"])
-def test_a_patched_unet_can_be_written_and_read(recipe, way):
+def test_a_copy_of_a_patched_unet_has_a_patch_of_its_own(recipe, way):
     unet = make_unet()
     baseline = call(unet)
     apply_agentsd(unet, recipe=recipe)
     patched = call(unet)
-    if way == "pickle":
+    if way == "deepcopy":
+        twin = copy.deepcopy(unet)
+    elif way == "pickle":
         twin = pickle.loads(pickle.dumps(unet))
     else:
         torch.save(unet, file := io.BytesIO())

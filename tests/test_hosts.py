@@ -16,7 +16,7 @@ from tiny import (
     watch_phases,
 )
 
-from agentsd import Agents, Downsample, Phases, Recipe, apply_agentsd, remove_agentsd
+from agentsd import Agents, Downsample, Phases, Recipe, StepCache, apply_agentsd, remove_agentsd
 from agentsd.recipe import PAPER
 
 
@@ -53,7 +53,7 @@ def test_host(build, name):
         for phases in seen.values():
             assert set(phases) == {"agent", later}
         assert not any("motion_modules" in layer for layer in handle.layer_names)
-        assert torch.equal(run(), patched)
+    assert torch.equal(run(), patched)
     remove_agentsd(pipe)
     assert torch.equal(run(), baseline)
     assert {k: id(v) for k, v in pipe.unet.attn_processors.items()} == {
@@ -108,37 +108,46 @@ def test_upcast_attention_does_not_overflow_in_half_precision(recipe, timestep):
     assert out.isfinite().all()
 
 
-def test_modular_sdxl_calls_the_unet_once_for_each_guidance_branch(tokenizer):
-    modular = pytest.importorskip(
-        "diffusers.modular_pipelines", reason="this diffusers has no modular pipelines"
-    )
-    from diffusers.guiders import ClassifierFreeGuidance
-
-    pipe = modular.StableDiffusionXLAutoBlocks().init_pipeline()
+@pytest.fixture
+def modular(tokenizer):
+    """A modular pipeline of SDXL, and a function that runs it: a guider calls once for each pass."""
+    blocks = pytest.importorskip("diffusers.modular_pipelines", reason="this diffusers has none")
+    guiders = pytest.importorskip("diffusers.guiders")
+    pipe = blocks.StableDiffusionXLAutoBlocks().init_pipeline()
     pipe.update_components(
         vae=make_vae(),
         text_encoder=make_text_encoder(tokenizer),
         tokenizer=tokenizer,
         unet=sdxl_unet(),
         scheduler=diffusers.EulerDiscreteScheduler(**BETAS),
-        guider=ClassifierFreeGuidance(guidance_scale=5.0),
+        guider=guiders.ClassifierFreeGuidance(guidance_scale=5.0),
         **sdxl_parts(tokenizer),
     )
     pipe.set_progress_bar_config(disable=True)
 
     def run():
         rng = torch.Generator().manual_seed(0)
-        inputs = {"prompt": "a cat", "height": 32, "width": 32, "num_inference_steps": 5}
+        inputs = {"prompt": "a cat", "height": 32, "width": 32, "num_inference_steps": 8}
         return pipe(generator=rng, output="images", output_type="latent", **inputs)
 
+    return pipe, run
+
+
+def test_modular_guiders_share_phases_and_have_states_of_their_own(modular):
+    pipe, run = modular
     baseline = run()
     handle = apply_agentsd(pipe, recipe=Recipe(Phases(Agents(destinations="random"), Downsample())))
     seen = watch_phases(handle)
     patched = run()
     assert not torch.equal(patched, baseline)
-    for phases in seen.values():  # five steps, two of them early, two branches
-        assert phases == ["agent"] * 4 + ["downsample"] * 6
+    for phases in seen.values():  # eight steps, three of them early, two branches
+        assert phases == ["agent"] * 6 + ["downsample"] * 10
     assert torch.equal(run(), patched)
+    handle = apply_agentsd(pipe, recipe=Recipe(steps=StepCache(2)))
+    cached = run()
+    assert handle.summary().split()[0] == "FFff" * 4  # by the pass's text; nothing is there to be halved
+    assert (cached - baseline).norm() < 0.3 * baseline.norm()
+    assert torch.equal(run(), cached)
     remove_agentsd(pipe)
     assert torch.equal(run(), baseline)
 

@@ -12,6 +12,7 @@ from launches import Launches
 from recipes import AGENTS_THEN_KEYS
 
 from agentsd import Agents, Downsample, Recipe, ResidualSharing, apply_agentsd
+from agentsd.recipe import AGENTSD, STEP_CACHING
 
 TIMESTEPS = torch.linspace(999, 0, 20)
 EARLY, LATE = 0, 15
@@ -25,18 +26,23 @@ def unet() -> UNet2DConditionModel:
     return UNet2DConditionModel(sample_size=64, **widths).eval()
 
 
+@pytest.fixture(scope="module")
+def baseline(unet: UNet2DConditionModel) -> Counter[str]:
+    """Of a call without agentsd."""
+    return launches(unet, EARLY)
+
+
 @torch.no_grad()
 def launches(unet: Any, place: int) -> Counter[str]:
-    """Of a guided call at 512 px."""
-    latent, text = torch.randn(2, 4, 64, 64), torch.randn(2, 77, 32)
+    """Of a guided call at 256 px: as many as at any other size."""
+    latent, text = torch.randn(2, 4, 32, 32), torch.randn(2, 77, 32)
     with Launches() as mode:
         unet(latent, TIMESTEPS[place], text)
     return mode.counts
 
 
-def added(unet: Any, place: int) -> dict[str, int]:
+def added(unet: Any, baseline: Counter[str], place: int) -> dict[str, int]:
     """What agents, or later keys, add to the baseline's or take from it, in the second call of a kind."""
-    baseline = launches(unet, place)
     with apply_agentsd(unet, recipe=AGENTS_THEN_KEYS):
         launches(unet, place)
         patched = launches(unet, place)
@@ -44,16 +50,16 @@ def added(unet: Any, place: int) -> dict[str, int]:
     return {name: count for name, count in differences.items() if count}
 
 
-def test_baseline_is_what_it_was(unet):
-    assert launches(unet, EARLY).total() == 726
+def test_baseline_is_what_it_was(baseline):
+    assert baseline.total() == 726
 
 
-def test_later_steps_with_fewer_keys_add_one_launch_a_layer(unet):
+def test_later_steps_with_fewer_keys_add_one_launch_a_layer(unet, baseline):
     """Ten layers pick their keys; that and the timestep's own copy is all."""
-    assert added(unet, LATE) == {"index_select": 10}
+    assert added(unet, baseline, LATE) == {"index_select": 10}
 
 
-def test_early_steps_with_agents_are_counted_op_by_op(unet):
+def test_early_steps_with_agents_are_counted_op_by_op(unet, baseline):
     layers, levels = 10, 2  # two levels, each ranked once, with a map for tokens and one for agents
     each_layer = {
         "_embedding_bag_forward_only": 1,  # tokens and agents are merged
@@ -91,17 +97,20 @@ def test_early_steps_with_agents_are_counted_op_by_op(unet):
         (each_pair_of_maps, levels),
     ):
         expected.update({name: count * times for name, count in counts.items()})
-    assert added(unet, EARLY) == expected
+    assert added(unet, baseline, EARLY) == expected
     assert expected.total() == 96
 
 
 @pytest.mark.parametrize(("operator", "each_layer"), [(Downsample(4), 2), (Agents(), 4)])
-def test_between_two_residuals_nothing_is_ranked(unet, operator, each_layer):
+def test_between_two_residuals_nothing_is_ranked(unet, baseline, operator, each_layer):
     """Ten layers add 20 or 40 launches to 726, for keys or agents and the sum; the residuals' line is one."""
-    latent, text = torch.randn(2, 4, 64, 64), torch.randn(2, 77, 32)
-    baseline, scheduler = launches(unet, EARLY), DDIMScheduler()
+    latent, text = torch.randn(2, 4, 32, 32), torch.randn(2, 77, 32)
+    scheduler = DDIMScheduler()
     scheduler.set_timesteps(20)
-    with torch.no_grad(), apply_agentsd(unet, recipe=Recipe(operator, residual=ResidualSharing())):
+    with (
+        torch.no_grad(),
+        apply_agentsd(unet, recipe=Recipe(operator, residual=ResidualSharing(least_tokens=0))),
+    ):
         for t in scheduler.timesteps[:5]:
             with Launches() as mode:
                 unet(latent, t, text)
@@ -109,3 +118,22 @@ def test_between_two_residuals_nothing_is_ranked(unet, operator, each_layer):
     assert sum(more.values()) == 10 * each_layer + 2  # the line; a timestep that is an integer is copied
     assert more["_foreach_lerp"] == 1
     assert not more.get("sort")
+
+
+def test_the_default_adds_five_launches_to_a_cached_step(unet):
+    """Merge, gather, + kV, unmerge, the residual and its line, less a division: beside step caching alone."""
+    calls = {}
+    for recipe in (STEP_CACHING, AGENTSD):
+        rng, scheduler, counts = torch.Generator().manual_seed(0), DDIMScheduler(), []
+        scheduler.set_timesteps(20)
+        text = torch.randn(2, 77, 32, generator=rng)
+        with torch.no_grad(), apply_agentsd(unet, recipe=recipe):
+            for t in scheduler.timesteps:
+                latent = torch.randn(1, 4, 64, 64, generator=rng).repeat(2, 1, 1, 1)
+                with Launches() as mode:
+                    unet(latent, t, text)
+                counts.append(mode.counts.total())
+        calls[recipe] = counts
+    added = [more - less for more, less in zip(calls[AGENTSD], calls[STEP_CACHING], strict=True)]
+    assert added[4] == 5  # the first cached step; it has 63 launches, a guided call of the baseline 726
+    assert sum(added) < 0.02 * sum(calls[STEP_CACHING])

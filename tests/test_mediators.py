@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import make_unet
+from tiny import make_small_unet, make_unet
 from torch._dynamo.testing import CompileCounter
 
 from agentsd import Agents, ByDistance, Downsample, PooledAgents, Recipe, apply_agentsd
@@ -153,7 +153,7 @@ def test_merged_agents_follow_the_distance_too(pipe, sample):
     ],
 )
 def test_stages_compile_without_a_break(attention):
-    unet = make_unet()
+    unet = make_small_unet()
     x = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(0))
     moves = [x, 1.5 * x, 1.9 * x, 2.0 * x]
     expected = run(unet, moves, attention)

@@ -54,8 +54,7 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("name", FEATURES)
-@pytest.mark.parametrize("patch_first", [True, False])
-def test_feature_and_patch_in_either_order(new_pipe, name, patch_first):
+def test_feature_and_patch_in_either_order(new_pipe, name):
     """The image does not depend on which came first, and each can be taken away first."""
     feature, pipe, twin = FEATURES[name], new_pipe(), new_pipe()
     plain = run(pipe)
@@ -69,20 +68,19 @@ def test_feature_and_patch_in_either_order(new_pipe, name, patch_first):
     both = run(twin)
     assert not same(both, featured)  # the patch is at work under the feature
 
-    if patch_first:
-        apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS.with_settings(early_frac=0.5))
-        feature.on(pipe)
-        assert same(run(pipe), both)
-        feature.off(pipe)
-        assert same(run(pipe), patched)
-        feature.on(pipe)
-        remove_agentsd(pipe)
-        assert torch.equal(run(pipe), featured)
-    else:
-        feature.off(twin)
-        assert same(run(twin), patched)
-        remove_agentsd(twin)
-        assert torch.equal(run(twin), plain)
+    apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS.with_settings(early_frac=0.5))
+    feature.on(pipe)
+    assert same(run(pipe), both)
+    feature.off(pipe)
+    assert same(run(pipe), patched)
+    feature.on(pipe)
+    remove_agentsd(pipe)
+    assert torch.equal(run(pipe), featured)
+
+    feature.off(twin)
+    assert same(run(twin), patched)
+    remove_agentsd(twin)
+    assert torch.equal(run(twin), plain)
 
 
 def test_lora_scaled_switched_and_fused_under_the_patch(new_pipe):
@@ -103,7 +101,7 @@ def test_lora_scaled_switched_and_fused_under_the_patch(new_pipe):
             assert same(run(pipe), run(twin))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_no_order_of_loading_and_patching_strands_a_pipeline(new_pipe, seed):
     """A twin lives through the same features without agentsd; after removal nothing tells them apart."""
     rng = random.Random(seed)

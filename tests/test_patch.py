@@ -1,5 +1,4 @@
 import gc
-import inspect
 import weakref
 from dataclasses import replace
 
@@ -14,16 +13,13 @@ from diffusers.models.attention_processor import (
 )
 from logs import warned
 from recipes import AGENTS_THEN_KEYS
-from tiny import BETAS, PHASES, call, make_controlnet, make_sdxl_unet, make_unet, snapshot
+from tiny import PHASES, call, make_sdxl_unet, make_unet, snapshot
 
 from agentsd import Agents, Downsample, Merge, Phases, Recipe, apply_agentsd, remove_agentsd
 from agentsd.attention.formula import agent_attention
 from agentsd.attention.matching import rank_tokens, sample_destinations, split_grid
 from agentsd.attention.merging import make_merge_map, merge, unmerge
 from agentsd.attention.processor import is_ours
-from agentsd.recipe import AGENTSD, MODES, PAPER, STEP_CACHING
-
-EXACT_AGENTS = {"ranking": "layer", "at_most": None, "agent_ratio": 0.95}
 
 
 def cells(how):
@@ -130,9 +126,9 @@ def test_the_finest_attention_level_is_counted_from_the_model():
     assert len(apply_agentsd(make_unet(), recipe=replace(AGENTS_THEN_KEYS, levels=2)).layer_names) == 3 + 3
 
 
-@pytest.mark.parametrize("size", [(65, 49), (17, 16), (9, 30), (4, 4), (3, 3)])
-@pytest.mark.parametrize("batch", [1, 2, 3])
-def test_any_size_and_batch(size, batch):
+@pytest.mark.parametrize("case", [(65, 49, 1), (17, 16, 2), (9, 30, 3), (4, 4, 2), (3, 3, 1)])
+def test_any_size_and_batch(case):
+    *size, batch = case
     unet = make_unet()
     apply_agentsd(unet, recipe=replace(AGENTS_THEN_KEYS, levels=2))
     for t in (999, 1):
@@ -154,13 +150,12 @@ def test_half_precision_stays_near_float32(dtype, t):
 
 def test_upcast_attention_takes_the_softmax_inputs_to_float32(monkeypatch):
     seen = []
-    import agentsd.attention.agents as agents
 
     def spy(query, *rest):
         seen.append(query.dtype)
         return agent_attention(query, *rest)
 
-    monkeypatch.setattr(agents, "agent_attention", spy)
+    monkeypatch.setattr("agentsd.attention.agents.agent_attention", spy)
     for upcast in (False, True):
         unet = make_unet(upcast_attention=upcast).to(torch.bfloat16)
         apply_agentsd(unet, recipe=replace(AGENTS_THEN_KEYS, levels=1))
@@ -253,6 +248,7 @@ def test_a_run_without_an_early_step_is_said_once(make_pipeline):
         (make_unet, {"recipe": replace(AGENTS_THEN_KEYS, levels=4)}, ValueError, "levels=4.*3 levels"),
         (dict, {}, TypeError, "dict has no U-Net"),
         (lambda: torch.nn.Linear(1, 1), {}, TypeError, "Linear has no U-Net"),
+        (make_unet, {"recipe": 3}, TypeError, "recipe=3 is a int: pass a Recipe, or its file or folder"),
     ],
 )
 def test_bad_input_changes_nothing(make, settings, error, message):
@@ -264,6 +260,8 @@ def test_bad_input_changes_nothing(make, settings, error, message):
 
 
 def test_a_model_with_no_layer_to_patch_is_refused():
+    with pytest.raises(TypeError, match="NoneType has no U-Net"):
+        remove_agentsd(None)
     unet = make_unet(
         down_block_types=("DownBlock2D",) * 3, up_block_types=("UpBlock2D",) * 3, mid_block_type=None
     )
@@ -340,117 +338,3 @@ def test_an_exception_in_the_middle_leaves_the_next_run_clean(pipe, sample):
     hook.remove()
     assert all(layer.block_input is None for layer in pipe.unet._agentsd._layers.states)
     assert torch.equal(sample(pipe), image)
-
-
-@pytest.mark.parametrize("settings", [EXACT_AGENTS, {}])
-def test_gradient_checkpointing_recomputes_the_same_cells(settings):
-    grads = {}
-    for checkpointing in (False, True):
-        unet = make_unet().train()
-        apply_agentsd(unet, recipe=Recipe(Agents(destinations="random", **settings)))
-        if checkpointing:
-            unet.enable_gradient_checkpointing()
-        rng = torch.Generator().manual_seed(0)
-        latent = torch.randn(2, 4, 16, 16, generator=rng)
-        out = unet(latent, torch.tensor([500, 500]), torch.randn(2, 7, 16, generator=rng)).sample
-        out.square().mean().backward()
-        grads[checkpointing] = [p.grad for p in unet.parameters() if p.grad is not None]
-    assert grads[False]
-    for plain, again in zip(grads[False], grads[True], strict=True):
-        assert torch.equal(plain, again)
-
-
-def test_handle_tells_its_settings(pipe):
-    handle = apply_agentsd(pipe, 0.3, 0.05, -0.25, 0.6)
-    late = AGENTSD.attention.late
-    assert handle.recipe == replace(AGENTSD, attention=Phases(Agents(0.3, 0.05, -0.25), late, 0.6))
-    assert "ratio=0.3" in repr(handle)
-
-
-def test_settings_change_the_named_recipe_wherever_it_has_them(pipe):
-    handle = apply_agentsd(pipe, ratio=0.2, early_frac=0.5, mode="paper", seed=3)
-    early, late = Agents(0.2, **EXACT_AGENTS), Merge(0.2, ranking="layer")
-    assert handle.recipe == Recipe(Phases(early, late, 0.5), levels=1, seed=3)
-    assert apply_agentsd(pipe, mode="paper").recipe == PAPER
-
-
-DEFAULTS = {"ratio": 0.4, "k": 0.075, "scale": -0.15, "early_frac": 0.4, "seed": 0}
-
-
-def test_the_signature_shows_the_defaults():
-    parameters = inspect.signature(apply_agentsd).parameters
-    shown = {name: parameters[name].default for name in [*DEFAULTS, "mode", "recipe"]}
-    assert shown == DEFAULTS | {"mode": "agentsd", "recipe": None}
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", DEFAULTS)
-def test_a_default_that_is_passed_changes_nothing(pipe, mode, name):
-    assert apply_agentsd(pipe, mode=mode, **{name: DEFAULTS[name]}).recipe == MODES[mode]
-    assert apply_agentsd(pipe, recipe=MODES[mode], **{name: DEFAULTS[name]}).recipe == MODES[mode]
-
-
-def test_nothing_passed_is_agentsd_which_a_setting_changes(pipe):
-    assert apply_agentsd(pipe).recipe == AGENTSD
-    early = replace(AGENTSD.attention.early, k=0.05)
-    expected = replace(AGENTSD, attention=replace(AGENTSD.attention, early=early), seed=3)
-    assert apply_agentsd(pipe, k=0.05, seed=3).recipe == expected
-
-
-def test_on_small_grids_the_default_is_step_caching_alone(make_pipeline, sample):
-    """16 x 16 tokens; of the same recipe that shares on every grid the latents differ."""
-    made = {}
-    sharing = replace(AGENTSD, residual=replace(AGENTSD.residual, least_tokens=0))
-    for name, recipe in {"step-caching": STEP_CACHING, "default": AGENTSD, "sharing": sharing}.items():
-        pipe = make_pipeline(scheduler=diffusers.DDIMScheduler(**BETAS, clip_sample=False))
-        handle = apply_agentsd(pipe, recipe=recipe)
-        made[name] = sample(pipe, num_inference_steps=12)
-        assert ("attention" in handle.summary()) == (name == "sharing")
-    assert torch.equal(made["default"], made["step-caching"])
-    assert not torch.equal(made["sharing"], made["step-caching"])
-
-
-def test_a_model_of_which_no_call_can_be_left_out_is_told_the_way_out(pipe):
-    before = dict(vars(pipe))
-    with pytest.raises(ValueError, match=r'ControlNetModel is no U-Net.*pass mode="paper"'):
-        apply_agentsd(make_controlnet())
-    assert vars(pipe) == before
-
-
-def test_settings_from_a_recipe_or_its_folder(pipe, tmp_path):
-    recipe = Recipe(Phases(Agents(0.2), Downsample(), early_frac=1.0))
-    recipe.save(tmp_path)
-    for source in (recipe, tmp_path, str(tmp_path), tmp_path / "agentsd.yaml"):
-        assert apply_agentsd(pipe, recipe=source).recipe == recipe
-    with pytest.raises(ValueError, match="pass it alone"):
-        apply_agentsd(pipe, ratio=0.3, recipe=recipe)
-
-
-def test_the_door_has_eight_parameters():
-    names = list(inspect.signature(apply_agentsd).parameters)
-    assert names == ["pipe", "ratio", "k", "scale", "early_frac", "mode", "recipe", "seed"]
-
-
-@pytest.mark.parametrize("recipe", [PAPER, STEP_CACHING, AGENTSD])
-def test_a_handle_that_is_not_enabled_leaves_the_baseline(pipe, sample, recipe):
-    baseline = sample(pipe, num_inference_steps=12)
-    handle = apply_agentsd(pipe, recipe=recipe)
-    patched = sample(pipe, num_inference_steps=12)
-    assert len(handle.last_run) == 13  # PLMS calls once more
-    handle.enabled = False
-    assert torch.equal(sample(pipe, num_inference_steps=12), baseline)
-    assert not handle._hook.run.entries
-    handle.enabled = True
-    assert torch.equal(sample(pipe, num_inference_steps=12), patched)
-
-
-def test_the_last_run_is_told_step_by_step(make_pipeline, sample):
-    pipe = make_pipeline(scheduler=diffusers.DDIMScheduler(**BETAS, clip_sample=False))
-    sharing = replace(AGENTSD, residual=replace(AGENTSD.residual, least_tokens=0))
-    handle = apply_agentsd(pipe, recipe=sharing)
-    assert handle.last_run == []
-    sample(pipe, num_inference_steps=12)
-    letters = handle.summary().split()[0]
-    assert [kind.computed for kind in handle.last_run] == [letter == "F" for letter in letters]
-    assert all(kind.guided for kind in handle.last_run)
-    assert [kind.attention == "share" for kind in handle.last_run] == [letter == "f" for letter in letters]

@@ -10,13 +10,12 @@ import diffusers
 import pytest
 import torch
 from cache_twin import Twin
-from calibrating import distance, work
+from calibrating import distance
 from quantized import BLOCK, PACKAGES, STAND_IN, dequantized, wide_unet
 from recipes import AGENTS_THEN_KEYS, TODO
 from tiny import call, snapshot, watch_phases
 
 from agentsd import GuidanceCache, Merge, Recipe, StepCache, apply_agentsd, calibrate, remove_agentsd
-from agentsd.calibration.cost import macs
 from agentsd.hosts.models import weights_digest
 from agentsd.modules import AgentModule, FocusedLinear
 from agentsd.recipe import PAPER, STEP_CACHING
@@ -165,15 +164,6 @@ def test_calls_left_out_are_those_of_a_twin(host):
     assert distance(image, expected) < 1e-3  # a half batch is rounded a little otherwise
 
 
-def test_macs_are_those_of_plain_layers(quantize):
-    unet, plain = quantize(wide_unet()), wide_unet()
-    for recipe in (None, AGENTS_THEN_KEYS):
-        for model in (unet, plain):
-            if recipe is not None:
-                apply_agentsd(model, recipe=recipe)
-        assert macs(lambda: call(unet)) == macs(lambda: call(plain))
-
-
 def test_a_digest_tells_weights_apart(quantize):
     """Also where a quantised tensor can't be flattened."""
     other = wide_unet()
@@ -184,15 +174,9 @@ def test_a_digest_tells_weights_apart(quantize):
     assert weights_digest(wide_unet()) != digests[0]
 
 
-@pytest.mark.parametrize("quantize", IN_PACKAGES, indirect=True)
-def test_calibration_promises_what_plain_layers_count(host, make_pipeline):
-    found = calibrate(host, ["a cat"], speedup=1.4, num_inference_steps=8)
-    plain = make_pipeline(unet=dequantized(host.unet))
-    baseline = work(plain)
-    apply_agentsd(plain, recipe=found)
-    promised = found.measured["validation"]["speedup"]
-    assert promised >= 1.4
-    assert baseline / work(plain) == pytest.approx(promised)
+def test_macs_of_quantised_layers_are_not_counted(host):
+    with pytest.raises(ValueError, match=r"cost='macs': the U-Net is quantised, .*: pass cost='seconds'"):
+        calibrate(host, ["a cat"], speedup=1.4, num_inference_steps=8)
 
 
 @pytest.mark.quantized

@@ -9,10 +9,9 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-import torch
 import yaml
 from recipes import AGENTS_THEN_KEYS
-from tiny import call, make_unet, snapshot
+from tiny import make_unet
 
 from agentsd import (
     Agents,
@@ -30,12 +29,7 @@ from agentsd.modules import AgentModule, AttnZero, FocusedLinear
 from agentsd.recipe import AGENTSD, MODES, PAPER, STEP_CACHING
 from agentsd.serialization import OPERATORS
 
-DOWN = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
-MID = "mid_block.attentions.0.transformer_blocks.0.attn1"
-UP = "up_blocks.2.attentions.1.transformer_blocks.0.attn1"
 MERGE_ALL = Phases(Merge(0.5, destinations="first"), Merge(0.3, destinations="first"))
-AGENTS = Phases(Agents(0.0, destinations="first"), None)
-UNTOUCHED = Phases(Merge(0.0), None)
 POOLED = (PooledAgents(4), PooledAgents(16))
 
 
@@ -139,14 +133,9 @@ def test_bad_value_names_itself_and_the_way_out(kind, name, value, error, way_ou
             "ranking and destinations are of merged tokens",
         ),
         (lambda: Recipe("paper"), TypeError, "'paper' is a str: pass Phases"),
-        (lambda: Recipe(layers={MID: "agents"}), TypeError, "'agents' is a str: pass Phases"),
         (lambda: Recipe(), ValueError, "the recipe would do nothing"),
         (lambda: Recipe(levels=1), ValueError, "attention=None patches no level"),
         (lambda: Recipe(Phases(AgentModule(), AttnZero())), ValueError, "one trained module"),
-        (lambda: Recipe(Agents(), layers={MID: Agents()}), ValueError, "stand in place of attention"),
-        (lambda: Recipe(layers={MID: Agents()}, levels=1), ValueError, "stand in place of attention"),
-        (lambda: Recipe(layers={}), ValueError, "name a self-attention layer at least"),
-        (lambda: Recipe(layers={1: Agents()}), ValueError, r"layers=\[1\]: name each by a string"),
     ],
 )
 def test_a_recipe_of_no_sense_is_refused(make, error, message):
@@ -172,12 +161,9 @@ def test_numpy_numbers_and_integers_are_numbers(tmp_path):
         Recipe(ByDistance((PooledAgents(4, ratio=0.4), PooledAgents(16, ratio=0.4)), (0.6,), "sample")),
         Recipe(Phases(FocusedLinear(convolution=False), Agents(at_most=None))),
         Recipe(Phases(AgentModule(bias=False), None)),
-        Recipe(layers={UP: MERGE_ALL, MID: AttnZero()}),
         Recipe(steps=StepCache(), guidance=GuidanceCache()),
         Recipe(steps=StepCache(3, extrapolation_order=0, warmup_steps=2, layers=2)),
-        Recipe(
-            Merge(0.5), steps=StepCache(computed_timesteps=(999, 500.5)), guidance=GuidanceCache(start=0.25)
-        ),
+        Recipe(Merge(0.5), steps=StepCache(late_interval=4), guidance=GuidanceCache(start=0.25)),
     ],
 )
 def test_saved_and_loaded(tmp_path, recipe):
@@ -188,7 +174,7 @@ def test_saved_and_loaded(tmp_path, recipe):
 
 
 @pytest.mark.parametrize(
-    "recipe", [AGENTS_THEN_KEYS, STEP_CACHING, Recipe(layers={UP: MERGE_ALL}, measured={"error": 0.1})]
+    "recipe", [AGENTS_THEN_KEYS, STEP_CACHING, Recipe(MERGE_ALL, measured={"error": 0.1})]
 )
 def test_a_recipe_is_hashed_copied_and_pickled(recipe):
     for twin in (copy.deepcopy(recipe), pickle.loads(pickle.dumps(recipe))):
@@ -199,32 +185,28 @@ def test_a_recipe_is_hashed_copied_and_pickled(recipe):
 
 def test_a_file_holds_what_differs_and_reads_back_the_same(tmp_path):
     pooled = Phases(PooledAgents(9, ratio=0.4), Downsample())
-    layers = Recipe(layers={UP: MERGE_ALL, DOWN: pooled}, measured={"error": 0.01, "cost": "time"})
-    path = layers.save(tmp_path / "layers.yaml")
-    content = yaml.safe_load(path.read_text())
-    assert list(content) == ["version", "layers", "measured"]
-    assert content["version"] == 1
-    assert list(content["layers"]) == [UP, DOWN]
-    merges = [
-        {"merge": {"ratio": 0.5, "destinations": "first"}},
-        {"merge": {"ratio": 0.3, "destinations": "first"}},
-    ]
-    assert content["layers"][UP] == {"early": merges[0], "late": merges[1], "early_frac": 0.4}
-    pools = {"pooled_agents": {"count": 9, "ratio": 0.4}}
-    assert content["layers"][DOWN] == {"early": pools, "late": {"downsample": {}}, "early_frac": 0.4}
-    assert Recipe.load(path) == Recipe.load(str(path)) == layers
+    recipe = Recipe(pooled, levels=1, measured={"error": 0.01, "cost": "time"})
+    path = recipe.save(tmp_path / "mine.yaml")
+    assert yaml.safe_load(path.read_text()) == {
+        "version": 1,
+        "attention": {
+            "early": {"pooled_agents": {"count": 9, "ratio": 0.4}},
+            "late": {"downsample": {}},
+            "early_frac": 0.4,
+        },
+        "levels": 1,
+        "measured": {"error": 0.01, "cost": "time"},
+    }
+    assert Recipe.load(path) == Recipe.load(str(path)) == recipe
     assert Recipe.load(path).measured == {"error": 0.01, "cost": "time"}
 
 
 def test_a_file_by_hand_needs_no_settings_and_no_figures(tmp_path):
-    path = tmp_path / "layers.yml"
-    path.write_text(f"version: 1\nlayers:\n  {MID}: agents\n  {DOWN}: {{merge: }}\n")
-    assert Recipe.load(path) == Recipe(layers={MID: Agents(), DOWN: Merge()})
-    path.write_text(f"version: 1\nlayers:\n  {MID}: agents\n  {UP}:\n")
-    with pytest.raises(ValueError, match="would run full attention: leave them out"):
-        Recipe.load(path)
+    path = tmp_path / "mine.yml"
     path.write_text("version: 1\nattention: {early: agents, late: full}\n")
     assert Recipe.load(path) == Recipe(Phases(Agents(), None))
+    path.write_text("version: 1\nattention: {merge: }\n")
+    assert Recipe.load(path) == Recipe(Merge())
 
 
 def test_ones_own_operator_is_read_and_written(tmp_path, monkeypatch):
@@ -241,22 +223,20 @@ def test_ones_own_operator_is_read_and_written(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("layers: [", "is not valid YAML"),
-        ("", "layers.yaml: version None of a recipe is not read here, only 1"),
-        ("- 1", "layers.yaml holds a list: write `name: value` lines"),
-        ("layers: {a: agents}", "version None of a recipe is not read here"),
+        ("attention: [", "is not valid YAML"),
+        ("", "mine.yaml: version None of a recipe is not read here, only 1"),
+        ("- 1", "mine.yaml holds a list: write `name: value` lines"),
+        ("attention: agents", "version None of a recipe is not read here"),
         ("version: 2", "version 2 of a recipe is not read here, only 1"),
-        ("version: 1", "layers.yaml: attention=None: the recipe would do nothing"),
+        ("version: 1", "mine.yaml: attention=None: the recipe would do nothing"),
         (
             "version: 1\nratio: 0.3",
-            "layers.yaml: 'ratio' is unknown; the settings are attention, guidance",
+            "mine.yaml: 'ratio' is unknown; the settings are attention, guidance",
         ),
         ("version: 1\nsteps: 3", "steps: 3 is no mapping of its settings, such as {interval: 2}"),
-        ("version: 1\nlayers: 3", "layers=3: write"),
-        ("version: 1\nlayers: {}", "name a self-attention layer at least"),
         ("version: 1\nattention: {agents: {rato: 0.3}}", r"'rato' is unknown; the settings are agent_ratio"),
-        ("version: 1\nattention: {agents: {ratio: 3}}", r"layers.yaml: ratio=3: pass a share"),
-        ("version: 1\nattention: {agents: {ratio: x}}", r"layers.yaml: ratio='x' is a str: pass a float"),
+        ("version: 1\nattention: {agents: {ratio: 3}}", r"mine.yaml: ratio=3: pass a share"),
+        ("version: 1\nattention: {agents: {ratio: x}}", r"mine.yaml: ratio='x' is a str: pass a float"),
         ("version: 1\nattention: {agents: 3}", "agents: 3 is no mapping of its settings"),
         ("version: 1\nattention: {agents: {}, merge: {}}", "name one of agents, pooled_agents"),
         ("version: 1\nattention: {early: agents, lat: merge}", "'lat' is unknown; the settings are early"),
@@ -264,17 +244,12 @@ def test_ones_own_operator_is_read_and_written(tmp_path, monkeypatch):
         ("version: 1\nattention: {stages: [agents, full]}", "thresholds"),
         ("version: 1\nattention: {stages: 3, thresholds: [0.5]}", "stages=3: pass a list or a tuple"),
         ("version: 1\nattention: agent", r"\['agent'\]: name one of agents, pooled_agents, merge"),
-        ("version: 1\nlayers: {a: 5}", "5: name an operator"),
-        ("version: 1\nlayers: {1: agents}", r"layers=\[1\]: name each by a string"),
-        (
-            "version: 1\nlayers: {a: {early: agents, early_frac: 0.3}, b: {early: agents}}",
-            r"layers differ in their steps.*0\.3.*give all the same",
-        ),
+        ("version: 1\nattention: 5", "5: name an operator"),
         ("version: 1\nattention: agents\nmeasured: 3", "measured=3: it holds figures by name"),
     ],
 )
 def test_a_wrong_file_is_named_with_the_way_out(tmp_path, content, message):
-    path = tmp_path / "layers.yaml"
+    path = tmp_path / "mine.yaml"
     path.write_text(content)
     with pytest.raises(ValueError, match=message) as caught:
         Recipe.load(path)
@@ -310,13 +285,6 @@ def test_a_repository_of_the_hub_is_a_folder(tmp_path, monkeypatch, pipe):
         Recipe.load("no/such")
 
 
-@pytest.mark.parametrize("other", [replace(AGENTS, early_frac=0.5), ByDistance((Agents(), None), (0.5,))])
-def test_layers_share_their_steps(other):
-    with pytest.raises(ValueError, match="layers differ in their steps"):
-        Recipe(layers={MID: AGENTS, UP: other})
-    assert Recipe(layers={MID: Merge(), UP: other}).timing == other
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -325,6 +293,8 @@ def test_layers_share_their_steps(other):
         ({"mode": "downsample", "early_frac": 0.3}, "early_frac=0.3: this recipe has no early_frac"),
         ({"early_frac": 1.5}, r"early_frac=1\.5.*\[0, 1\]"),
         ({"seed": -1}, r"seed=-1.*2\*\*63"),
+        ({"mode": None}, "mode=None: choose"),
+        ({"k": 1e308}, r"k=1e\+308: pass 0 to 1000"),
         ({"recipe": AGENTS_THEN_KEYS, "mode": "paper"}, "'mode': 'paper'.* beside recipe=.*pass it alone"),
     ],
 )
@@ -332,100 +302,6 @@ def test_the_door_refuses_what_a_recipe_has_not(pipe, settings, message):
     with pytest.raises(ValueError, match=message):
         apply_agentsd(pipe, **settings)
     assert not hasattr(pipe.unet, "_agentsd")
-
-
-def test_settings_by_layer_stand_alone(pipe):
-    with pytest.raises(ValueError, match="pass it alone"):
-        apply_agentsd(pipe, ratio=0.3, recipe=Recipe(layers={UP: AGENTS}))
-
-
-def test_only_the_named_layers_are_patched_and_all_is_undone(pipe, sample, tmp_path):
-    before, baseline = snapshot(pipe.unet), sample(pipe)
-    layers = Recipe(layers={UP: MERGE_ALL, DOWN: AGENTS})
-    handle = apply_agentsd(pipe, recipe=layers)
-    assert handle.layer_names == [DOWN, UP]
-    assert handle.recipe is layers
-    patched = {name for name, module in pipe.unet.named_modules() if hasattr(module, "_agentsd")}
-    assert patched == {"", DOWN, UP}
-    image = sample(pipe)
-    assert not torch.equal(image, baseline)
-    handle.remove()
-    assert snapshot(pipe.unet) == before
-    with apply_agentsd(pipe, recipe=layers.save(tmp_path / "layers.yaml")):
-        assert torch.equal(sample(pipe), image)
-    assert torch.equal(sample(pipe), baseline)
-
-
-def test_a_layer_that_does_nothing_is_bit_equal_to_baseline(pipe, sample):
-    baseline = sample(pipe)
-    with apply_agentsd(pipe, recipe=Recipe(layers={UP: UNTOUCHED, MID: UNTOUCHED})):
-        assert torch.equal(sample(pipe), baseline)
-
-
-@pytest.mark.parametrize("schedule", [AGENTS_THEN_KEYS.attention, Agents(0.2)])
-def test_all_layers_alike_are_one_schedule(pipe, sample, schedule):
-    handle = apply_agentsd(pipe, recipe=Recipe(schedule, levels=3))
-    names, image = handle.layer_names, sample(pipe)
-    assert len(names) == 7
-    apply_agentsd(pipe, recipe=Recipe(layers=dict.fromkeys(names, schedule)))
-    assert torch.equal(sample(pipe), image)
-
-
-def output_of(unet, name, schedule, t):
-    """What the named layer makes of the inputs it got, under that alone: replayed on a baseline model."""
-    block = unet.get_submodule(name.removesuffix(".attn1"))
-    seen = {}
-    hooks = [
-        block.register_forward_pre_hook(lambda module, args: seen.update(x=args[0])),
-        block.attn1.register_forward_hook(lambda module, args, out: seen.update(out=out)),
-    ]
-    call(unet, t)
-    for hook in hooks:
-        hook.remove()
-
-    alone = make_unet()
-    twin = alone.get_submodule(name.removesuffix(".attn1"))
-    twin.register_forward_pre_hook(lambda module, args: (seen["x"], *args[1:]))
-    twin.attn1.register_forward_hook(lambda module, args, out: seen.update(expected=out))
-    apply_agentsd(alone, recipe=Recipe(layers={name: schedule}))
-    call(alone, t)
-    return seen["out"], seen["expected"]
-
-
-@pytest.mark.parametrize("t", [999, 1])
-def test_each_layer_runs_its_own_settings(t):
-    more = Phases(Merge(0.7, destinations="first"), MERGE_ALL.late)
-    unet, settings = make_unet(), {DOWN: AGENTS, MID: MERGE_ALL, UP: more}
-    apply_agentsd(unet, recipe=Recipe(layers=settings))
-    for name, schedule in settings.items():
-        out, expected = output_of(unet, name, schedule, t)
-        assert torch.equal(out, expected)
-    if t == 999:  # the merged tokens of a destination are equal: the ratios show
-        kept = {
-            name: output_of(unet, name, schedule, t)[0][0].unique(dim=0).shape[0]
-            for name, schedule in settings.items()
-        }
-        assert kept == {DOWN: 256, MID: 16 - 8, UP: 256 - int(256 * 0.7)}
-
-
-def test_layers_of_other_settings_share_no_ranking_in_fast_mode():
-    unet = make_unet()
-    other = replace(MERGE_ALL, early=Merge(0.2, destinations="first"))
-    handle = apply_agentsd(unet, recipe=Recipe(layers={DOWN: MERGE_ALL, UP: other}))
-    assert len({id(layer.work) for layer in handle._layers.states}) == len(handle._layers.groups) == 2
-    call(unet)
-    same = apply_agentsd(unet, recipe=Recipe(layers={DOWN: MERGE_ALL, UP: replace(MERGE_ALL)}))
-    assert len({id(layer.work) for layer in same._layers.states}) == len(same._layers.groups) == 1
-
-
-def test_an_unknown_layer_is_refused_and_the_patch_in_force_stays(pipe, sample):
-    apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
-    image = sample(pipe)
-    with pytest.raises(
-        ValueError, match=r"layers=\['mid.attn1'\]: UNet2DConditionModel has no such self-att"
-    ):
-        apply_agentsd(pipe, recipe=Recipe(layers={UP: AGENTS, "mid.attn1": AGENTS}))
-    assert torch.equal(sample(pipe), image)
 
 
 def test_only_regular_files_are_read(tmp_path):

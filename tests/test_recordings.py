@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from recipes import AGENTS_THEN_KEYS, TODO
-from recordings import CASES, COARSE, FILE, FINE, run
+from recordings import CASES, FILE, run
 from safetensors.torch import load_file
 
 from agentsd import Agents, ByDistance, Downsample, Merge, Phases, PooledAgents, Recipe, apply_agentsd
@@ -79,12 +79,6 @@ RECIPES: dict[str, Recipe] = {
     "focused": Recipe(FocusedLinear()),
     "attnzero": _agents(early=AttnZero()),
     "SDXL": AGENTS_THEN_KEYS,
-    "calibrated": Recipe(
-        layers={
-            FINE: Phases(Agents(**OLD | {"ratio": 0.25}), Downsample(at_most=None)),
-            COARSE: Phases(Downsample(at_most=None), Merge(0.5, ranking="layer")),
-        }
-    ),
 }
 
 

@@ -1,6 +1,7 @@
 """Residual sharing: attention is full in a few steps, and an operator plus what it missed in the others."""
 
 import copy
+import functools
 import gc
 
 import diffusers
@@ -8,7 +9,7 @@ import pytest
 import torch
 from callers import NOW, RUN, Caller, Guided, Off
 from logs import silent, warned
-from tiny import BETAS, make_unet, snapshot
+from tiny import BETAS, make_small_unet, make_unet, snapshot
 from torch._dynamo.testing import CompileCounter
 
 from agentsd import (
@@ -26,7 +27,6 @@ from agentsd import (
     remove_agentsd,
 )
 from agentsd.attention.matching import rank_tokens
-from agentsd.attention.merging import make_merge_map, merge, of_last, unmerge
 from agentsd.hosts.schedulers import training_sigma
 from agentsd.modules import AgentModule
 from agentsd.recipe import STEP_CACHING
@@ -61,6 +61,12 @@ def same(outs, others, **near):
     return all(torch.equal(a, b) for a, b in zip(outs, others, strict=True))
 
 
+@functools.cache
+def baseline(steps):
+    """The outputs of a model without agentsd."""
+    return outputs(make_unet(), Caller(steps=steps))
+
+
 def patched(operator, residual, **more):
     unet = make_unet()
     return unet, apply_agentsd(unet, recipe=Recipe(operator, residual=residual, **more))
@@ -91,7 +97,7 @@ def test_plan(interval, warmup, order, computed, expected):
 def test_an_operator_that_is_full_attention_gives_the_baseline():
     caller = Caller(steps=12)
     unet, handle = patched(Off(), ResidualSharing())
-    assert same(outputs(unet, caller), outputs(make_unet(), caller))
+    assert same(outputs(unet, caller), baseline(12))
     assert handle.summary().endswith("attention aaaasasasasa  (4 with a shared residual)")
 
 
@@ -110,8 +116,7 @@ def test_an_error_that_stays_the_same_goes(order, steps):
 def test_an_error_that_is_linear_in_sigma_goes_with_order_1(order):
     caller = Caller(steps=12)
     unet, _ = patched(Off(constant=0.3, slope=0.1), ResidualSharing(3, extrapolation_order=order))
-    made, expected = outputs(unet, caller), outputs(make_unet(), caller)
-    assert same(made, expected, rtol=1e-3, atol=1e-3) == (order == 1)
+    assert same(outputs(unet, caller), baseline(12), rtol=1e-3, atol=1e-3) == (order == 1)
 
 
 class Twin:
@@ -162,14 +167,14 @@ def test_a_run_is_that_of_a_loop_by_hand(order):
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_interval_1_is_the_baseline(name):
-    caller = Caller(steps=8)
     unet, handle = patched(OPERATORS[name], ResidualSharing(1))
-    assert same(outputs(unet, caller), outputs(make_unet(), caller))
+    assert same(outputs(unet, Caller(steps=8)), baseline(8))
     assert "attention" not in handle.summary()
 
 
+@functools.cache
 def denoised(recipe):
-    """A guided run's last latents, and the handle."""
+    """A guided run's last latents, and its summary."""
     unet, caller = make_unet(), Guided(steps=12)
     handle = apply_agentsd(unet, recipe=recipe) if recipe else None
     scheduler, x = caller.scheduler, caller.latents[0]
@@ -179,31 +184,27 @@ def denoised(recipe):
             without, with_text = unet(x, t, caller.text).sample.chunk(2)
             out = without + 3 * (with_text - without)
             x = torch.cat([scheduler.step(out, t, x[:1]).prev_sample] * 2)
-    return x, handle
+    return x, handle and handle.summary()
 
 
-CACHING = {
-    "alone": {},
-    "steps": {"steps": StepCache(**STEPS)},
-    "guidance": {"guidance": GuidanceCache()},
-    "both": {"steps": StepCache(**STEPS), "guidance": GuidanceCache()},
-}
+BOTH = ("steps", "guidance")
 
 
-@pytest.mark.parametrize("caching", CACHING)
-@pytest.mark.parametrize("name", OPERATORS)
-def test_sharing_brings_a_run_back_to_full_attention(name, caching):
+@pytest.mark.parametrize(
+    ("name", "cached"),
+    [*((name, BOTH) for name in OPERATORS), *(("agents", few) for few in ((), *zip(BOTH)))],
+)
+def test_sharing_brings_a_run_back_to_full_attention(name, cached):
     """Beside the same caching: a conditional-only step shares the residual of its own half."""
-    parts, apart = CACHING[caching], {}
+    parts, apart = {"steps": StepCache(**STEPS), "guidance": GuidanceCache()}, {}
+    parts = {setting: parts[setting] for setting in cached}
     expected, _ = denoised(Recipe(**parts) if parts else None)
     for residual in (None, ResidualSharing()):
-        made, handle = denoised(Recipe(OPERATORS[name], residual=residual, **parts))
+        made, summary = denoised(Recipe(OPERATORS[name], residual=residual, **parts))
         apart[residual] = (made - expected).norm()
     assert apart[ResidualSharing()] < (0.3 if "guidance" in parts else 0.2) * apart[None]
-    assert "s" in handle.summary().split("attention ")[1].split()[0]
-    assert ("H" in handle.summary().split()[0]) == ("guidance" in parts)
-    again, _ = denoised(handle.recipe)
-    assert torch.equal(again, made)
+    assert "s" in summary.split("attention ")[1].split()[0]
+    assert ("H" in summary.split()[0]) == ("guidance" in parts)
 
 
 @pytest.mark.parametrize("operator", [Agents(), Merge(), Agents(ranking="layer")])
@@ -224,21 +225,6 @@ def test_tokens_are_matched_once_a_run(operator, monkeypatch):
     assert not any(group.work.plan for group in handle._layers.groups)
 
 
-@pytest.mark.parametrize("images", [1, 2, 3])
-def test_cuts_of_the_last_images_of_a_batch(images):
-    x = torch.randn(4, 64, 6, generator=torch.Generator().manual_seed(0))
-    place = type(
-        "GridContext", (), {"grid": (8, 8), "half": False, "batch": 4, "key": (0, 0, 1.0), "device": "cpu"}
-    )
-    ranking = rank_tokens(x, Agents(destinations="random").sample_partition(place, 4))
-    one, two = make_merge_map(ranking, 20), make_merge_map(ranking, 50)
-    for cut in (one, two):
-        small = of_last(cut, 4, images)
-        assert torch.equal(merge(x[-images:], small), merge(x, cut)[-images:])
-        merged = merge(x, cut)
-        assert torch.equal(unmerge(merged[-images:], small), unmerge(merged, cut)[-images:])
-
-
 def test_a_stage_of_another_operator_begins_with_full_attention():
     caller = Caller(steps=20)
     unet, handle = patched(Phases(Agents(), Downsample(), 0.5), ResidualSharing(3, 2))
@@ -255,7 +241,7 @@ def test_small_grids_keep_full_attention():
     caller = Caller(steps=8)
     for least, shared in ((256, True), (257, False)):
         unet, _ = patched(Downsample(), ResidualSharing(least_tokens=least))
-        assert same(outputs(unet, caller), outputs(make_unet(), caller)) != shared
+        assert same(outputs(unet, caller), baseline(8)) != shared
 
 
 @pytest.mark.parametrize("broken", ["step", "run", "text"])
@@ -301,13 +287,15 @@ def test_gradients_and_short_runs_have_full_attention():
         (Recipe(Agents(), residual=ResidualSharing()), 4),  # and kept on a map that is there
         pytest.param(Recipe(Downsample(), residual=ResidualSharing(), **CACHED), 4, marks=SLOW),
         pytest.param(
-            Recipe(Phases(Agents(), Downsample()), residual=ResidualSharing(), **CACHED), 9, marks=SLOW
+            Recipe(Phases(Agents(), Downsample()), residual=ResidualSharing(), **CACHED),
+            9,
+            marks=SLOW,
         ),
     ],
 )
 def test_compiled(recipe, graphs):
     torch.compiler.reset()
-    eager, unet, counter, caller = make_unet(), make_unet(), CompileCounter(), Caller(steps=14)
+    eager, unet, counter, caller = make_small_unet(), make_small_unet(), CompileCounter(), Caller(steps=14)
     apply_agentsd(eager, recipe=recipe)
     apply_agentsd(unet, recipe=recipe)
     unet.compile(fullgraph=True, backend=counter)

@@ -46,6 +46,17 @@ def make_unet(**changes: Any) -> UNet2DConditionModel:
     return UNet2DConditionModel(**settings | changes).eval()
 
 
+def make_small_unet(**changes: Any) -> UNet2DConditionModel:
+    """One of two levels and three self-attention layers, all on the finest, which compiles sooner."""
+    settings: dict[str, Any] = {
+        "block_out_channels": (8, 16),
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+        "mid_block_type": None,
+    }
+    return make_unet(**settings | changes)
+
+
 def make_sdxl_unet(**changes: Any) -> UNet2DConditionModel:
     """An SDXL U-Net: no attention on the first level, several transformer blocks below it."""
     settings: dict[str, Any] = {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..checks import check_types
 
-MODULE = "agentsd_core"
+MODULE = "agentsd_module"
 """Name of a layer's trainable module, where it has one."""
 
 Attend = Callable[..., Tensor]

@@ -49,7 +49,7 @@ def plan_run(
 ) -> dict[float, StepKind]:
     """The kind of each step by its timestep; the timesteps come in the run's order and may repeat."""
     timesteps = list(dict.fromkeys(timesteps))
-    computed = [True] * len(timesteps) if steps is None else steps.computed(timesteps)
+    computed = [True] * len(timesteps) if steps is None else steps.computed(len(timesteps))
     guided = [True] * len(timesteps) if guidance is None else guidance.guided(computed)
     attention = [PLAIN] * len(timesteps) if residual is None else residual.plan(computed, guided)
     kinds = map(StepKind, computed, guided, attention)

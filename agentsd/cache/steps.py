@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..checks import check, check_types
 
@@ -33,9 +31,6 @@ class StepCache:
         late_interval: in place of `interval` in the second half of the steps after those; None is `interval`.
         layers: how many last layers a cached step computes.
         correct: cached steps are corrected, where a step of the run's scheduler is one call.
-        computed_timesteps: in place of `interval`, the training timesteps of the computed steps (999 is the
-            noisiest): of a run's own steps the nearest to each is computed, so that a
-            list serves any number of steps.
 
     Raises:
         TypeError, ValueError: a setting has a wrong type or value.
@@ -47,7 +42,6 @@ class StepCache:
     late_interval: int | None = None
     layers: int = 1
     correct: bool = True
-    computed_timesteps: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -59,32 +53,12 @@ class StepCache:
         check("extrapolation_order", order, order in (0, 1), "pass 0 (keep) or 1 (extrapolate)")
         check("warmup_steps", warmup, warmup >= 1, "pass 1 or more: a run's first step is computed")
         check("layers", self.layers, self.layers >= 1, "pass 1 (the last layer) or more")
-        if self.computed_timesteps is not None:
-            self._check_timesteps()
 
-    def _check_timesteps(self) -> None:
-        timesteps: Any = self.computed_timesteps
-        ok = isinstance(timesteps, list | tuple) and len(timesteps) > 0
-        ok = ok and all(isinstance(t, int | float) and type(t) is not bool and t == t for t in timesteps)
-        check("computed_timesteps", timesteps, ok, "pass timesteps such as (999, 750, 500, 250)")
-        object.__setattr__(self, "computed_timesteps", tuple(timesteps))
-        for name in ("interval", "late_interval"):
-            value = getattr(self, name)
-            way_out = f"computed_timesteps names the computed steps: leave {name} out"
-            check(name, value, value == getattr(type(self), name), way_out)
-
-    def computed(self, timesteps: Sequence[float]) -> list[bool]:
-        """Whether each step of a run on these timesteps, in its order, is computed."""
-        count = len(timesteps)
-        computed = set(range(min(self.warmup_steps, count)))
-        if self.computed_timesteps is not None:
-            for wanted in self.computed_timesteps:
-                computed.add(min(range(count), key=lambda i: abs(timesteps[i] - wanted)))
-            return [i in computed for i in range(count)]
-        last = self.warmup_steps - 1
-        for i in range(self.warmup_steps, count):
+    def computed(self, count: int) -> list[bool]:
+        """Whether each step of a run of so many is computed."""
+        computed, last = [], -1
+        for i in range(count):
             late = self.late_interval if 2 * i >= count + self.warmup_steps else None
-            if i - last >= (late or self.interval):
-                computed.add(i)
-                last = i
-        return [i in computed for i in range(count)]
+            computed.append(i < self.warmup_steps or i - last >= (late or self.interval))
+            last = i if computed[-1] else last
+        return computed

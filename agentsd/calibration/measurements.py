@@ -1,4 +1,4 @@
-"""What was measured, by name: kept in a file, so that a calibration that was stopped goes on from there."""
+"""The measurement cache: values by all that they depend on, in a file that a calibration goes on from."""
 
 from __future__ import annotations
 
@@ -11,86 +11,52 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+_BEGINNING = '{"key": '
+"""Of each line."""
+
 
 class Measurements:
-    """Values by name, which JSON can hold; each is measured once.
+    """Values that JSON can hold; each is measured once.
 
     Args:
-        path: the file, which begins with `of` and has a line for each value; None keeps none.
-        of: what the values depend on, JSON-safe.
-        progress: gets how many of how many are measured.
+        path: the file, a line for each value; None keeps none.
+        of: what all values depend on, JSON-safe.
+        progress: is called for each value that is asked for the first time.
 
     Raises:
-        ValueError: the file can't be used, is none of a calibration, or is of something else.
+        ValueError: the file can't be used, or is no calibration's.
     """
 
-    def __init__(
-        self, path: Path | None, of: Mapping[str, Any], progress: Callable[[int, int], None]
-    ) -> None:
-        self._path, self._progress = path, progress
+    def __init__(self, path: Path | None, of: Mapping[str, Any], progress: Callable[[], Any]) -> None:
+        self._path, self._of, self._progress = path, json.dumps(of, sort_keys=True), progress
         self._known: dict[str, Any] = {}
         self._asked: set[str] = set()
-        self._total = 0
-        if path is not None:
-            try:
-                self._open(path, json.loads(json.dumps(of)))
-            except OSError as error:
-                raise ValueError(f"resume={str(path)!r}: {error.strerror}; pass a file's path") from None
-
-    def _open(self, path: Path, of: dict[str, Any]) -> None:
-        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-        complete, _, torn = text.rpartition("\n")
-        if not complete:
-            if torn and not torn.startswith('{"of"'):
-                raise ValueError(f"resume={str(path)!r} is no calibration's: pass another file")
-            path.write_text(json.dumps({"of": of}) + "\n", encoding="utf-8")
+        if path is None:
             return
         try:
-            head, *lines = [json.loads(line) for line in complete.split("\n")]
-            self._known = {line["name"]: line["value"] for line in lines}
-            was, now = _flat(head["of"]), _flat(of)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"resume={str(path)!r} is no calibration's: pass another file") from None
-        for name in {**was, **now}:
-            if was.get(name) != now.get(name):
-                raise ValueError(
-                    f"resume={str(path)!r} was begun with {name}={was.get(name)!r}, here it is "
-                    f"{now.get(name)!r}: pass another file, or remove this one"
-                )
-        if torn:  # the last line of one that was killed
-            path.write_text(complete + "\n", encoding="utf-8")
-
-    def expect(self, count: int) -> None:
-        """At most so many will be asked for."""
-        self._total = count
+            path.touch()
+            complete, end, torn = path.read_text(encoding="utf-8", errors="replace").rpartition("\n")
+            lines = complete.split("\n") if end else []
+            if not all(line.startswith(_BEGINNING) for line in [*lines, *filter(None, [torn])]):
+                raise ValueError(f"resume={str(path)!r} is no calibration's: pass another file")
+            if torn:  # the last line of one that was killed
+                path.write_text(complete + end, encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"resume={str(path)!r}: {error.strerror}; pass a file's path") from None
+        self._known = {line["key"]: line["value"] for line in map(json.loads, lines)}
 
     def get(self, name: str, measure: Callable[[], Any]) -> Any:
         """The value of that name, measured now where it is not known."""
-        if name not in self._known:
-            text = json.dumps({"name": name, "value": measure()})
+        key = sha256(f"{self._of} {name}".encode()).hexdigest()[:24]
+        if key not in self._known:
+            self._known[key] = measure()
             if self._path is not None:
                 with self._path.open("a", encoding="utf-8") as file:
-                    file.write(text + "\n")
-            self._known[name] = json.loads(text)["value"]
-        if name not in self._asked:
-            self._asked.add(name)
-            self._progress(len(self._asked), max(self._total, len(self._asked)))
-        return self._known[name]
-
-    def finish(self) -> None:
-        """All is there."""
-        self._progress(len(self._asked), len(self._asked))
-
-
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Mappings inside as "name.inner"."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{name}.{inner}": item for inner, item in _flat(value).items()}
-        else:
-            flat[name] = value
-    return flat
+                    file.write(json.dumps({"key": key, "name": name, "value": self._known[key]}) + "\n")
+        if key not in self._asked:
+            self._asked.add(key)
+            self._progress()
+        return self._known[key]
 
 
 def json_safe(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -14,7 +14,7 @@ from diffusers.utils import logging
 
 from ..cache.support import unsupported_reason
 from ..checks import check
-from ..hosts.models import find_model, weights_digest
+from ..hosts.models import find_model, is_quantized, weights_digest
 from ..hosts.schedulers import Sampler
 from ..patch import apply_agentsd
 from ..recipe import Recipe
@@ -27,7 +27,6 @@ FINALISTS = 3
 """Of the candidates that meet the goal on the first prompt, those that are run on all."""
 MARGIN = 1.5
 """By which a speed-up above the boldest candidate's is out of reach of all."""
-Progress = Callable[[int, int], None]
 _OWN = ("timesteps", "sigmas", "generator", "output_type", "prompt")
 
 
@@ -45,7 +44,6 @@ def calibrate(
     guidance_scale: float = 7.5,
     seed: int = 0,
     resume: str | Path | None = None,
-    on_step: Progress | None = None,
     **call_kwargs: Any,
 ) -> Recipe:
     """Return the candidate that meets a goal with the least distance, or the greatest speed-up.
@@ -68,8 +66,8 @@ def calibrate(
             to do nothing else.
         num_inference_steps, guidance_scale, call_kwargs: of the pipeline's call.
         seed: the first prompt's; the i-th has seed + i, held-out ones after the others.
-        resume: a file that keeps what was measured; the same call goes on from it, with any goal.
-        on_step: a progress callback: gets how many of how many runs are done, in place of a bar.
+        resume: a file that keeps what was measured: a call that was stopped goes on from it, and one with
+            another goal or more candidates measures only what is new.
 
     Returns:
         A recipe for `apply_agentsd(pipe, recipe=...)`. Its `measured` has the "goal", the "steps" (a letter a
@@ -79,15 +77,16 @@ def calibrate(
 
     Raises:
         TypeError: `pipe` is no pipeline with a U-Net, or a candidate no recipe.
-        ValueError: an argument is out of range, the U-Net is patched, compiled or offloaded layer by layer,
-            there is not exactly one goal, nothing can be cached in such runs, `resume` is of something else,
-            or no candidate meets the goal; the message says what can be had.
+        ValueError: an argument is out of range, the U-Net is patched, compiled, offloaded layer by layer, or
+            quantised where `cost` is "macs", there is not exactly one goal, nothing can be cached in such
+            runs, `resume` is no calibration's, or no candidate meets the goal; the message says what can be
+            had.
     """
     _check_goal(speedup, max_distance)
     _check_arguments(prompts, held_out, cost, candidates, call_kwargs)
     way_out = f"pass more than num_inference_steps={num_inference_steps}, such as 100"
     check("reference_steps", reference_steps, (reference_steps or math.inf) > num_inference_steps, way_out)
-    unet = _free_unet(pipe, num_inference_steps)
+    unet = _free_unet(pipe, num_inference_steps, cost)
     usable = [recipe for recipe in candidates if _fits(pipe, recipe)]
     check("candidates", len(candidates), len(usable) > 0, "none of them fits the model: pass others")
     environment = {
@@ -112,9 +111,9 @@ def calibrate(
     settings = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale, **call_kwargs}
     own = range(len(prompts))
     held = range(len(prompts), len(prompts) + len(held_out)) if held_out else own
-    with _progress(pipe, on_step) as progress:
-        measurements = Measurements(None if resume is None else Path(resume), of, progress)
-        measurements.expect(len(usable) + 2 * len(prompts) + (FINALISTS + 4) * len(held))
+    most = len(usable) + 2 * len(prompts) + (FINALISTS + 4) * len(held)
+    with _bars_of(pipe), logging.tqdm(total=most, desc="calibrating") as bar:
+        measurements = Measurements(None if resume is None else Path(resume), of, bar.update)
         runs = Runs(pipe, [*prompts, *held_out], cost, seed, settings, reference_steps, measurements)
         best = _search(runs, usable, own, speedup, max_distance)
         metrics = runs.compare(best, own)
@@ -125,7 +124,7 @@ def calibrate(
             "validation": _validation(runs, best, held, num_inference_steps) | {"held_out": bool(held_out)},
             "environment": environment,
         }
-        measurements.finish()
+        bar.total = bar.n
     return replace(best, measured=found)
 
 
@@ -150,18 +149,16 @@ def _search(
         _check_reach(runs, candidates, speedup)
     first = {recipe: runs.compare(recipe, numbers[:1]) for recipe in candidates}
     near = sorted((r for r in candidates if meets(first[r])), key=lambda recipe: badness(first[recipe]))
-    seen = []
+    every: dict[Recipe, Metrics] = {}
     for recipe in near:
-        seen.append((recipe, runs.compare(recipe, numbers)))
-        good = [pair for pair in seen if meets(pair[1])]
-        if len(seen) >= FINALISTS and good:
-            return min(good, key=lambda pair: badness(pair[1]))[0]
-    if good := [pair for pair in seen if meets(pair[1])]:
-        return min(good, key=lambda pair: badness(pair[1]))[0]
+        every[recipe] = runs.compare(recipe, numbers)
+        good = [recipe for recipe, metrics in every.items() if meets(metrics)]
+        if good and (len(every) >= FINALISTS or recipe is near[-1]):
+            return min(good, key=lambda recipe: badness(every[recipe]))
     if speedup is not None:
         most = max(metrics.speedup for metrics in first.values())
         raise ValueError(f"speedup={speedup} cannot be met in these runs: the greatest is {most:.2f}")
-    least = min(metrics.distance for metrics in [*first.values(), *(m for _, m in seen)])
+    least = min(metrics.distance for metrics in [*first.values(), *every.values()])
     raise ValueError(
         f"max_distance={max_distance} cannot be met in these runs: the least seen is {least:.2g}"
     )
@@ -169,8 +166,7 @@ def _search(
 
 def _check_reach(runs: Runs, candidates: Sequence[Recipe], speedup: float) -> None:
     """Raise ValueError for a speed-up far above that of the candidate that computes the fewest steps."""
-    some = range(100)
-    bold = min(candidates, key=lambda r: sum(r.steps.computed(some)) if r.steps else len(some))
+    bold = min(candidates, key=lambda recipe: sum(recipe.steps.computed(100)) if recipe.steps else 100)
     most = runs.compare(bold, (0,)).speedup
     if speedup > MARGIN * most:
         raise ValueError(f"speedup={speedup} cannot be met in these runs: the greatest is about {most:.2f}")
@@ -244,7 +240,7 @@ def _check_arguments(
             raise ValueError(f"{name}={call_kwargs[name]!r}: leave it out, calibration sets it itself")
 
 
-def _free_unet(pipe: Any, num_inference_steps: int) -> Any:
+def _free_unet(pipe: Any, num_inference_steps: int, cost: Cost) -> Any:
     """The pipeline's U-Net. Raises TypeError or ValueError where it can't be calibrated."""
     if not all(hasattr(pipe, name) for name in ("unet", "scheduler", "set_progress_bar_config")):
         raise TypeError(f"{type(pipe).__name__} is no pipeline with a `unet`, to be run on the prompts")
@@ -253,6 +249,11 @@ def _free_unet(pipe: Any, num_inference_steps: int) -> Any:
         raise ValueError("the U-Net is compiled: calibrate first, and compile it afterwards")
     if any(parameter.device.type == "meta" for parameter in unet.parameters()):
         raise ValueError("the U-Net's weights are kept elsewhere by sequential offloading: calibrate first")
+    if cost == "macs" and any(is_quantized(parameter) for parameter in unet.parameters()):
+        raise ValueError(
+            "cost='macs': the U-Net is quantised, and its products are not counted: pass cost='seconds', or "
+            "calibrate first and quantise it afterwards"
+        )
     if hasattr(unet, "_agentsd"):
         raise ValueError("the pipeline is patched: call remove_agentsd(pipe) first")
     if reason := unsupported_reason(unet, num_inference_steps, Sampler(pipe.scheduler, ())):
@@ -276,23 +277,11 @@ def _name_of(pipe: Any) -> str:
 
 
 @contextmanager
-def _progress(pipe: Any, on_step: Progress | None) -> Iterator[Progress]:
-    """The progress callback: the caller's, or a bar; the pipeline's own bars are off."""
+def _bars_of(pipe: Any) -> Iterator[None]:
+    """The pipeline's own progress bars are off."""
     before = dict(getattr(pipe, "_progress_bar_config", {}))
     pipe.set_progress_bar_config(**before | {"disable": True})
     try:
-        if on_step is not None:
-            yield on_step
-            return
-        with logging.tqdm(desc="calibrating") as bar:
-            shown = 0  # diffusers' bar knows no count of its own where bars are switched off
-
-            def show(done: int, total: int) -> None:
-                nonlocal shown
-                bar.total = total
-                bar.update(done - shown)
-                shown = done
-
-            yield show
+        yield
     finally:
         pipe.set_progress_bar_config(**before)

@@ -88,21 +88,21 @@ def find_attention_layers(model: Any, levels: int, at_most: bool = False) -> lis
     Raises:
         ValueError: the model has no such layer, or fewer levels (unless `at_most`).
     """
-    sites = []
+    layers = []
     for name, block in model.named_modules():
-        span = _span(name, model)
-        if isinstance(block, BasicTransformerBlock) and span and not block.only_cross_attention:
-            sites.append(AttentionLayer(f"{name}.attn1", block, span))
-    found = sorted({site.downsampling_factor for site in sites})
+        factor = _downsampling_factor(name, model)
+        if isinstance(block, BasicTransformerBlock) and factor and not block.only_cross_attention:
+            layers.append(AttentionLayer(f"{name}.attn1", block, factor))
+    found = sorted({layer.downsampling_factor for layer in layers})
     kind = type(model).__name__
     if not found:
         raise ValueError(f"{kind} has no self-attention that agentsd could patch; nothing was changed")
     if levels > len(found) and not at_most:
         raise ValueError(f"levels={levels}: {kind} has attention on {len(found)} levels; pass at most that")
-    return [site for site in sites if site.downsampling_factor in found[:levels]]
+    return [layer for layer in layers if layer.downsampling_factor in found[:levels]]
 
 
-def _span(name: str, model: Any) -> int:
+def _downsampling_factor(name: str, model: Any) -> int:
     """Latent pixels on a side of a token in the block of that name; 0 where tokens are not of one image."""
     if _TEMPORAL.search(name):
         return 0

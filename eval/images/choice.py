@@ -29,7 +29,7 @@ LABELS = ATTENTION | STEPS
 def defaults_of(mode: str) -> dict[str, Any]:
     """Return the settings that a recipe has, of its attention and of its steps, and their values."""
     recipe = MODES[mode]
-    parts: list[Any] = [*recipe.schedules, *recipe.operators, *filter(None, [recipe.steps])]
+    parts: list[Any] = [recipe.attention, *recipe.operators, *filter(None, [recipe.steps])]
     found = {name: [getattr(part, name) for part in parts if hasattr(part, name)] for name in LABELS}
     return {name: values[0] for name, values in found.items() if values}
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -21,6 +22,11 @@ _BASIS = Path(__file__).with_name("basis.npy")
 BASIS_SHA256 = "c343aebe9d5e7fb5d07935b1996bdfe5b0c70360fa5b6591bcbf58ec03f75a6b"
 """Of the basis of a FD, so that a figure is known to be of this one."""
 Sources = Sequence[Image.Image] | Sequence[Path]
+
+
+def user_cache() -> Path:
+    """Return the folder of what takes long to make and the same for every run."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "agentsd"
 
 
 class Network:

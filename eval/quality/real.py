@@ -1,6 +1,5 @@
 """The images that a row's are compared with: a folder's, or fresh scenes for the toy model."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,12 +7,7 @@ from pathlib import Path
 from PIL import Image
 
 from ..settings import RunSettings
-from .features import image_files
-
-
-def user_cache() -> Path:
-    """Return the folder of what takes long to make and the same for every run."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "agentsd"
+from .features import image_files, user_cache
 
 
 @dataclass(frozen=True)

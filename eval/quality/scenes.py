@@ -10,8 +10,7 @@ from agentsd_demo.reading import ConceptReader, read_scene
 from agentsd_demo.scenes import Scene, Triple, random_scene, triples
 from PIL import Image
 
-from .features import features_of, load_network
-from .real import user_cache
+from .features import features_of, load_network, user_cache
 
 
 def fresh_scenes(concepts: Sequence[str], size: int, count: int) -> list[Scene]:

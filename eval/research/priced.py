@@ -117,7 +117,7 @@ def calls_of(recipe: Recipe | None, timesteps: Sequence[float]) -> Counter[Kind]
     return found
 
 
-def prices_of(pipe: Any, recipe: Recipe | None, call: Any) -> dict[Kind, Seconds]:
+def unit_costs(pipe: Any, recipe: Recipe | None, call: Any) -> dict[Kind, Seconds]:
     """Return the seconds of a call of each kind but the baseline's.
 
     Args:
@@ -125,7 +125,7 @@ def prices_of(pipe: Any, recipe: Recipe | None, call: Any) -> dict[Kind, Seconds
         recipe: what runs.
         call: takes a timestep and calls the U-Net.
     """
-    prices: dict[Kind, Seconds] = {}
+    costs: dict[Kind, Seconds] = {}
     stages = stages_of(recipe.attention) if recipe else ()
     for number, operator in enumerate(stages):
         assert recipe is not None
@@ -138,8 +138,8 @@ def prices_of(pipe: Any, recipe: Recipe | None, call: Any) -> dict[Kind, Seconds
         with apply_agentsd(pipe, recipe=probe):
             for timestep in pipe.scheduler.timesteps[: 2 if steps or residual else 1]:
                 kind = plan[float(timestep)]
-                prices[Kind(stage, kind.computed, kind.attention)] = call(timestep)
-    return prices
+                costs[Kind(stage, kind.computed, kind.attention)] = call(timestep)
+    return costs
 
 
 @torch.no_grad()
@@ -164,8 +164,8 @@ def priced(pipe: Any, methods: Sequence[Method], case: Case, settings: PricedSet
         recipe = on_grid(recipe_of(method), math.prod(grid))
         pipe.scheduler.set_timesteps(method.steps or settings.steps)
         counts = calls_of(recipe, [float(t) for t in pipe.scheduler.timesteps])
-        prices = {Kind(): baseline, Kind(attention=FULL): baseline} | prices_of(pipe, recipe, call)
-        spent = [(prices[kind], count) for kind, count in counts.items()] + [(decoding, 1)]
+        costs = {Kind(): baseline, Kind(attention=FULL): baseline} | unit_costs(pipe, recipe, call)
+        spent = [(costs[kind], count) for kind, count in counts.items()] + [(decoding, 1)]
         found.append(
             Seconds(sum(price.wall * n for price, n in spent), sum(price.cpu * n for price, n in spent))
         )

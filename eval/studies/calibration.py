@@ -1,6 +1,5 @@
 """The recipe that meets a goal on a model and prompts, beside the baseline in fewer steps."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from ..images.methods import parse_method
 from ..images.models import load_pipeline
 from ..images.prompts import specs_to_show
 from ..images.sampling import size_of
-from ..pages.rows import Row, make_table, progress
+from ..pages.rows import Row, make_table
 from ..settings import CalibrateSettings
 
 _CLOCKS = {"seconds": "time", "macs": "MACs"}
@@ -26,9 +25,7 @@ def command(settings: CalibrateSettings, console: Console) -> None:
     """Calibrate, write the YAML file, print what was found."""
     check_writable(settings.out)
     pipe = load_pipeline(settings)
-    with progress(console) as bars:
-        task = bars.add_task("figures", total=None)
-        found = run(pipe, settings, lambda done, of: bars.update(task, completed=done, total=of))
+    found = run(pipe, settings)
     save(found, settings.out)
     console.print(describe(found.measured["steps"]), markup=False, highlight=False, soft_wrap=True)
     console.print(figures(found))
@@ -36,11 +33,8 @@ def command(settings: CalibrateSettings, console: Console) -> None:
     console.print(f"recipe: {settings.out}", soft_wrap=True)
 
 
-def run(pipe: Any, settings: CalibrateSettings, report: Callable[[int, int], None]) -> Recipe:
-    """Calibrate; `report` is called with how many of how many figures are there.
-
-    Raises EvalError for what can't be calibrated, or a goal that can't be met, with what can be had.
-    """
+def run(pipe: Any, settings: CalibrateSettings) -> Recipe:
+    """Calibrate. Raises EvalError for what can't be calibrated, or a goal that can't be met."""
     height, width = size_of(pipe, settings)
     prompts = [spec.prompt for spec in specs_to_show(settings)]
     count = len(prompts) - settings.held_out
@@ -58,7 +52,6 @@ def run(pipe: Any, settings: CalibrateSettings, report: Callable[[int, int], Non
                 guidance_scale=settings.guidance_scale,
                 seed=settings.seed,
                 resume=settings.out.with_suffix(".jsonl"),
-                on_step=report,
                 height=height,
                 width=width,
             )

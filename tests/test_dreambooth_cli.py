@@ -1,0 +1,86 @@
+"""What the command of DreamBooth says of settings that it refuses."""
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from agentsd.dreambooth.cli import dreambooth
+
+BAD = [
+    (["--instance_data_dir", "nowhere"], "nowhere is not a folder"),
+    (["--instance_data_dir", "EMPTY"], "has no image"),
+    (["--instance_data_dir", "BROKEN"], "broken.png cannot be read"),
+    (["--resolution", "33"], "resolution=33"),
+    (["--ratio", "1.5"], "ratio=1.5"),
+    (["--scale", "0.54"], "scale=0.54"),
+    (["--with_prior_preservation"], "needs class_data_dir"),
+    (["--resume_from_checkpoint", "checkpoint-7"], "there: none"),
+    (["--lora_rank", "4", "--train_text_encoder"], "leave out train_text_encoder"),
+    (["--config", "UNKNOWN"], "max_steps"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD)
+def test_bad_input_is_said_before_anything_is_loaded(options, message, photographs, tmp_path):
+    for name in ("EMPTY", "BROKEN"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "BROKEN" / "broken.png").write_bytes(b"no image")
+    (tmp_path / "UNKNOWN").write_text("max_steps: 3\n")
+    options = [str(tmp_path / o) if (tmp_path / o).exists() else o for o in options]
+    base = ["--pretrained_model_name_or_path", "no/model", "--instance_prompt", "a sks cat"]
+    base += ["--instance_data_dir", str(photographs), "--output_dir", str(tmp_path / "out")]
+    assert message in told_by(base + options)
+
+
+def told_by(options):
+    """What the command says of input it refuses."""
+    app = typer.Typer()
+    app.command()(dreambooth)
+    result = CliRunner().invoke(app, options)
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    return result.output
+
+
+MISSING = (
+    "--pretrained_model_name_or_path, --instance_data_dir, --instance_prompt missing: give each as an option"
+)
+BOMB = "a: &a [1, 1]\nb: [*a, *a]\n"
+
+
+def test_what_is_missing_is_told_as_options():
+    assert told_by([]) == f"error: {MISSING}, or as lines of a YAML file, with --config\n"
+    assert told_by(["--instance_prompt", "a sks cat"]).startswith(
+        "error: --pretrained_model_name_or_path, --instance_data_dir missing: give each as an option"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"ratio: [1\n", "is not valid YAML: line 2, column 1: expected ',' or ']'"),
+        (b"- ratio\n", "holds a list: write `name: value` lines"),
+        (b"", f"error: {MISSING}, or as lines of FILE\n"),
+        (b"ratio: \xff\n", "FILE is not UTF-8 text (byte 7): save it as UTF-8"),
+        (
+            BOMB.encode(),
+            "FILE is not valid YAML: line 2, column 5: aliases (*name) are not read: write it out",
+        ),
+        (b"[" * 5000, "FILE is nested too deeply"),
+        (b"#" * 1_000_001, "FILE is larger than 1,000,000 bytes"),
+        (b"when: 2026-13-45\n", "FILE is not valid YAML: month must be in 1..12"),
+        (b"ratio: x\n", "FILE: ratio='x': Input should be a valid number"),
+        (b"max_steps: 3\n", "FILE: max_steps: there is no such setting; --help lists them"),
+        (b"1: 2\n", "FILE: 1"),
+        (None, "error: FILE: No such file or directory\n"),
+    ],
+)
+def test_a_bad_file_of_settings_is_told_in_a_line(content, message, tmp_path):
+    path = tmp_path / "run.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    printed = told_by(["--config", str(path)]).replace(str(path), "FILE")
+    assert message in printed
+    assert "run.yaml" not in printed.replace("FILE", "")
+    assert all(line.startswith("error: ") for line in printed.splitlines())
+    assert len(printed) < 500

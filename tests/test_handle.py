@@ -1,0 +1,102 @@
+"""What `apply_agentsd` makes of its settings, and what its handle tells."""
+
+import inspect
+from dataclasses import replace
+
+import diffusers
+import pytest
+import torch
+from tiny import BETAS, make_controlnet
+
+from agentsd import Agents, Downsample, Merge, Phases, Recipe, apply_agentsd
+from agentsd.recipe import AGENTSD, MODES, PAPER, STEP_CACHING
+
+
+def test_handle_tells_its_settings(pipe):
+    handle = apply_agentsd(pipe, 0.3, 0.05, -0.25, 0.6)
+    late = AGENTSD.attention.late
+    assert handle.recipe == replace(AGENTSD, attention=Phases(Agents(0.3, 0.05, -0.25), late, 0.6))
+    assert "ratio=0.3" in repr(handle)
+
+
+def test_settings_change_the_named_recipe_wherever_it_has_them(pipe):
+    handle = apply_agentsd(pipe, ratio=0.2, early_frac=0.5, mode="paper", seed=3)
+    early, late = Agents(0.2, ranking="layer", at_most=None, agent_ratio=0.95), Merge(0.2, ranking="layer")
+    assert handle.recipe == Recipe(Phases(early, late, 0.5), levels=1, seed=3)
+    assert apply_agentsd(pipe, mode="paper").recipe == PAPER
+
+
+DEFAULTS = {"ratio": 0.4, "k": 0.075, "scale": -0.15, "early_frac": 0.4, "seed": 0}
+
+
+def test_the_signature_shows_the_defaults():
+    parameters = inspect.signature(apply_agentsd).parameters
+    assert list(parameters) == ["pipe", "ratio", "k", "scale", "early_frac", "mode", "recipe", "seed"]
+    shown = {name: parameters[name].default for name in [*DEFAULTS, "mode", "recipe"]}
+    assert shown == DEFAULTS | {"mode": "agentsd", "recipe": None}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_default_that_is_passed_changes_nothing(pipe, mode):
+    for name, value in DEFAULTS.items():
+        for source in ({"mode": mode}, {"recipe": MODES[mode]}):
+            assert apply_agentsd(pipe, **source | {name: value}).recipe == MODES[mode]
+
+
+def test_nothing_passed_is_agentsd_which_a_setting_changes(pipe):
+    assert apply_agentsd(pipe).recipe == AGENTSD
+    early = replace(AGENTSD.attention.early, k=0.05)
+    expected = replace(AGENTSD, attention=replace(AGENTSD.attention, early=early), seed=3)
+    assert apply_agentsd(pipe, k=0.05, seed=3).recipe == expected
+
+
+def test_on_small_grids_the_default_is_step_caching_alone(make_pipeline, sample):
+    """16 x 16 tokens; of the same recipe that shares on every grid the latents differ."""
+    made = {}
+    sharing = replace(AGENTSD, residual=replace(AGENTSD.residual, least_tokens=0))
+    for name, recipe in {"step-caching": STEP_CACHING, "default": AGENTSD, "sharing": sharing}.items():
+        pipe = make_pipeline(scheduler=diffusers.DDIMScheduler(**BETAS, clip_sample=False))
+        handle = apply_agentsd(pipe, recipe=recipe)
+        made[name] = sample(pipe, num_inference_steps=12)
+        assert ("attention" in handle.summary()) == (name == "sharing")
+    assert torch.equal(made["default"], made["step-caching"])
+    assert not torch.equal(made["sharing"], made["step-caching"])
+
+
+def test_a_model_of_which_no_call_can_be_left_out_is_told_the_way_out(pipe):
+    before = dict(vars(pipe))
+    with pytest.raises(ValueError, match=r'ControlNetModel is no U-Net.*pass mode="paper"'):
+        apply_agentsd(make_controlnet())
+    assert vars(pipe) == before
+
+
+def test_settings_from_a_recipe_or_its_folder(pipe, tmp_path):
+    recipe = Recipe(Phases(Agents(0.2), Downsample(), early_frac=1.0))
+    recipe.save(tmp_path)
+    for source in (recipe, tmp_path, str(tmp_path), tmp_path / "agentsd.yaml"):
+        assert apply_agentsd(pipe, recipe=source).recipe == recipe
+
+
+@pytest.mark.parametrize("recipe", [PAPER, STEP_CACHING, AGENTSD])
+def test_a_handle_that_is_not_enabled_leaves_the_baseline(pipe, sample, recipe):
+    baseline = sample(pipe, num_inference_steps=12)
+    handle = apply_agentsd(pipe, recipe=recipe)
+    patched = sample(pipe, num_inference_steps=12)
+    assert len(handle.last_run) == 13  # PLMS calls once more
+    handle.enabled = False
+    assert torch.equal(sample(pipe, num_inference_steps=12), baseline)
+    assert not handle._hook.run.entries
+    handle.enabled = True
+    assert torch.equal(sample(pipe, num_inference_steps=12), patched)
+
+
+def test_the_last_run_is_told_step_by_step(make_pipeline, sample):
+    pipe = make_pipeline(scheduler=diffusers.DDIMScheduler(**BETAS, clip_sample=False))
+    sharing = replace(AGENTSD, residual=replace(AGENTSD.residual, least_tokens=0))
+    handle = apply_agentsd(pipe, recipe=sharing)
+    assert handle.last_run == []
+    sample(pipe, num_inference_steps=12)
+    letters = handle.summary().split()[0]
+    assert [kind.computed for kind in handle.last_run] == [letter == "F" for letter in letters]
+    assert all(kind.guided for kind in handle.last_run)
+    assert [kind.attention == "share" for kind in handle.last_run] == [letter == "f" for letter in letters]
