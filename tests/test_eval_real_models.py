@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from agentsd_eval.settings import Settings
 from click.testing import CliRunner
 from PIL import Image
 from sd_folder import save_sd15, save_sd21, save_sdxl, stand_in_for_inception
+
+from agentsd import calibrate
+from agentsd.recipe import AGENTSD, STEP_CACHING
 
 SMALL = ("--height", 64, "--width", 64)
 
@@ -139,7 +143,9 @@ def test_latency(sd15: Path, tmp_path: Path) -> None:
     assert "paper r=0.4" in printed
 
 
-def test_calibrate_takes_shipped_prompts(sd15: Path, tmp_path: Path) -> None:
+def test_calibrate_takes_shipped_prompts(sd15: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = partial(calibrate, candidates=[STEP_CACHING, AGENTSD])
+    monkeypatch.setattr("agentsd_eval.studies.calibration.calibrate", few)
     printed = invoke(
         "calibrate", "--model", sd15, "--images", 1, "--steps", 8, "--speedup", 1.05,
         *SMALL, "--out", tmp_path / "calibrated.yaml",
