@@ -38,7 +38,8 @@ def test_the_line_of_python_is_the_recipe(pipe: Any, mode: str) -> None:
 
 
 def test_what_a_recipe_has_not_is_left_out() -> None:
-    assert recipe_from("step-caching", CHANGES).attention is None
+    line = python_of("step-caching", CHANGES | {"extrapolation_order": 1})
+    assert line.endswith("recipe=Recipe(steps=StepCache(interval=3, warmup_steps=4, late_interval=4)))\n")
     assert python_of("paper", {"interval": 3}).endswith('apply_agentsd(pipe, mode="paper")\n')
 
 
@@ -46,6 +47,9 @@ def test_the_default_offers_the_settings_of_its_attention_and_of_its_steps() -> 
     own = defaults_of("agentsd")
     assert set(own) == set(LABELS)
     assert own == defaults_of("step-caching") | {name: own[name] for name in ATTENTION}
+    line = python_of("agentsd", {"ratio": 0.5, "interval": 3})
+    assert 'MODES["agentsd"].with_settings(ratio=0.5)' in line
+    assert "StepCache(interval=3, warmup_steps=4, late_interval=3)" in line
     assert recipe_from("agentsd", {"ratio": 0.5, "interval": 3}) == replace(
         AGENTSD.with_settings(ratio=0.5), steps=replace(AGENTSD.steps, interval=3)
     )

@@ -142,8 +142,8 @@ def test_a_port_that_is_taken_is_said_at_once(address: str) -> None:
     port = address.rstrip("/").rpartition(":")[2]
     words = [sys.executable, "-m", "agentsd_eval.cli", "app"]
     for more, said in (
-        (["--port", port], "error: 127.0.0.1: Cannot find empty port"),
-        (["--host", "nowhere.invalid"], "error: nowhere.invalid: "),
+        (["--port", port], f"error: port {port} of 127.0.0.1 is taken: pass another --port"),
+        (["--host", "nowhere.invalid"], "error: host 'nowhere.invalid': "),
     ):
         done = subprocess.run([*words, *more], capture_output=True, text=True, check=False)
         assert done.returncode == 2

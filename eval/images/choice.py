@@ -1,12 +1,10 @@
 """A recipe as one chooses it: a mode and its settings; and the line of Python that does the same."""
 
 from collections.abc import Mapping
-from dataclasses import replace
-from pprint import pformat
-from textwrap import indent
+from dataclasses import fields, replace
 from typing import Any
 
-from agentsd import Recipe
+from agentsd import Recipe, StepCache
 from agentsd.recipe import MODES
 
 from ..settings import recipe_of
@@ -54,9 +52,25 @@ def recipe_from(mode: str, settings: Mapping[str, Any]) -> Recipe:
 def python_of(mode: str, settings: Mapping[str, Any]) -> str:
     """Return the imports and the lines that put that recipe on a pipeline called `pipe`."""
     own = changed(mode, settings)
-    if set(own) & set(STEPS):
-        content = pformat(recipe_from(mode, settings).to_mapping(), sort_dicts=False)
-        recipe = f"recipe = Recipe.from_mapping(\n{indent(content, '    ')}\n)"
-        return f"from agentsd import Recipe, apply_agentsd\n\n{recipe}\napply_agentsd(pipe, recipe=recipe)\n"
-    words = "".join(f", {name}={value!r}" for name, value in own.items())
-    return f'from agentsd import apply_agentsd\n\napply_agentsd(pipe, mode="{mode}"{words})\n'
+    words = _words({name: value for name, value in own.items() if name in ATTENTION})
+    if not set(own) & set(STEPS):
+        how = f'mode="{mode}"' + (f", {words}" if words else "")
+        return f"from agentsd import apply_agentsd\n\napply_agentsd(pipe, {how})\n"
+    recipe = recipe_from(mode, settings)
+    values = {field: getattr(recipe.steps, field.name) for field in fields(StepCache)}
+    steps = f"StepCache({_words({f.name: value for f, value in values.items() if value != f.default})})"
+    if recipe.attention is None:
+        return (
+            f"from agentsd import Recipe, StepCache, apply_agentsd\n\n"
+            f"apply_agentsd(pipe, recipe=Recipe(steps={steps}))\n"
+        )
+    base = f'MODES["{mode}"]' + (f".with_settings({words})" if words else "")
+    return (
+        "from dataclasses import replace\n\n"
+        "from agentsd import StepCache, apply_agentsd\nfrom agentsd.recipe import MODES\n\n"
+        f"steps = {steps}\napply_agentsd(pipe, recipe=replace({base}, steps=steps))\n"
+    )
+
+
+def _words(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in settings.items())

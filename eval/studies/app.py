@@ -1,6 +1,8 @@
 """A page in the browser: baseline and a recipe side by side, from one seed on one model."""
 
+import errno
 import math
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
@@ -29,6 +31,7 @@ BASELINE = Method(())
 _CHOSEN = "the recipe"
 """What its method is called: a mode's own name would stand for that mode as it is."""
 _SHOWN = 512  # pixels on a side that a smaller image is enlarged to
+_PORTS = range(7860, 7960)
 _SAMPLED = ("seed", "width", "height", "steps", "guidance_scale", "scheduler")
 _TITLE = "AgentSD for diffusers"
 _THEME = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
@@ -100,24 +103,32 @@ class Pairs:
 
 def command(settings: AppSettings, console: Console) -> None:
     """Serve the page until Ctrl-C."""
+    port = free_port(settings.host, settings.port)
     page = build(Pairs(settings))
-    try:
-        _, address, _ = page.launch(
-            server_name=settings.host,
-            server_port=settings.port,
-            share=False,
-            quiet=True,
-            prevent_thread_lock=True,
-            footer_links=[],
-            theme=_THEME,
-            css=_CSS,
-        )
-    except OSError as error:
-        raise EvalError(
-            f"the page can't be served on {settings.host}: {error}; pass another --port"
-        ) from None
+    _, address, _ = page.launch(
+        server_name=settings.host,
+        server_port=port,
+        share=False,
+        quiet=True,
+        prevent_thread_lock=True,
+        footer_links=[],
+        theme=_THEME,
+        css=_CSS,
+    )
     console.print(f"page: {address} (Ctrl-C ends it)", soft_wrap=True)
     page.block_thread()
+
+
+def free_port(host: str, port: int | None) -> int:
+    """Return that port, or the first free one; raises EvalError where the page can't be served."""
+    for tried in _PORTS if port is None else [port]:
+        try:
+            with socket.create_server((host, tried)):
+                return tried
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise EvalError(f"host {host!r}: {error.strerror}; 127.0.0.1 is this machine alone") from None
+    raise EvalError(f"port {port or _PORTS} of {host} is taken: pass another --port")
 
 
 def build(pairs: Pairs) -> gr.Blocks:
