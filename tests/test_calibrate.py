@@ -221,6 +221,15 @@ def test_nothing_is_taken_from_measurements_of_something_else(plain, figures, ch
         calibrate(plain, **arguments)
 
 
+@pytest.mark.parametrize("line", ['{"key": 3, ', '{"key": "a"}'])
+def test_a_damaged_file_is_named(plain, tmp_path, line):
+    path = tmp_path / "mine.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(ValueError, match=r"mine.jsonl' is damaged: pass another file, or remove it"):
+        calibrate(plain, ["a cat"], speedup=1.5, resume=path)
+    assert path.read_text() == line + "\n"
+
+
 @pytest.mark.parametrize("content", ["steps: 3\n", "[1]\n", "none", '{"of": {}}\n{}\n'])
 def test_a_file_of_another_kind_is_left_as_it_is(plain, tmp_path, content):
     path = tmp_path / "notes.txt"

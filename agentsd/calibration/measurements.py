@@ -43,7 +43,10 @@ class Measurements:
                 path.write_text(complete + end, encoding="utf-8")
         except OSError as error:
             raise ValueError(f"resume={str(path)!r}: {error.strerror}; pass a file's path") from None
-        self._known = {line["key"]: line["value"] for line in map(json.loads, lines)}
+        try:
+            self._known = {line["key"]: line["value"] for line in map(json.loads, lines)}
+        except (ValueError, KeyError):
+            raise ValueError(f"resume={str(path)!r} is damaged: pass another file, or remove it") from None
 
     def get(self, name: str, measure: Callable[[], Any]) -> Any:
         """The value of that name, measured now where it is not known."""
