@@ -40,7 +40,7 @@ def apply_agentsd(
         early_frac: share of the steps with agent attention, in [0, 1].
         mode: "agentsd": step caching, whose cached steps run agent attention early in a run and downsampled
             keys later, each on the residual that it had to full attention in the last computed steps; on
-            grids of fewer than 4,096 tokens step caching alone. "downsample": the same with downsampled keys
+            grids of fewer than 2,304 tokens step caching alone. "downsample": the same with downsampled keys
             in place of agents. "step-caching": step caching alone, on every grid. "paper": AgentSD to the
             letter of the paper, agents in the early steps and merged tokens later, in every step.
         recipe: in place of all the others, a `Recipe`, or a file, folder or hub repository that holds one

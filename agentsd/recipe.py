@@ -192,7 +192,7 @@ STEP_CACHING = Recipe(steps=StepCache(interval=2, warmup_steps=4, late_interval=
 AGENTSD = Recipe(
     Phases(Agents(), Downsample(stride=4, at_most=None)),
     levels=1,  # cached steps compute no other
-    residual=ResidualSharing(interval=1, least_tokens=4096),
+    residual=ResidualSharing(interval=1, least_tokens=2304),
     steps=STEP_CACHING.steps,
 )
 """Step caching whose cached steps run agents, later downsampled keys, on residuals of the computed ones."""

@@ -67,10 +67,10 @@ def make_program(
 def _run(kind: type[s.CommandSettings], module: str, config: str | None = None, **options: Any) -> None:
     """Do a command's work; an EvalError, a full GPU or Ctrl-C end it with a message and an exit code."""
     try:
-        settings = load_settings(kind, config, settings_of(options))
         # The libraries' remarks and bars would stand between a user and the table.
         for library in ("DIFFUSERS", "TRANSFORMERS"):
             os.environ.setdefault(f"{library}_VERBOSITY", "error")
+        settings = load_settings(kind, config, settings_of(options))
         job = importlib.import_module(f".{module}", __package__)
         for library in ("diffusers", "transformers"):
             if library in sys.modules:
