@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,15 @@ def test_compare(model_folder: str, tmp_path: Path) -> None:
     with Image.open(out) as image:
         assert image.size[0] > 2 * 160
         assert image.size[1] > 3 * 160
+
+
+def test_an_error_stands_alone(tmp_path: Path) -> None:
+    """transformers would advise to install torchvision, which breaks a CPU build of torch."""
+    words = ["table", "--config", "demo", "--reference", tmp_path / "none", "--out", tmp_path]
+    command = [sys.executable, "-m", "agentsd_eval.cli", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"error: .* holds 0 images .*\n", done.stderr)
 
 
 @pytest.fixture(scope="module")
