@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from .attention.processor import LayerState
-from .attention.residual import FULL, KEEP, PLAIN, SHARE, ResidualSharing
+from .attention.residual import FULL, KEEP, OPERATOR, SHARE, ResidualSharing
 from .cache.conditional import (
     both_passes,
     difference_of,
@@ -29,6 +29,7 @@ from .cache.skip_layers import SkippedLayers, copy_inputs
 from .cache.steps import StepCache
 from .cache.support import unsupported_reason
 from .context import CacheEntry, StepContext
+from .hosts.foreign import Changes, foreign_outside
 from .hosts.schedulers import Sampler
 from .hosts.timesteps import Step
 from .run_state import RunState
@@ -44,6 +45,9 @@ _OFF_LIST = (
 _UNKNOWN = (
     "agentsd: the timesteps are not those of a scheduler that is known, so cached steps are not corrected; "
     "pass elements of scheduler.timesteps to the U-Net"
+)
+_EACH_CALL = (
+    "the U-Net gets another text, or its text as a new tensor, or other weights or scales, in each call"
 )
 _UNGUIDED = "agentsd: no guidance of two passes was found in a call, so none was halved"
 
@@ -103,13 +107,13 @@ class Caching:
         context.kind = COMPUTED if self._residual is None else replace(COMPUTED, attention=FULL)
         if step.off_list and run.kinds:
             self._warn(_OFF_LIST)
-        if not run.kinds or step.off_list or not self._may_keep(run):
+        reader, step_index = run.reader, run.reader.step_index
+        if step_index not in run.kinds or step.off_list or not self._may_keep(run):
             return
         entry = self._entry(run, context, pipe)
         if entry is None:
             return
-        reader, step_index = run.reader, run.reader.step_index
-        context.kind = self._possible(run, run.kinds[reader.timesteps[step_index]], entry, context)
+        context.kind = self._possible(run, run.kinds[step_index], entry, context)
         context.entry, context.sigma = entry, run.sampler.coordinate(step_index)
         context.is_last = step_index + reader.stride >= len(reader.timesteps)
         context.sampler_step = run.sampler_steps[step_index] if run.sampler_steps else None
@@ -136,10 +140,24 @@ class Caching:
         """What the caller gets for what the U-Net gave; None if it raised."""
         computed = self.stop()
         if output is None:
-            run.reset()
+            run.forget()
         if context is None or output is None or context.entry is None:
             return output
         entry, kind = context.entry, context.kind
+        self._keep(context, entry, computed, output)
+        if not kind.guided:
+            assert entry.difference is not None
+            output = with_sample(output, both_passes(sample_of(output), entry.difference))
+        if kind.computed and entry.cached:
+            output = self._correct(run, context, entry, output, recompute)
+        if context.is_last:
+            run.entries = {key: other for key, other in run.entries.items() if other is not entry}
+            run.changes = run.changes if run.entries else None
+        return output
+
+    def _keep(self, context: StepContext, entry: CacheEntry, computed: Tensor | None, output: Any) -> None:
+        """Keep what a call leaves for those after it."""
+        kind = context.kind
         if kind.computed and computed is not None:
             features = context.features
             for known, part in zip(features, computed.chunk(len(features)), strict=True):
@@ -149,14 +167,6 @@ class Caching:
             entry.cached.append(replace(context, entry=None, prediction=sample_of(output).clone()))
         if entry.guided and kind.guided:
             entry.difference = difference_of(sample_of(output))
-        elif not kind.guided:
-            assert entry.difference is not None
-            output = with_sample(output, both_passes(sample_of(output), entry.difference))
-        if kind.computed and entry.cached:
-            output = self._correct(run, context, entry, output, recompute)
-        if context.is_last:
-            run.entries = {key: other for key, other in run.entries.items() if other is not entry}
-        return output
 
     def _correct(
         self, run: RunState, context: StepContext, entry: CacheEntry, output: Any, recompute: Recompute
@@ -178,12 +188,12 @@ class Caching:
                 steps.append(one.sampler_step)
                 errors.append(one.prediction - self._recompute(one, entry, recompute))
         except BaseException:
-            run.reset()
+            run.forget()
             raise
         change = correction(steps, errors, context.sampler_step)
         if change is None:
             return output
-        run.corrected += len(cached)
+        run.history.corrected += len(cached)
         if len(change) < len(sample):  # the unconditional pass is taken to be as wrong
             change = torch.cat([change, change])
         return with_sample(output, sample + change)
@@ -203,10 +213,11 @@ class Caching:
         reader, scheduler = run.reader, run.scheduler
         run.is_open, run.unmatched = True, 0
         run.entries.clear()
-        run.kinds, run.sampler_steps, run.corrected = {}, [], 0
-        ahead = reader.timesteps[reader.step_index :: reader.stride]
+        run.kinds, run.sampler_steps, run.changes = {}, [], None
         run.sampler = sampler = Sampler(scheduler, reader.timesteps)
-        reason = unsupported_reason(unet, len(set(ahead)), sampler)
+        ahead = range(len(reader.timesteps))[reader.step_index :: reader.stride]
+        step_of_call = [sampler.step_of_call[index] for index in ahead]
+        reason = unsupported_reason(unet, len(set(step_of_call)), sampler)
         if reader.guesses:
             reason = (
                 "the run's steps are not known (pass elements of scheduler.timesteps to the U-Net, or apply "
@@ -215,13 +226,16 @@ class Caching:
         if reason:
             self._warn(f"agentsd: {reason}; nothing is skipped in this run")
             return
-        kinds = plan_run(self._steps, self._guidance, ahead, self._residual)
-        if all(kind.computed and kind.guided and kind.attention in (PLAIN, FULL) for kind in kinds.values()):
+        kinds = plan_run(self._steps, self._guidance, step_of_call, self._residual)
+        if all(kind.computed and kind.guided and kind.attention in (OPERATOR, FULL) for kind in kinds):
             return
-        run.kinds = kinds
+        run.kinds = dict(zip(ahead, kinds, strict=True))
+        run.changes = Changes(unet)
         if self._steps is not None and self._steps.correct:
             if scheduler is None:
                 self._warn(_UNKNOWN)
+            elif watcher := foreign_outside(unet):
+                self._warn(f"agentsd: {watcher}, which would see calls twice; cached steps are not corrected")
             elif reader.stride == 1:  # else its steps are not from one call to the next
                 steps = sampler.steps()
                 run.sampler_steps = steps if any(steps) else []
@@ -254,7 +268,11 @@ class Caching:
         sample, text = context.inputs["sample"], context.inputs.get("encoder_hidden_states")
         oldest = step_index - run.reader.stride  # what was not called in the step before is too old
         run.entries = {key: entry for key, entry in run.entries.items() if entry.step_index >= oldest}
-        key = (tuple(sample.shape), sample.dtype, sample.device, _identity(text))
+        key = (
+            (tuple(sample.shape), sample.dtype, sample.device, _autocast(sample.device.type)),
+            (_identity(text), _plain(context.inputs.get("cross_attention_kwargs"))),
+            run.changes and run.changes.read(),
+        )
         entry = run.entries.get(key)
         if entry is not None and entry.step_index == step_index:
             self._give_up(run, "the U-Net is called more than once in a step on the same text")
@@ -265,7 +283,7 @@ class Caching:
         if all(entry.step_index < step_index for entry in run.entries.values()):  # the step's first call
             run.unmatched += 1
         if run.unmatched == 3:
-            self._give_up(run, "the U-Net gets another text, or its text as a new tensor, in each call")
+            self._give_up(run, _EACH_CALL)
             return None
         unguided = self._is_unguided(pipe, run.scheduler)
         guided = self._guidance is not None and not unguided and is_guided(sample, text)
@@ -318,6 +336,19 @@ def _identity(text: Any) -> Any:
         return id(text)
     version = 0 if text.is_inference() else text._version
     return text.data_ptr(), text.shape, text.stride(), version
+
+
+def _autocast(device: str) -> Any:
+    """The dtype that autocast computes in now; None without."""
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def _plain(settings: Any) -> Any:
+    """The settings of a call that are numbers or words, a LoRA's scale among them."""
+    named = settings.items() if isinstance(settings, Mapping) else ()
+    return tuple((name, value) for name, value in named if isinstance(value, int | float | str))
 
 
 def _join(passes: list[Tensor]) -> Tensor:

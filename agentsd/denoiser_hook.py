@@ -2,45 +2,53 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import weakref
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from diffusers.utils import logging
-from diffusers.utils.torch_utils import unwrap_module
+from torch import Tensor
 from torch.nn import Module
 
-from .attention.residual import FULL, SHARE
-from .cache.plan import StepKind, describe
+from .attention.residual import FULL
+from .cache.plan import StepKind
 from .caching import Caching
 from .checkpointing import PendingBackward
 from .context import StepContext
 from .hosts.models import latent_and_timestep, named_arguments, regroup
 from .hosts.schedulers import find_scheduler, schedulers_of
-from .hosts.timesteps import Step
+from .hosts.timesteps import Step, list_of, own_list
 from .layers import PatchedLayers
 from .recipe import Recipe
-from .run_state import RunState
+from .run_state import History, Runs, RunState
 from .schedule import Phases
 
 logger = logging.get_logger(__name__)
+_NUMBER = re.compile(r"\d+([.,]\d+)*")
+_MET = 8
+_TRACED = (
+    "agentsd: the U-Net is being traced; the trace is the model's own, as no patch comes out of it again"
+)
 
 
 class WarnOnce:
-    """Logs each warning once."""
+    """Logs each kind of warning once: the same words, whatever the numbers."""
 
     def __init__(self) -> None:
         self._warned: set[str] = set()
 
     def __call__(self, message: str) -> None:
-        """Log it, unless it was logged before."""
-        if message not in self._warned:
-            self._warned.add(message)
+        """Log it, unless one of its kind was logged before."""
+        kind = _NUMBER.sub("#", message)
+        if kind not in self._warned:
+            self._warned.add(kind)
             logger.warning(message)
 
 
@@ -56,7 +64,7 @@ class DenoiserHook:
 
     Attributes:
         cache: what is cached; None where nothing is.
-        run: the thread's run.
+        runs: the runs under way.
         enabled: at False calls are the model's own, and nothing is kept.
     """
 
@@ -64,7 +72,7 @@ class DenoiserHook:
         self, recipe: Recipe, unet: Module, pipe: Any, layers: PatchedLayers, warn: Callable[[str], None]
     ) -> None:
         self._patched = None if pipe is unet else weakref.ref(pipe)
-        self._schedulers: list[weakref.ref[Any]] = []  # that were met
+        self._schedulers: list[weakref.ref[Any]] = []  # those met last
         self._layers, self._warn = layers, warn
         self.cache = None
         if recipe.steps or recipe.guidance or recipe.residual:
@@ -72,41 +80,60 @@ class DenoiserHook:
             self.cache = Caching(unet, *settings, layers.states, warn)
             if self.cache.skipped is not None:
                 layers.find_skipped(self.cache.skipped)
-        self.run = RunState(recipe.timing)
+        self.runs = Runs(recipe.timing)
         self.enabled = True
         self._timing = recipe.timing
         self._owner: dict[str, int] = {}  # the thread of the call under way
+        self._run: RunState | None = None  # of the call under way
         self._context: StepContext | None = None
-        self._last: tuple[str, list[StepKind]] = "", []  # of the last call's run, whichever thread it was of
         self._recomputes = False  # a cached step is computed again
         self._backward = PendingBackward()
 
     def __getstate__(self) -> dict[str, Any]:
-        gone = {"_patched": None, "_context": None, "_recomputes": False}
+        gone = {"_patched": None, "_run": None, "_context": None, "_recomputes": False}
         return self.__dict__ | gone | {"_owner": {}, "_schedulers": []}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DenoiserHook:
+        copy = type(self).__new__(type(self))
+        memo[id(self)] = copy
+        copy.__dict__ |= deepcopy(self.__getstate__(), memo)
+        if (other := memo.get(id(self.pipe))) is not None:  # the pipeline is being copied, too
+            copy._patched = weakref.ref(other)
+        return copy
 
     def summary(self) -> str:
         """What each call of the thread's last run was; of the last run of any, where it had none."""
-        return self.run.describe() or self._last[0] or describe("")
+        return self.runs.history.describe()
 
     def history(self) -> list[StepKind]:
         """The kind of each of these calls."""
-        return list(self.run.history or self._last[1])
+        return list(self.runs.history.kinds)
 
-    def reset(self, *args: Any, **kwargs: Any) -> None:
-        """Let go of all that the thread's run keeps; diffusers calls it when a pipeline is done."""
-        self.run.reset()
+    def switch(self, enabled: bool) -> None:
+        """Let calls be the recipe's, or the model's own; either way the next begins a run."""
+        self.enabled = enabled
+        self.clean()
 
-    def release(self) -> None:
-        """Forget what the thread's run keeps, and a call that was interrupted, whichever thread it was of."""
-        self.reset()
-        self._owner.clear()
+    def end_run(self, *args: Any, **kwargs: Any) -> None:
+        """Let go of all that the thread's last run keeps; diffusers calls it when a pipeline is done."""
+        self.runs.end()
 
-    def detach(self) -> None:
-        """Skip no layer of the model, and keep nothing."""
+    def clean(self) -> None:
+        """Leave the U-Net as it was, and keep nothing of any thread's run.
+
+        What a call was at when it was interrupted (Ctrl-C) is undone. Where a call of another thread is still
+        under way, its own end does this.
+        """
+        self.runs.clear()
+        if self._is_in_other_call():
+            return
         if self.cache is not None:
             self.cache.stop()
-        self.reset()
+        self._layers.clean()
+        self._run = self._context = None
+        self._recomputes = False
+        self._backward = PendingBackward()
+        self._owner.clear()
 
     @torch.compiler.disable
     def begin(self, unet: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,44 +141,75 @@ class DenoiserHook:
         if not self.enabled or self._is_recompute():
             return None
         self._enter(unet)
-        latent, timestep = latent_and_timestep(unet, args, kwargs)
-        run, pipe = self.run, self._pipe()
-        own = [] if pipe is None else schedulers_of(pipe)
-        met = [scheduler for reference in self._schedulers if (scheduler := reference()) is not None]
-        known = [*own, *met]
-        step = run.reader.read(timestep, known[0] if known else None)
+        if torch.jit.is_tracing():
+            return self._leave_alone(_TRACED)
+        try:
+            latent, timestep = latent_and_timestep(unet, args, kwargs)
+        except (KeyError, IndexError) as error:
+            return self._leave_alone(
+                f"agentsd: a call of the {type(unet).__name__} has no argument {error}, so it is left as it "
+                "is; name latents and timestep as diffusers' forward does"
+            )
+        pipe = None if isinstance(self.pipe, Module) else self.pipe
+        known = [] if pipe is None else schedulers_of(pipe)
+        known += [scheduler for reference in self._schedulers if (scheduler := reference()) is not None]
+        listed = own_list(timestep)
+        if listed is None and known:
+            listed = list_of(known[0])
+        run = self._run = self.runs.of(listed if isinstance(listed, Tensor) else None)
+        step = run.reader.read(timestep, listed)
         self._warn_of_early_steps(step)
         context = StepContext(latent, step.timestep, run.stages(step, latent))
         if self.cache is not None:
             if step.first_call:
-                run.scheduler = find_scheduler(run.reader.source, known)
-                if run.scheduler is not None and all(one is not run.scheduler for one in met):
-                    self._schedulers.append(weakref.ref(run.scheduler))
+                run.scheduler = self._meet(find_scheduler(run.reader.source, known))
             context.inputs = named_arguments(unet, args, kwargs)
             self.cache.begin(unet, run, context, step, pipe)
         if step.first_call:
-            run.history = []
+            run.history = History()
         self._context = context
         self._layers.plan(context)
         return None if self.cache is None else regroup(self.cache.skip(context), len(args))
 
-    def _pipe(self) -> Any:
-        """The pipeline that was patched; None where the model was, or it is gone."""
-        patched = self._patched() if self._patched is not None else None
-        return None if isinstance(patched, Module) else patched
+    def _meet(self, scheduler: Any) -> Any:
+        """Note a scheduler as one of the last few that were met: later numbers may be of its list."""
+        if scheduler is not None:
+            others = [one for one in self._schedulers if one() is not None and one() is not scheduler]
+            self._schedulers = [*others, weakref.ref(scheduler)][-_MET:]
+        return scheduler
+
+    def _leave_alone(self, message: str) -> None:
+        """Let the call that begins be the model's own."""
+        self._warn(message)
+        self.clean()
+
+    @property
+    def pipe(self) -> Any:
+        """What was patched: a pipeline or a wrapper of the model; None where the model was, or it is gone."""
+        return self._patched() if self._patched is not None else None
+
+    def _is_in_other_call(self) -> bool:
+        """Whether the call under way is another thread's, which was not interrupted."""
+        owner = self._owner.get("thread")
+        frame = None if owner in (None, threading.get_ident()) else sys._current_frames().get(owner)
+        while frame is not None:
+            handle = getattr(frame.f_locals.get("self"), "__dict__", {}).get("_agentsd")
+            if getattr(handle, "_hook", None) is self:
+                return True
+            frame = frame.f_back
+        return False
 
     def _enter(self, unet: Module) -> None:
         """Refuse a call that can't be served beside another; else take note of it."""
         me = threading.get_ident()
         owner = self._owner.setdefault("thread", me)  # at once, for all threads
-        if owner != me and owner in sys._current_frames():  # the ids of the threads that live
+        if owner != me and self._is_in_other_call():
             raise RuntimeError(
                 "agentsd: this U-Net is in a call of another thread; let threads take turns (a lock around "
-                "the pipeline's call), or give each a U-Net of its own (copy.deepcopy); call handle.reset() "
-                "after a call that was interrupted"
+                "the pipeline's call), or give each a U-Net of its own (copy.deepcopy)"
             )
         self._owner["thread"] = me
-        self._context = None
+        self._run = self._context = None
         self._layers.lift_limits()  # the last call may have died before its end
         self._backward.enter(unet, self._layers)
 
@@ -174,24 +232,25 @@ class DenoiserHook:
     @torch.compiler.disable
     def end(self, unet: Module, args: tuple[Any, ...], output: Any) -> Any:
         """Let go of everything that belongs to the call that ends."""
-        if not self.enabled and self.cache is not None:
-            self.cache.stop()
         if self._is_recompute() or self._owner.get("thread") != threading.get_ident():
-            return None  # or it was refused, or they are not enabled
-        context, self._context = self._context, None
-        if output is not None and context is not None:
-            shared = SHARE if self._layers.share else FULL
-            self.run.history.append(replace(context.kind, attention=shared))
-            self._layers.keep_residuals(context)
-        self._layers.let_go(raised=output is None)
-        self._backward.leave(output, self._layers)
+            return None  # or it was refused, or left alone
+        run, context = self._run, self._context
+        self._run = self._context = None
         try:
-            if self.cache is None:
+            if run is not None and output is not None and context is not None:
+                run.history.kinds.append(replace(context.kind, attention=self._layers.ran(context.kind)))
+                self._layers.keep_residuals(context)
+            self._layers.let_go(raised=output is None)
+            self._backward.leave(output, self._layers)
+            if self.cache is None or run is None:
                 return None
-            return self.cache.end(self.run, context, output, partial(self._recompute, unet, len(args)))
+            return self.cache.end(run, context, output, partial(self._recompute, unet, len(args)))
         finally:
-            self._last = self.run.describe(), self.run.history
+            if run is not None:
+                self.runs.note(run)
             self._owner.clear()
+            if not self.enabled:  # any more: another thread has switched it off
+                self.clean()
 
     def _is_recompute(self) -> bool:
         """Whether the call is a cached step that is computed again."""
@@ -216,6 +275,5 @@ class DenoiserHook:
 
     def _called(self, unet: Module) -> Any:
         """What the caller calls: the U-Net, or what `torch.compile` made of it."""
-        patched = self._patched() if self._patched is not None else None
-        own = patched if isinstance(patched, Module) else getattr(patched, "unet", None)
-        return own if isinstance(own, Module) and unwrap_module(own) is unet else unet
+        own = self.pipe if isinstance(self.pipe, Module) else getattr(self.pipe, "unet", None)
+        return own if getattr(own, "_orig_mod", None) is unet else unet

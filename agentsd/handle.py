@@ -45,7 +45,7 @@ class AgentSDHandle:
         self._hook = DenoiserHook(recipe, unet, pipe, self._layers, warn)
         self._unet: weakref.ref[Module] | None = None
         self._outer: AgentSDHandle | None = None
-        self._entered = False
+        self._entered = self._left = False
         self._hooks: list[Any] = []
         self._loaded: LoadedWeights | None = None
 
@@ -54,8 +54,14 @@ class AgentSDHandle:
         unet = self._unet() if self._unet is not None else None
         return unet if getattr(unet, "_agentsd", None) is self else None
 
+    @property
+    def pipe(self) -> Any:
+        """The pipeline that was patched, or what wraps the U-Net; None for a bare U-Net."""
+        return self._hook.pipe
+
     def remove(self) -> None:
         """Undo this patch; nothing happens if it was undone or replaced before."""
+        self._left = True
         if (unet := self._patched()) is not None:
             self._detach(unet)
 
@@ -84,13 +90,12 @@ class AgentSDHandle:
         save_weights(self._layers.named, folder)
 
     def reset(self) -> None:
-        """Forget what was kept of the thread's last calls, so that the next one begins a run.
+        """Forget every run, of all threads, and what an interrupted call was at: the next call begins a run.
 
         Pipelines need none of it. A loop by hand that breaks off and goes on with another image on the same
-        list of timesteps calls this, or `scheduler.set_timesteps`, which tells runs apart. So does a program
-        that goes on in another thread after a call was interrupted (Ctrl-C).
+        list of timesteps calls this, or `scheduler.set_timesteps`, which tells runs apart.
         """
-        self._hook.release()
+        self._hook.clean()
 
     def summary(self) -> str:
         """What each call of the last run was: a letter a call, and counts.
@@ -103,7 +108,7 @@ class AgentSDHandle:
     @property
     def last_run(self) -> list[StepKind]:
         """What each call of the last run was: all layers computed or not, both passes of guidance or not, and
-        whether attention was full or added a shared residual."""
+        whether attention was "full", the "operator", or that on a shared residual ("share")."""
         return self._hook.history()
 
     @property
@@ -119,8 +124,7 @@ class AgentSDHandle:
     def enabled(self, value: bool) -> None:
         if not value and self._loaded is not None:
             raise ValueError("enabled=False: the trained weights would stay, call handle.remove() instead")
-        self._hook.reset()
-        self._hook.enabled = bool(value)
+        self._hook.switch(bool(value))
 
     def __enter__(self) -> AgentSDHandle:
         self._entered = True
@@ -129,10 +133,14 @@ class AgentSDHandle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._left = True
         if (unet := self._patched()) is not None:
             self._detach(unet)
-            if self._outer is not None:
-                self._outer._attach(unet)
+            outer = self._outer
+            while outer is not None and outer._left:  # in another order than blocks are nested in
+                outer = outer._outer
+            if outer is not None:
+                outer._attach(unet)
 
     def __repr__(self) -> str:
         return f"AgentSDHandle({self.recipe}, {len(self.layer_names)} layers)"
@@ -153,7 +161,7 @@ class AgentSDHandle:
             self._loaded = LoadedWeights(self._layers.named, self._trained)
         cache = self._hook.cache
         if cache is not None:
-            unet._reset_stateful_cache = self._hook.reset
+            unet._reset_stateful_cache = self._hook.end_run
             if cache.skipped is not None:
                 self._hooks.append(cache.skipped.hook())
         self._hooks.append(unet.register_forward_pre_hook(self._hook.begin, with_kwargs=True))
@@ -171,7 +179,7 @@ class AgentSDHandle:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._hook.detach()
+        self._hook.clean()
         if self._hook.cache is not None:
             vars(unet).pop("_reset_stateful_cache", None)
         if self._loaded is not None:

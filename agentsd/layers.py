@@ -16,10 +16,11 @@ from torch.nn import Module
 from .attention import Operator, PooledAgents
 from .attention.operator import MODULE, GridContext, Plan
 from .attention.processor import AgentAttnProcessor, LayerState, Work, is_ours
-from .attention.residual import FULL, KEEP, PLAIN, SHARE
+from .attention.residual import FULL, KEEP, OPERATOR, SHARE
+from .cache.plan import StepKind
 from .cache.skip_layers import SkippedLayers
 from .context import StepContext
-from .hosts.models import AttentionLayer, find_attention_layers, is_plain, is_tomesd_block
+from .hosts.models import AttentionLayer, find_attention_layers, frames_of, is_plain, is_tomesd_block
 from .modules.adapter import NamedLayer, build_module
 from .modules.operators import TrainedOperator
 from .recipe import Recipe
@@ -48,27 +49,34 @@ class Group:
     skipped: bool = False
     work: Work = field(default_factory=Work)
 
-    def begin(self, latent: Tensor, timestep: float, stages: tuple[int, ...]) -> None:
+    def begin(
+        self, latent: Tensor, frames: int, timestep: float, stages: tuple[int, ...], shared: dict[int, Any]
+    ) -> None:
         """Make the plan of a call on a latent (B, ..., H, W).
 
         Args:
             latent: what the denoiser is called on.
+            frames: of a video, which are images to the layers.
             timestep: its noise level.
             stages: of its images, or of the conditional half of them where only that is computed.
+            shared: plans of the call by level; an operator that ranks for a whole level has one there.
         """
         grid = self.layer.grid(latent)
-        frames = latent.shape[2] if latent.ndim == 5 else 1  # a video's frames are images to the layers
         each = [self.stages[stage if len(self.stages) > 1 else 0] for stage in stages for _ in range(frames)]
         key = (self.seed, self.index, timestep)
         half = len(stages) < latent.shape[0]
         context = GridContext(grid, self.downsampling_factor, len(each), latent.device, key, half)
-        self.work.grid = grid
-        operator = each[0]
+        self.work.grid, self.work.images = grid, len(each)
+        operator, level = each[0], self.downsampling_factor
         if len(set(each)) > 1 and isinstance(operator, PooledAgents):
             every = [stage for stage in self.stages if isinstance(stage, PooledAgents)]
             self.work.plan = operator.plan_each(context, each, every)  # type: ignore[arg-type]
-        else:
+        elif operator is None or operator.own_ranking:
             self.work.plan = None if operator is None else operator.plan(context)
+        else:
+            if level not in shared:
+                shared[level] = operator.plan(context)
+            self.work.plan = shared[level]
 
 
 class PatchedLayers:
@@ -96,7 +104,7 @@ class PatchedLayers:
             self.attention_layers = find_attention_layers(model, recipe.levels or 2, at_most=some)
         self.states: list[LayerState] = []
         self.modules: list[Module | None] = []
-        self._warn = warn
+        self._config, self._warn = model.config, warn
         residual = recipe.residual
         self._least_tokens = residual.least_tokens if residual else 0
         self._cached_alone = residual is not None and residual.interval == 1 and recipe.guidance is None
@@ -167,9 +175,10 @@ class PatchedLayers:
         computed, attention = context.kind.computed, context.kind.attention
         # Where cached steps alone share residuals, the layers that they skip need none.
         unused = attention == KEEP and self._cached_alone
+        shared: dict[int, Plan | None] = {}
         for index, group in enumerate(self.groups):
             if not group.skipped or (computed and not unused):
-                self._plan_group(index, group, context)
+                self._plan_group(index, group, context, shared)
         for layer, state, gone in zip(self.attention_layers, self.states, self._skipped, strict=True):
             state.held = self._claim(layer.attn, state)
             state.attention, state.residual = FULL if gone and unused else attention, None
@@ -185,15 +194,18 @@ class PatchedLayers:
             self._limits = ExitStack()
             self._limits.enter_context(torch._dynamo.config.patch(recompile_limit=limit))
 
-    def _plan_group(self, index: int, group: Group, context: StepContext) -> None:
+    def _plan_group(
+        self, index: int, group: Group, context: StepContext, shared: dict[int, Plan | None]
+    ) -> None:
         attention, stages, residuals = context.kind.attention, context.stages, context.residuals
+        frames = frames_of(self._config, context.latent)
         if residuals is not None and attention in (SHARE, KEEP) and residuals.fit(stages):
-            group.work.grid = group.layer.grid(context.latent)
+            group.work.grid, group.work.images = group.layer.grid(context.latent), frames * len(stages)
             group.work.plan = residuals.plan_of(index, len(stages))
         elif attention == FULL or self._is_small(group, context):
             group.work.plan = None
         else:
-            group.begin(context.latent, context.timestep, stages)
+            group.begin(context.latent, frames, context.timestep, stages, shared)
             if attention == KEEP and group.work.plan is not None:
                 group.work.plan.hold()
 
@@ -202,10 +214,11 @@ class PatchedLayers:
         tokens = math.prod(group.layer.grid(context.latent)) * group.downsampling_factor**2
         return context.kind.attention == KEEP and tokens < self._least_tokens
 
-    @property
-    def share(self) -> bool:
-        """Whether any adds a residual in the call under way."""
-        return any(state.attention == SHARE for state in self.states)
+    def ran(self, kind: StepKind) -> str:
+        """What the layers computed, all in all, in the call of that kind that ends."""
+        if any(state.attention == SHARE for state in self.states):
+            return SHARE
+        return OPERATOR if kind.attention == OPERATOR and any(self.plans()) else FULL
 
     def keep_residuals(self, context: StepContext) -> None:
         """Keep what the layers found, where the call that ends computed full attention and operators."""
@@ -232,6 +245,11 @@ class PatchedLayers:
             self._limits.close()
             self._limits = None
 
+    def clean(self) -> None:
+        """Let each layer be the model's own, whatever a call was at."""
+        self.let_go(raised=True)
+        self.set_plans([])
+
     def let_go(self, raised: bool) -> None:
         """Forget what the layers hold of a call that ends, but their plans."""
         self.lift_limits()
@@ -241,13 +259,14 @@ class PatchedLayers:
                     f"agentsd: {state.name} was computed without its attention processor (T-GATE does so); "
                     "it was left untouched"
                 )
-            if state.mismatch:
+            if state.mismatch is not None and not raised:
+                images, tokens = state.mismatch
                 self._warn(
-                    f"agentsd: {state.name} got {state.mismatch} tokens where the latent's size gives "
-                    f"{state.work.tokens}; it was left untouched"
+                    f"agentsd: {state.name} got {tokens} tokens of {images} images where the latent's size "
+                    f"gives {state.work.tokens} of {state.work.images}; it was left untouched"
                 )
-            state.block_input, state.mismatch = None, 0
-            state.attention, state.residual = PLAIN, None
+            state.block_input, state.mismatch = None, None
+            state.attention, state.residual = OPERATOR, None
 
     def _claim(self, attn: Any, state: LayerState) -> bool:
         """Hold a layer, also where the host has since put a plain processor there."""

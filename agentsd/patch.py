@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from .attention import Agents
 from .handle import AgentSDHandle
@@ -13,6 +14,9 @@ from .hosts.models import find_model
 from .modules.adapter import FILE_NAME as WEIGHTS
 from .recipe import FILE_NAME, MODES, Recipe
 from .schedule import Phases
+
+_handles: WeakSet[AgentSDHandle] = WeakSet()
+"""All that live: a pipeline's U-Net may have been exchanged since it was patched."""
 
 
 def apply_agentsd(
@@ -84,6 +88,7 @@ def apply_agentsd(
         if outer is not None:
             outer._attach(unet)
         raise
+    _handles.add(handle)
     handle._outer = outer  # for the end of a `with` block inside another
     if outer is not None and not outer._entered:
         outer._outer = None
@@ -95,11 +100,17 @@ def _equal(value: Any, other: Any) -> bool:
 
 
 def remove_agentsd(pipe: Any) -> None:
-    """Leave a pipeline (or U-Net) as if agentsd had never been there; does nothing if it is not patched."""
+    """Leave a pipeline (or U-Net) as if agentsd had never been there; does nothing if it is not patched.
+
+    A U-Net that was patched through the pipeline, and is no longer its own, is left so, too.
+    """
     unet = find_model(pipe)
     handle = getattr(unet, "_agentsd", None)
     if handle is not None:
         handle._detach(unet)
+    for handle in list(_handles):
+        if handle.pipe is pipe:
+            handle.remove()
 
 
 def handle_of(pipe: Any) -> AgentSDHandle | None:

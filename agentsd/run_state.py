@@ -1,8 +1,11 @@
-"""A thread's run: where it is, which scheduler's it is, what it keeps, and what its steps were."""
+"""The runs under way: where each is, which scheduler's it is, what it keeps, and what its calls were."""
 
 from __future__ import annotations
 
+import sys
 import threading
+import weakref
+from collections import deque
 from typing import Any
 
 from torch import Tensor
@@ -10,45 +13,80 @@ from torch import Tensor
 from .by_distance import LatentDistance
 from .cache.plan import StepKind, describe
 from .context import CacheEntry
-from .hosts.schedulers import Sampler, SigmaStep
+from .hosts.foreign import Changes
+from .hosts.schedulers import Sampler, SigmaStep, holds
 from .hosts.timesteps import RunReader, Step
 from .schedule import ByDistance, Phases
 
+_MOST_CALLS = 4096
+"""Of a run, whose kinds are kept: a loop by hand may repeat a timestep for ever."""
+_MOST_RUNS = 8
+"""That are kept at once, in all threads."""
 
-class RunState(threading.local):
-    """The state of a thread's run.
+
+class History:
+    """What the calls of a run were.
+
+    Attributes:
+        kinds: of each call, the latest 4,096.
+        corrected: how many cached steps were.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: deque[StepKind] = deque(maxlen=_MOST_CALLS)
+        self.corrected = 0
+
+    def describe(self) -> str:
+        """A line of the calls."""
+        letters = "".join(kind.letter for kind in self.kinds)
+        return describe(letters, self.corrected, [kind.attention for kind in self.kinds])
+
+
+class RunState:
+    """The state of a run.
 
     Attributes:
         reader: places a call in the run by its timestep.
         scheduler: of the run, where it is known.
         sampler: what that can do.
         is_open: the run's kinds of steps are planned.
-        kinds: of its steps by their noise level; empty where nothing is cached.
+        kinds: of its calls, by their place on the list of timesteps; empty where nothing is cached.
+        changes: tells whether weights or scales change in it.
         sampler_steps: what each step of the sampler makes of a prediction, where cached steps are corrected.
         entries: the cache, by text and shape of latents.
-        history: the kind of each call so far.
-        corrected: how many cached steps were.
+        history: what its calls were.
         unmatched: how many calls in succession came on a text of their own.
     """
 
     def __init__(self, timing: Phases | ByDistance | None) -> None:
         self._timing = timing
         self.reader = RunReader(timing.early_frac if isinstance(timing, Phases) else 0.0)
-        self.scheduler: Any = None
+        self._scheduler: Any = None
         self.sampler = Sampler(None, ())
         self.is_open = False
-        self.kinds: dict[float, StepKind] = {}
+        self.kinds: dict[int, StepKind] = {}
+        self.changes: Changes | None = None
         self.sampler_steps: list[SigmaStep | None] = []
         self.entries: dict[Any, CacheEntry] = {}
-        self.history: list[StepKind] = []
-        self.corrected = 0
+        self.history = History()
         self.unmatched = 0
         self._distance = None
         if isinstance(timing, ByDistance):
             self._distance = LatentDistance(timing.thresholds, timing.per == "sample")
 
-    def __reduce__(self) -> tuple[Any, ...]:  # a copy begins anew
-        return RunState, (self._timing,)
+    @property
+    def scheduler(self) -> Any:
+        """The run's scheduler, while it is in use elsewhere."""
+        return None if self._scheduler is None else self._scheduler()
+
+    @scheduler.setter
+    def scheduler(self, found: Any) -> None:
+        self._scheduler = None if found is None else weakref.ref(found)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its scheduler is gone or has another list by now, so that no call of it will come."""
+        return self._scheduler is not None and not holds(self.scheduler, self.reader.source)
 
     def stages(self, step: Step, latent: Tensor) -> tuple[int, ...]:
         """The stage of each image."""
@@ -56,15 +94,62 @@ class RunState(threading.local):
             return self._distance.read(latent, step.first_call, step.repeated_timestep)
         return (0 if step.early or self._timing is None else 1,) * latent.shape[0]
 
-    def describe(self) -> str:
-        """A line of what its steps were; empty before the first."""
-        if not self.history:
-            return ""
-        letters = "".join(kind.letter for kind in self.history)
-        return describe(letters, self.corrected, [kind.attention for kind in self.history])
-
-    def reset(self) -> None:
-        """Let go of all that the run keeps."""
+    def forget(self) -> None:
+        """Let go of all tensors that the run keeps; its next call opens it again."""
         self.entries.clear()
-        self.is_open = False
-        self.sampler = Sampler(None, ())
+        self.is_open, self.changes = False, None
+
+
+class Runs:
+    """The runs under way on a U-Net. A run is a thread's on one list of timesteps.
+
+    So pipelines that take turns, in threads of their own or in one (asyncio), each have their own.
+    """
+
+    def __init__(self, timing: Phases | ByDistance | None) -> None:
+        self._timing = timing
+        self._runs: dict[tuple[int, int], RunState] = {}  # the one that was called last comes last
+        self._histories: dict[int, History] = {}  # the last of each thread
+        self._latest = History()
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy begins anew
+        return Runs, (self._timing,)
+
+    def __iter__(self) -> Any:
+        return iter(list(self._runs.values()))
+
+    def of(self, source: Tensor | None) -> RunState:
+        """The thread's run on a list of timesteps; on none, the one whose calls are placed by numbers."""
+        key = threading.get_ident(), 0 if source is None else source.data_ptr()
+        run = self._runs.pop(key, None)
+        if run is None:
+            self._drop()
+            run = RunState(self._timing)
+        self._runs[key] = run
+        return run
+
+    def _drop(self) -> None:
+        """Let go of the runs that are over, before another begins."""
+        alive = sys._current_frames()  # by the ids of the threads that live
+        self._histories = {thread: of for thread, of in self._histories.items() if thread in alive}
+        live = {key: run for key, run in self._runs.items() if key[0] in alive and not run.is_over}
+        self._runs = dict(list(live.items())[1 - _MOST_RUNS :])
+
+    def note(self, run: RunState) -> None:
+        """A call of a run has ended."""
+        self._latest = self._histories[threading.get_ident()] = run.history
+
+    @property
+    def history(self) -> History:
+        """Of the thread's last run; of the last run of any, where it had none."""
+        return self._histories.get(threading.get_ident(), self._latest)
+
+    def end(self) -> None:
+        """Let go of the thread's run that was called last."""
+        mine = [key for key in self._runs if key[0] == threading.get_ident()]
+        if mine:
+            del self._runs[mine[-1]]
+
+    def clear(self) -> None:
+        """Let go of all runs, of all threads."""
+        self._runs.clear()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
-from agentsd.hosts.schedulers import training_sigma as sigma
+from tiny import training_sigma as sigma
 
 
 def entrance(unet: Any, layers: int = 1) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import diffusers
 import torch
-from tiny import BETAS, WIDTH, make_small_unet
+from tiny import BETAS, WIDTH, make_small_unet, may_skip
 
 from agentsd import apply_agentsd
 
@@ -110,9 +110,9 @@ class Denoiser:
         self.scheduler.set_timesteps(steps)
         self.unet = make_small_unet()
         # A random embedding of timesteps is rough where a trained one is smooth.
-        self.unet.time_embedding.register_forward_hook(lambda module, args, out: 0 * out)
-        self.unet.register_forward_pre_hook(self._exact)
-        self.unet.conv_out.register_forward_hook(lambda m, args, out: unknown * out + self.exact)
+        self.unet.time_embedding.register_forward_hook(may_skip(lambda module, args, out: 0 * out))
+        self.unet.register_forward_pre_hook(may_skip(self._exact))
+        self.unet.conv_out.register_forward_hook(may_skip(lambda m, args, out: unknown * out + self.exact))
 
     def _levels(self, timestep):
         """alpha, sigma and the data's deviation: x = alpha data + sigma noise."""

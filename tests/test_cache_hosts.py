@@ -18,6 +18,7 @@ from tiny import (
     BETAS,
     INPUT_IMAGE,
     WIDTH,
+    kept,
     make_image_encoder,
     make_image_processor,
     make_small_unet,
@@ -66,7 +67,7 @@ def check(pipe, run, *more, rounds=1):
         image = run()
     symbols = handle.summary().split()[0]
     summary = handle.summary()
-    assert not handle._hook.run.entries
+    assert not kept(handle)
     remove_agentsd(pipe)
     assert snapshot(pipe.unet) == before
     twin = Twin(pipe.unet, rounds * symbols, scheduler=pipe.scheduler)
@@ -108,7 +109,7 @@ def test_residuals_are_shared_in_each_host(build, name):
         handle = apply_agentsd(pipe, recipe=recipe)
         images.append(run())
     assert "attention" in handle.summary()
-    assert not handle._hook.run.entries
+    assert not kept(handle)
     remove_agentsd(pipe)
     assert snapshot(pipe.unet) == before
     expected, made = images

@@ -13,7 +13,7 @@ from calibrating import CANDIDATES, COUNTED, SETTINGS, STEPS, distance, run, wor
 from diffusers import StableDiffusionControlNetPipeline
 from logs import warned
 from PIL import Image
-from tiny import make_controlnet, snapshot
+from tiny import make_controlnet, may_skip, snapshot
 
 from agentsd import Downsample, Recipe, apply_agentsd, calibrate
 from agentsd.calibration import search
@@ -81,7 +81,7 @@ def test_fewer_steps_are_compared_at_the_recipes_cost(exact, expected):
 def test_another_goal_takes_the_same_runs(plain, figures):
     before, calls = snapshot(plain.unet), []
     plain.scheduler.register_to_config(_use_default_values=["beta_end"])  # in each process in another order
-    hook = plain.unet.conv_in.register_forward_hook(lambda *args: calls.append(1))
+    hook = plain.unet.conv_in.register_forward_hook(may_skip(lambda *args: calls.append(1)))
     runs = {line["name"]: line["value"] for line in map(json.loads, figures.read_text().splitlines())}
     limit = sorted(value["distance"] for name, value in runs.items() if name.startswith("run 0"))[-2]
     found = calibrate(plain, ["a cat"], max_distance=limit, resume=figures, **COUNTED)
@@ -136,9 +136,9 @@ def test_seconds_may_be_the_cost(plain, monkeypatch):
         shown += seconds
 
     monkeypatch.setattr(time, "process_time", lambda: shown)
-    plain.unet.conv_out.register_forward_hook(lambda m, args, out: pass_by(2 * len(args[0])))
+    plain.unet.conv_out.register_forward_hook(may_skip(lambda m, args, out: pass_by(2 * len(args[0]))))
     deep = plain.unet.down_blocks[1].resnets[0]
-    deep.register_forward_hook(lambda m, args, out: pass_by(14 * len(args[0])))
+    deep.register_forward_hook(may_skip(lambda m, args, out: pass_by(14 * len(args[0]))))
     found = calibrate(plain, ["a cat"], speedup=1.4, cost="seconds", candidates=CANDIDATES[:3], **SETTINGS)
     steps = found.measured["steps"]
     again = steps.rstrip("f").count("f")
@@ -189,7 +189,7 @@ def test_what_was_stopped_goes_on(plain, calibrated, tmp_path, place):
         if len(part.read_text().splitlines()) > place + 1:
             raise KeyboardInterrupt
 
-    hook = plain.unet.conv_in.register_forward_hook(stop)
+    hook = plain.unet.conv_in.register_forward_hook(may_skip(stop))
     with pytest.raises(KeyboardInterrupt):
         calibrate(plain, ["a cat"], speedup=1.3, resume=part, **COUNTED)
     hook.remove()
@@ -209,7 +209,7 @@ def test_nothing_is_taken_from_measurements_of_something_else(plain, figures, ch
 
     arguments = {"prompts": ["a cat"], "speedup": 1.3, "resume": figures, **COUNTED}
     calibrate(plain, **arguments)
-    plain.unet.conv_in.register_forward_hook(run)
+    plain.unet.conv_in.register_forward_hook(may_skip(run))
     calibrate(plain, **arguments)  # all is known
     if change == "scheduler":
         plain.scheduler.register_to_config(beta_end=0.013)

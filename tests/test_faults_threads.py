@@ -93,9 +93,10 @@ def test_threads_that_take_turns_each_get_their_own_image(make_pipeline, recipe)
         assert torch.equal(made[me], alone[me])
 
 
-def test_after_an_interruption_in_a_call_a_reset_lets_another_thread_in(pipe, sample):
+def test_after_an_interruption_in_a_call_another_thread_is_let_in(pipe, sample):
+    """The thread that was interrupted lives on, outside of the call."""
     expected = sample(pipe)
-    handle = apply_agentsd(pipe, ratio=0.0, early_frac=0.0, mode="paper")  # the baseline's image
+    apply_agentsd(pipe, ratio=0.0, early_frac=0.0, mode="paper")  # the baseline's image
 
     def interrupt(module, args):
         hook.remove()
@@ -104,6 +105,4 @@ def test_after_an_interruption_in_a_call_a_reset_lets_another_thread_in(pipe, sa
     hook = pipe.unet.mid_block.register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         sample(pipe)
-    assert "call handle.reset() after" in str(in_a_thread(lambda: sample(pipe)))
-    handle.reset()
     assert torch.equal(in_a_thread(lambda: sample(pipe)), expected)

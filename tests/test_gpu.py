@@ -50,10 +50,10 @@ def test_the_timestep_is_read_without_waiting_for_the_device():
     scheduler = DDIMScheduler()
     scheduler.set_timesteps(10, device="cuda")
     reader = RunReader(0.4)
-    reader.read(scheduler.timesteps[0], scheduler)  # the list itself is fetched once
+    reader.read(scheduler.timesteps[0])  # the list itself is fetched once
     torch.cuda.set_sync_debug_mode("error")
     try:
-        steps = [reader.read(t, scheduler) for t in scheduler.timesteps]
+        steps = [reader.read(t) for t in scheduler.timesteps]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert [s.early for s in steps] == [True] * 4 + [False] * 6

@@ -6,7 +6,7 @@ from dataclasses import replace
 import diffusers
 import pytest
 import torch
-from tiny import BETAS, make_controlnet
+from tiny import BETAS, kept, make_controlnet
 
 from agentsd import Agents, Downsample, Merge, Phases, Recipe, apply_agentsd
 from agentsd.recipe import AGENTSD, MODES, PAPER, STEP_CACHING
@@ -85,7 +85,7 @@ def test_a_handle_that_is_not_enabled_leaves_the_baseline(pipe, sample, recipe):
     assert len(handle.last_run) == 13  # PLMS calls once more
     handle.enabled = False
     assert torch.equal(sample(pipe, num_inference_steps=12), baseline)
-    assert not handle._hook.run.entries
+    assert not kept(handle)
     handle.enabled = True
     assert torch.equal(sample(pipe, num_inference_steps=12), patched)
 

@@ -140,7 +140,7 @@ def test_merged_agents_follow_the_distance_too(pipe, sample):
         many = sample(pipe)
     with apply_agentsd(pipe, recipe=Recipe(stages[0])) as handle:
         assert torch.equal(sample(pipe), few)
-        handle._layers.groups[0].begin(torch.empty(2, 4, 16, 16), 999.0, (0, 0))
+        handle._layers.groups[0].begin(torch.empty(2, 4, 16, 16), 1, 999.0, (0, 0), {})
         assert handle._layers.groups[0].work.plan.partition.dst.numel() == 4  # cells of 8 x 8
     assert not torch.equal(few, many)
 

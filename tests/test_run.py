@@ -6,7 +6,7 @@ import diffusers
 import pytest
 import torch
 
-from agentsd.hosts.timesteps import TRAINING_TIMESTEPS, RunReader, early_threshold
+from agentsd.hosts.timesteps import TRAINING_TIMESTEPS, RunReader, early_threshold, list_of
 
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 SCHEDULERS = [
@@ -26,7 +26,7 @@ SCHEDULERS = [
 def walk(scheduler, reader=None, start=0):
     """Read each of a scheduler's timesteps in the pipeline's order."""
     reader = reader or RunReader(0.4)
-    return [reader.read(t, scheduler) for t in scheduler.timesteps[start:]]
+    return [reader.read(t, list_of(scheduler)) for t in scheduler.timesteps[start:]]
 
 
 @pytest.mark.parametrize(("kind", "options"), SCHEDULERS)
@@ -85,7 +85,7 @@ class Fickle:
 @pytest.mark.parametrize("read", [lambda t: t, float, lambda t: t.clone(), lambda t: t.expand(2)])
 def test_a_scheduler_that_makes_its_list_anew_at_each_look_opens_no_new_runs(read):
     reader, scheduler = RunReader(0.4), Fickle()
-    steps = [reader.read(read(t), scheduler) for t in scheduler.timesteps]
+    steps = [reader.read(read(t), list_of(scheduler)) for t in scheduler.timesteps]
     assert [s.early for s in steps] == [True] * 4 + [False] * 6
     assert [s.first_call for s in steps] == [True] + [False] * 9
     assert not any(s.has_no_early_step for s in steps)
@@ -99,9 +99,9 @@ def test_an_element_leads_to_its_own_list_whatever_scheduler_is_named(kind, opti
     known = walk(scheduler)
     for named in (None, other):
         reader = RunReader(0.4)
-        assert [reader.read(t, named) for t in scheduler.timesteps] == known
+        assert [reader.read(t, list_of(named)) for t in scheduler.timesteps] == known
         reader = RunReader(0.4)
-        assert [reader.read(t.expand(4), named) for t in scheduler.timesteps] == known
+        assert [reader.read(t.expand(4), list_of(named)) for t in scheduler.timesteps] == known
 
 
 @pytest.mark.parametrize(("kind", "options"), SCHEDULERS)
@@ -116,7 +116,7 @@ def test_a_copy_of_an_element_is_found_on_the_schedulers_list(kind, options):
         lambda t: torch.full((3,), float(t)),
     ):
         reader = RunReader(0.4)
-        assert [reader.read(copied(t), scheduler) for t in scheduler.timesteps] == known
+        assert [reader.read(copied(t), list_of(scheduler)) for t in scheduler.timesteps] == known
     assert [s.first_call for s in known] == [True] + [False] * (len(known) - 1)
     assert [s.off_list for s in known] == [False] * len(known)
 
@@ -141,11 +141,11 @@ def test_a_timestep_that_is_on_no_list_is_told():
     scheduler = diffusers.DDIMScheduler(**BETAS)
     scheduler.set_timesteps(10)
     reader = RunReader(0.4)
-    assert [(s.off_list, s.early) for s in (reader.read(t, scheduler) for t in (555, 455))] == [
+    assert [(s.off_list, s.early) for s in (reader.read(t, list_of(scheduler)) for t in (555, 455))] == [
         (True, True),  # 600 is the last that is early
         (True, False),
     ]
-    assert not reader.read(500, scheduler).off_list
+    assert not reader.read(500, list_of(scheduler)).off_list
     assert not any(RunReader(0.4).read(t).off_list for t in (0, 3, 999))
     assert early_threshold(TRAINING_TIMESTEPS, 0.4) == 599
     assert math.isinf(early_threshold(TRAINING_TIMESTEPS, 0.0))

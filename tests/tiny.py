@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers import (
     AutoencoderKL,
@@ -28,6 +31,24 @@ from transformers import (
 
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 WIDTH = 16  # of the text encoder
+
+
+def training_sigma(timestep: float) -> float:
+    """The noise level of a timestep in Stable Diffusion's training schedule."""
+    alphas = np.cumprod(1 - np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)
+    return float(np.interp(timestep, np.arange(1000), np.sqrt(1 / alphas - 1)))
+
+
+def may_skip(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that may miss calls, and see some twice."""
+    marked = partial(hook)
+    marked.agentsd_may_skip = True  # type: ignore[attr-defined]
+    return marked
+
+
+def kept(handle: Any) -> list[Any]:
+    """The cache entries of all runs."""
+    return [entry for run in handle._hook.runs for entry in run.entries.values()]
 
 
 def make_unet(**changes: Any) -> UNet2DConditionModel:

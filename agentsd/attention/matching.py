@@ -62,10 +62,10 @@ def sample_destinations(height: int, width: int, stride: int, key: tuple[int, in
     """
     shape = (height // stride, width // stride)
     if key is None:
-        return torch.zeros(shape, dtype=torch.int64)
+        return torch.zeros(shape, dtype=torch.int64, device="cpu")
     digest = hashlib.blake2b(struct.pack("<qqd", *key), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
-    return torch.randint(stride * stride, shape, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little", signed=True))
+    return torch.randint(stride * stride, shape, generator=generator, device="cpu")
 
 
 def split_grid(height: int, width: int, stride: int, destinations: Tensor) -> Partition:

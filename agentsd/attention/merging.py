@@ -41,7 +41,8 @@ def make_merge_map(ranking: Ranking, r: int, dtype: torch.dtype = torch.float32)
     if kept:
         of_sources.scatter_(1, order[:, sources - kept :], merged[:, :kept])
     assignment = torch.empty(batch, sources + targets, dtype=torch.int32, device=order.device)
-    assignment.index_copy_(1, src, of_sources).index_copy_(1, dst, merged[:, kept:])
+    assignment.scatter_(1, src.expand(batch, -1), of_sources)  # not index_copy_, which MPS lacks
+    assignment.scatter_(1, dst.expand(batch, -1), merged[:, kept:])
     # Sorting, not counting with atomics: the same order of summation, and so the same bits, in every call.
     ordered, members = assignment.flatten().sort(stable=True)
     offsets = torch.searchsorted(ordered, rows)
@@ -72,13 +73,14 @@ def join(first: MergeMap, second: MergeMap) -> tuple[MergeMap, MergeMap, MergeMa
     tokens, rows = first.members.numel(), first.offsets.numel()
     members = torch.cat([first.members, second.members])
     offsets = torch.cat([first.offsets, second.offsets[1:] + tokens])
-    joined = MergeMap(first.assignment, members, offsets, None)
-    first = first._replace(members=members[:tokens], offsets=offsets[:rows])
-    second = second._replace(assignment=members[:0], members=members[tokens:])
+    weights, parts = None, (first.weights, second.weights)
     if first.weights is not None and second.weights is not None:
         weights = torch.cat([first.weights, second.weights])
-        joined = joined._replace(weights=weights)
-        first, second = first._replace(weights=weights[:tokens]), second._replace(weights=weights[tokens:])
+        parts = weights[:tokens], weights[tokens:]
+    # Not by _replace: torch 2.11 can't keep what it makes beyond a compiled graph.
+    joined = MergeMap(first.assignment, members, offsets, weights)
+    first = MergeMap(first.assignment, members[:tokens], offsets[:rows], parts[0])
+    second = MergeMap(members[:0], members[tokens:], second.offsets, parts[1])
     return joined, first, second
 
 
@@ -88,13 +90,29 @@ def merge_rows(x: Tensor, merge_map: MergeMap) -> Tensor:
     Sums are taken in float32 where `x` is of half precision.
     """
     rows = x.reshape(-1, x.shape[2])
+    if x.device.type == "mps":  # its embedding_bag is missing, which a compiled graph would see too late
+        return _add_rows(rows, merge_map)
     _, members, offsets, weights = merge_map
-    if weights is None or x.dtype in _HALF:
-        return embedding_bag(members, rows, offsets, mode="mean", include_last_offset=True)
-    weights = weights.to(x.dtype)  # a weighted sum is twice as fast on a CPU as the mean
-    return embedding_bag(
-        members, rows, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
-    )
+    try:
+        if weights is None or x.dtype in _HALF:
+            return embedding_bag(members, rows, offsets, mode="mean", include_last_offset=True)
+        weights = weights.to(x.dtype)  # a weighted sum is twice as fast on a CPU as the mean
+        return embedding_bag(
+            members, rows, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
+        )
+    except NotImplementedError:  # other devices lack it, too
+        return _add_rows(rows, merge_map)
+
+
+def _add_rows(rows: Tensor, merge_map: MergeMap) -> Tensor:
+    """The same without embedding_bag: members are added to the row that they are merged into."""
+    members, offsets = merge_map.members, merge_map.offsets
+    places = torch.arange(members.numel(), dtype=offsets.dtype, device=offsets.device)
+    into = torch.searchsorted(offsets, places, right=True) - 1
+    precise = torch.promote_types(rows.dtype, torch.float32)
+    sums = torch.zeros(offsets.numel() - 1, rows.shape[1], dtype=precise, device=rows.device)
+    sums = sums.index_add(0, into, rows.index_select(0, members).to(precise))
+    return (sums / offsets.diff()[:, None]).to(rows.dtype)
 
 
 def merge(x: Tensor, merge_map: MergeMap) -> Tensor:

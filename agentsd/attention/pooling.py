@@ -29,8 +29,30 @@ def pool_agents(query: Tensor, height: int, width: int, rows: int, cols: int) ->
     to the bit there.
     """
     grid = query.transpose(2, 3).flatten(1, 2).unflatten(2, (height, width))
-    pooled = adaptive_avg_pool2d(grid, (rows, cols))
+    whole = height % rows == 0 and width % cols == 0
+    products = on_mps(grid) and not whole  # MPS averages whole cells alone
+    pooled = multiply(grid, rows, cols) if products else adaptive_avg_pool2d(grid, (rows, cols))
     return pooled.flatten(2).unflatten(1, (query.shape[1], -1)).transpose(2, 3)
+
+
+def on_mps(x: Tensor) -> bool:
+    """Whether a tensor is on Apple's GPU."""
+    return x.device.type == "mps"
+
+
+def multiply(grid: Tensor, rows: int, cols: int) -> Tensor:
+    """Adaptive average pooling (B, C, H, W) -> (B, C, rows, cols) by products with the averages' weights."""
+    height, width = (_weights(*sizes).to(grid) for sizes in ((grid.shape[2], rows), (grid.shape[3], cols)))
+    return height @ grid @ width.mT
+
+
+def _weights(size: int, parts: int) -> Tensor:
+    """(parts, size) weights of averages: part i begins at floor(i size / parts); its end is a ceiling."""
+    weights = torch.zeros(parts, size, device="cpu")
+    for i in range(parts):
+        begin, end = i * size // parts, -(-(i + 1) * size // parts)
+        weights[i, begin:end] = 1 / (end - begin)
+    return weights
 
 
 class Pool(NamedTuple):
@@ -69,11 +91,11 @@ def make_pool(height: int, width: int, counts: Sequence[int], wanted: Sequence[i
         return Pool(height, width, (agent_grid(wanted[0], height, width),))
     stages = sorted({count for count in counts if count})
     grids = tuple(agent_grid(count, height, width) for count in stages)
-    given = torch.tensor(wanted)
+    given = torch.tensor(wanted, device="cpu")
     stage = tuple((given == count).view(-1, 1, 1).to(device) for count in stages)
     sizes = {count: rows * cols for count, (rows, cols) in zip(stages, grids, strict=True)}
-    have = torch.tensor([sizes[count] for count in wanted])
-    mask = torch.arange(max(sizes.values())) < have.view(-1, 1, 1, 1)
+    have = torch.tensor([sizes[count] for count in wanted], device="cpu")
+    mask = torch.arange(max(sizes.values()), device="cpu") < have.view(-1, 1, 1, 1)
     return Pool(height, width, grids, stage, mask.to(device))
 
 

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from diffusers.models import attention_processor
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor
 from torch.nn import Module
 
 from .operator import Plan
-from .residual import FULL, KEEP, PLAIN, SHARE
+from .residual import FULL, KEEP, OPERATOR, SHARE
 
 
 @dataclass
@@ -20,10 +21,12 @@ class Work:
 
     Attributes:
         grid: height and width in tokens that they are expected to get.
+        images: how many images they are expected to get, a video's frames among them.
         plan: of the operator that runs; None is full attention.
     """
 
     grid: tuple[int, int] = (0, 0)
+    images: int = 0
     plan: Plan | None = None
 
     @property
@@ -43,17 +46,17 @@ class LayerState:
         attention: what it computes in the call under way (`residual.py`).
         residual: (B, N, C) what is added to the operator's output, or what was found to be missing in it.
         block_input: (B, N, C) the block's input before `norm1`, from which tokens are ranked.
-        mismatch: the number of tokens that came instead of the expected one, or 0.
+        mismatch: how many images and tokens came instead of the expected ones.
         compiled: the residual that was found is what a compiled graph gave.
     """
 
     name: str
     work: Work = field(default_factory=Work)
     held: bool = True
-    attention: str = PLAIN
+    attention: str = OPERATOR
     residual: Tensor | None = None
     block_input: Tensor | None = None
-    mismatch: int = 0
+    mismatch: tuple[int, int] | None = None
     compiled: bool = False
 
     def note_input(self, norm1: Module, args: tuple[Tensor, ...]) -> None:
@@ -75,7 +78,9 @@ class AgentAttnProcessor:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return type(self.fallback)
+        kind = type(self.fallback)
+        # A module would be registered as one, and walked. A plain one of another package has diffusers' name.
+        return getattr(attention_processor, kind.__name__) if issubclass(kind, Module) else kind
 
     def __reduce__(self) -> tuple[Any, ...]:
         return AgentAttnProcessor, (self.fallback,)
@@ -97,11 +102,13 @@ class AgentAttnProcessor:
             return self.fallback(attn, hidden_states, encoder_hidden_states, attention_mask, *args, **kwargs)
 
         block_input, layer.block_input = layer.block_input, None
-        fits = hidden_states.shape[1] == layer.work.tokens
+        came = hidden_states.shape[0], hidden_states.shape[1]
+        # Of a part of the images, or of other tokens, maps and residuals are not (a video in chunks).
+        fits = came == (layer.work.images, layer.work.tokens)
         if fits and plan.ranks and block_input is not None:
             plan.rank(block_input)
         if not fits or plan.ranks:
-            layer.mismatch = hidden_states.shape[1]
+            layer.mismatch = came
             return self.fallback(attn, hidden_states, None, None, *args, **kwargs)
 
         def fallback(tokens: Tensor, context: Tensor | None = None, *more: Any) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..checks import check, check_types
 
-PLAIN, FULL, KEEP, SHARE = "plain", "full", "keep", "share"
+OPERATOR, FULL, KEEP, SHARE = "operator", "full", "keep", "share"
 """What a layer computes in a call: its operator, or, under residual sharing, full attention, that and the
 operator for the residual between them, or the operator and a residual."""
 

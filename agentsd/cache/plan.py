@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..attention.residual import PLAIN, SHARE, ResidualSharing
+from ..attention.residual import OPERATOR, SHARE, ResidualSharing
 from .guidance import GuidanceCache
 from .steps import StepCache
 
@@ -22,7 +22,7 @@ class StepKind:
 
     computed: bool = True
     guided: bool = True
-    attention: str = PLAIN
+    attention: str = OPERATOR
 
     @property
     def letter(self) -> str:
@@ -44,16 +44,16 @@ _NAMES = {
 def plan_run(
     steps: StepCache | None,
     guidance: GuidanceCache | None,
-    timesteps: Sequence[float],
+    step_of_call: Sequence[float],
     residual: ResidualSharing | None = None,
-) -> dict[float, StepKind]:
-    """The kind of each step by its timestep; the timesteps come in the run's order and may repeat."""
-    timesteps = list(dict.fromkeys(timesteps))
-    computed = [True] * len(timesteps) if steps is None else steps.computed(len(timesteps))
-    guided = [True] * len(timesteps) if guidance is None else guidance.guided(computed)
-    attention = [PLAIN] * len(timesteps) if residual is None else residual.plan(computed, guided)
-    kinds = map(StepKind, computed, guided, attention)
-    return dict(zip(timesteps, kinds, strict=True))
+) -> list[StepKind]:
+    """The kind of each call of a run, in its order; calls of one step (PLMS, Heun) are of one kind."""
+    number = {step: i for i, step in enumerate(dict.fromkeys(step_of_call))}
+    computed = [True] * len(number) if steps is None else steps.computed(len(number))
+    guided = [True] * len(number) if guidance is None else guidance.guided(computed)
+    attention = [OPERATOR] * len(number) if residual is None else residual.plan(computed, guided)
+    kinds = list(map(StepKind, computed, guided, attention))
+    return [kinds[number[step]] for step in step_of_call]
 
 
 def describe(letters: str, corrected: int = 0, attention: Sequence[str] = ()) -> str:

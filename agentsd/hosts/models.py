@@ -5,16 +5,16 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 
 import torch
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import Attention
-from diffusers.utils.torch_utils import unwrap_module
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import DataParallel, Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
 
 # Processors that compute softmax attention and nothing else, so that agent attention may stand in for them.
 PLAIN_PROCESSORS = frozenset(
@@ -29,8 +29,6 @@ PLAIN_PROCESSORS = frozenset(
     }
 )
 
-
-_STATELESS = re.compile("^(XFormers|Sliced)?AttnAddedKVProcessor|^CustomDiffusion|^IPAdapter")
 _TEMPORAL = re.compile(r"motion_modules|temp_attentions|transformer_in|temporal_transformer_blocks")
 
 EVERY_LEVEL = 99
@@ -59,10 +57,10 @@ class AttentionLayer:
 def find_model(pipe: Any) -> Any:
     """The denoiser of a pipeline (its `unet`, or a `transformer` of the DiT kind), or `pipe` if it is one.
 
-    A compiled model is unwrapped.
+    It is found inside of what `torch.compile`, PEFT's `get_peft_model` or DistributedDataParallel made of it.
 
     Raises:
-        TypeError: there is none.
+        TypeError: there is none, or copies of it would run side by side (DataParallel on several devices).
     """
     candidates = (
         [pipe]
@@ -71,12 +69,30 @@ def find_model(pipe: Any) -> Any:
     )
     for model in candidates:
         if isinstance(model, Module):
-            model = unwrap_module(model)
+            model = unwrap(model)
             if hasattr(model, "down_blocks") or hasattr(model, "transformer_blocks"):
                 return model
     raise TypeError(
         f"{type(pipe).__name__} has no U-Net: pass a diffusers pipeline with a `unet`, or the U-Net itself"
     )
+
+
+def unwrap(model: Module) -> Module:
+    """The model inside of its wrappers, of which calls go through to it."""
+    while True:
+        if isinstance(model, DataParallel) and len(model.device_ids) > 1:
+            raise TypeError(
+                f"DataParallel on devices {model.device_ids} runs copies of the model side by side, which "
+                "can't share a patch: use DistributedDataParallel, one process a device"
+            )
+        inner: Any = vars(model)["_modules"].get("_orig_mod")  # of torch.compile
+        if isinstance(model, DataParallel | DistributedDataParallel):
+            inner = model.module
+        elif inner is None and callable(base := getattr(type(model), "get_base_model", None)):  # of PEFT
+            inner = base(model)
+        if inner is None:
+            return model
+        model = inner
 
 
 def find_attention_layers(model: Any, levels: int, at_most: bool = False) -> list[AttentionLayer]:
@@ -116,6 +132,13 @@ def _downsampling_factor(name: str, model: Any) -> int:
     return 2 ** {"down_blocks": int(number or 0), "up_blocks": deepest - int(number or 0)}.get(part, deepest)
 
 
+def frames_of(config: Any, latent: Tensor) -> int:
+    """Frames of a video's latent, (B, C, F, H, W) or Stable Video Diffusion's (B, F, C, H, W); else 1."""
+    if latent.ndim != 5:
+        return 1
+    return latent.shape[1 if getattr(config, "num_frames", None) else 2]
+
+
 def size_of(model: Any) -> tuple[int, int]:
     """Height and width of the latents that a model was made for.
 
@@ -139,14 +162,18 @@ def checkpoints(model: Module) -> bool:
 
 
 def latent_and_timestep(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-    """The two arguments of a forward call that the patch reads, wherever the model's signature has them."""
+    """The two arguments of a forward call that the patch reads, wherever the model's signature has them.
+
+    Raises:
+        KeyError: the call has none of these names.
+    """
     given = named_arguments(model, args, kwargs)
-    return given[_parameters(type(model).forward)[0]], given["timestep"]
+    return given[_parameters_of(model)[0]], given["timestep"]
 
 
 def named_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """A forward call's arguments by name, positional ones first."""
-    return dict(zip(_parameters(type(model).forward), args, strict=False)) | kwargs
+    return dict(zip(_parameters_of(model), args, strict=False)) | kwargs
 
 
 def regroup(given: dict[str, Any], positional: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -157,38 +184,29 @@ def regroup(given: dict[str, Any], positional: int) -> tuple[tuple[Any, ...], di
 
 def takes(model: Any, argument: str) -> bool:
     """Whether a model's forward has an argument of that name."""
-    return argument in _parameters(type(model).forward)
+    return argument in _parameters_of(model)
 
 
-@cache
-def _parameters(forward: Any) -> list[str]:
-    return list(inspect.signature(forward).parameters)[1:]
+def _parameters_of(model: Any) -> list[str]:
+    kind: Any = type(model)
+    return _parameters(kind)
 
 
-def keeps_nothing(processor: Any) -> bool:
-    """Whether a processor computes its layer from its arguments alone, so that a call may be left out."""
-    name = processor.__class__.__name__  # ours says what it stands in for
-    return name in PLAIN_PROCESSORS or _STATELESS.search(name) is not None
-
-
-def foreign_cache(model: Module) -> str:
-    """What another package has put in place of a layer's forward or keeps of it (DeepCache, diffusers' own
-    caches), in words; empty where there is nothing. Offloading and casting keep no outputs."""
-    for name, module in model.named_modules():
-        hooks = getattr(getattr(module, "_diffusers_hook", None), "hooks", {})
-        for kind, hook in hooks.items():
-            if hook._is_stateful:
-                return f"{name or type(model).__name__} has diffusers' hook {kind!r}"
-        forward = vars(module).get("forward")
-        replaced = forward is None or hooks or hasattr(module, "_hf_hook")
-        if name and not replaced and getattr(forward, "__self__", None) is not module:
-            return f"{name} has a forward of another package"
-    return ""
+@lru_cache(maxsize=64)
+def _parameters(kind: Any) -> list[str]:
+    """Names of forward's parameters; of a subclass's `*args, **kwargs`, those of the forward it extends."""
+    forwards = [vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)]
+    names = [list(inspect.signature(forward).parameters)[1:] for forward in forwards]
+    return next((found for found in names if "timestep" in found), names[0])
 
 
 def is_plain(processor: Any) -> bool:
-    """Whether agent attention may take the place of this processor."""
-    return type(processor).__name__ in PLAIN_PROCESSORS
+    """Whether agent attention may take the place of this processor.
+
+    IP-Adapter's own package has plain processors of these names that are modules; with weights, they are not.
+    """
+    has_weights = isinstance(processor, Module) and bool([*processor.parameters(), *processor.buffers()])
+    return type(processor).__name__ in PLAIN_PROCESSORS and not has_weights
 
 
 def is_tomesd_block(block: Module) -> bool:

@@ -11,6 +11,8 @@ Models", Karras et al. 2022, Table 1, for EDM; DPM-Solver++, Lu et al. 2022, sec
 from __future__ import annotations
 
 import gc
+import inspect
+import weakref
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -21,12 +23,17 @@ from diffusers import SchedulerMixin
 from torch import Tensor
 
 _BETAS = np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
-_SIGMAS = np.sqrt(1 / np.cumprod(1 - _BETAS) - 1)
+_ALPHAS = np.cumprod(1 - _BETAS)
+_LEAST = 2.0**-24  # under zero terminal SNR the first is 0, whose noise level is infinite
 
 
-def training_sigma(timestep: float) -> float:
-    """The noise level of a training timestep in Stable Diffusion's schedule: 14.6 at 999, 0.03 at 0."""
-    return float(np.interp(timestep, np.arange(len(_SIGMAS)), _SIGMAS))
+def training_sigmas(scheduler: Any = None) -> np.ndarray:
+    """The noise level of each training timestep: 14.6 at 999 and 0.03 at 0 in Stable Diffusion's schedule,
+    which is taken where a scheduler says none."""
+    own = getattr(scheduler, "alphas_cumprod", None)
+    known = isinstance(own, Tensor) and own.device.type != "meta"
+    alphas = np.array(own.tolist()) if known else _ALPHAS  # type: ignore[union-attr]
+    return np.sqrt(1 / np.maximum(alphas, _LEAST) - 1)
 
 
 class SigmaStep(NamedTuple):
@@ -65,11 +72,18 @@ class Sampler:
     """
 
     def __init__(self, scheduler: Any, timesteps: Sequence[float]) -> None:
-        self.scheduler, self.timesteps = scheduler, timesteps
+        self._scheduler = None if scheduler is None else weakref.ref(scheduler)  # a run keeps none alive
+        self.timesteps = timesteps
         self._config: Any = getattr(scheduler, "config", None) or {}
         own = getattr(scheduler, "sigmas", None)
         fits = isinstance(own, Tensor) and len(own) == len(timesteps) + 1
-        self._own: list[float] | None = own.double().tolist() if fits else None  # type: ignore[union-attr]
+        self._own: list[float] | None = list(map(float, own.tolist())) if fits else None  # type: ignore[union-attr]
+        self._training = training_sigmas(scheduler)
+
+    @property
+    def scheduler(self) -> Any:
+        """The scheduler, while it is in use elsewhere."""
+        return None if self._scheduler is None else self._scheduler()
 
     @property
     def name(self) -> str:
@@ -94,7 +108,7 @@ class Sampler:
         continuous = self._config.get("timestep_type") == "continuous"
         if self.is_edm or self.is_flow or continuous:
             return False
-        return min(self.timesteps) >= 0 and 1 < max(self.timesteps) <= len(_SIGMAS)
+        return min(self.timesteps) >= 0 and 1 < max(self.timesteps) <= len(self._training)
 
     @property
     def for_few_steps(self) -> bool:
@@ -105,28 +119,40 @@ class Sampler:
 
     @property
     def calls_stand_alone(self) -> bool:
-        """Whether each step is one call, and no step starts where another did (Heun, PLMS, singlestep)."""
-        shared = getattr(self.scheduler, "order", 1) > 1 or self._has("get_order_list")
-        return not shared and len(set(self.timesteps)) == len(self.timesteps)
+        """Whether each step is one call, and no step starts where another did (Heun, PLMS, singlestep).
+
+        Timesteps that are rounded may repeat at noise levels of their own (Karras spacing of many steps).
+        """
+        if getattr(self.scheduler, "order", 1) > 1 or self._has("get_order_list"):
+            return False
+        falls = self._own is not None and all(one > other for one, other in pairwise(self._own))
+        return falls or len(set(self.timesteps)) == len(self.timesteps)
+
+    @property
+    def step_of_call(self) -> Sequence[float]:
+        """What tells for each call of the list which step it is of."""
+        return range(len(self.timesteps)) if self.calls_stand_alone else self.timesteps
 
     def adds_noise(self) -> bool:
-        """Whether its steps draw noise: a new scheduler of its kind makes two calls' steps twice.
+        """Whether its steps draw noise: new schedulers of its kind make two calls' steps from two seeds.
 
         What is passed to `step` alone, as DDIM's `eta`, can't be seen.
         """
-        if not self._config:
-            return False
-        still = torch.zeros(1, 1, 2, 2)
+        kind = type(self.scheduler)
+        if not self._config or "generator" not in inspect.signature(kind.step).parameters:
+            return self._has("noise_sampler")  # the one that draws by a sampler of its own
         made = []
-        with torch.random.fork_rng(devices=[]):  # the user's random state stays as it was
-            for _ in range(2):
+        with torch.device("cpu"):
+            still = torch.zeros(1, 1, 2, 2)
+            for seed in range(2):
+                generator = torch.Generator().manual_seed(seed)
                 try:
-                    fresh = type(self.scheduler).from_config(self._config)
+                    fresh = kind.from_config(self._config)
                     fresh.set_timesteps(8)
                     latents = still
                     for t in fresh.timesteps[4:6]:
                         fresh.scale_model_input(latents, t)
-                        latents = fresh.step(still, t, latents, return_dict=False)[0]
+                        latents = fresh.step(still, t, latents, generator=generator, return_dict=False)[0]
                     made.append(latents)
                 except (AttributeError, TypeError, ValueError, RuntimeError):
                     return False  # a scheduler that asks for more: there is no word on its noise
@@ -134,9 +160,13 @@ class Sampler:
 
     def coordinate(self, step_index: int) -> float | None:
         """The noise level over which hidden states are extrapolated to a step; None where it isn't known."""
-        if self.on_training_timesteps:
-            return training_sigma(self.timesteps[step_index])
-        return None if self._own is None or self.scheduler is None else self._own[step_index]
+        if self._own is not None and self.scheduler is not None:
+            return self._own[step_index]
+        return self._training_sigma(step_index) if self.on_training_timesteps else None
+
+    def _training_sigma(self, step_index: int) -> float:
+        levels = self._training
+        return float(np.interp(self.timesteps[step_index], np.arange(len(levels)), levels))
 
     def steps(self) -> list[SigmaStep | None]:
         """Each step's noise levels; None where its error can't be made up for.
@@ -146,15 +176,15 @@ class Sampler:
         """
         if self.scheduler is None or self.is_flow or not self.calls_stand_alone:
             return [None] * len(self.timesteps)
-        sigmas = self._own
-        if sigmas is None:
+        if self._own is None:
             if not self.on_training_timesteps:
                 return [None] * len(self.timesteps)
-            sigmas = [*map(training_sigma, self.timesteps), 0.0]
-        steps = [self._step(*levels) for levels in pairwise(sigmas)]
-        if (
-            sigmas[-1] > 0
-        ):  # a last step that is long: multistep samplers extrapolate in it, by unknown weights
+            last = float(getattr(self.scheduler, "final_alpha_cumprod", 1.0))
+            sigmas = [*map(self._training_sigma, range(len(self.timesteps))), (1 / last - 1) ** 0.5]
+            return [self._step(*levels) for levels in pairwise(sigmas)]
+        steps = [self._step(*levels) for levels in pairwise(self._own)]
+        if self._own[-1] > 0:
+            # a last step that is long: multistep samplers extrapolate in it, by unknown weights
             steps[-1] = None
         return steps
 
@@ -191,14 +221,14 @@ def find_scheduler(timesteps: Any, known: Iterable[Any]) -> Any:
     for scheduler in known:
         if holds(scheduler, timesteps):
             return scheduler
-    alive = [thing for thing in gc.get_objects() if issubclass(type(thing), SchedulerMixin)]  # some 20 ms
+    alive = [thing for thing in gc.get_objects() if issubclass(type(thing), SchedulerMixin)]  # some 100 ms
     return next((scheduler for scheduler in alive if holds(scheduler, timesteps)), None)
 
 
-def holds(scheduler: Any, timesteps: Tensor) -> bool:
+def holds(scheduler: Any, timesteps: Tensor | None) -> bool:
     """Whether a tensor is, or is a part of, a scheduler's list of timesteps."""
     own = getattr(scheduler, "timesteps", None)
-    if not isinstance(own, Tensor) or own.device.type == "meta":
+    if timesteps is None or not isinstance(own, Tensor) or own.device.type == "meta":
         return False
     return own.untyped_storage().data_ptr() == timesteps.untyped_storage().data_ptr()
 

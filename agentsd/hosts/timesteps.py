@@ -80,16 +80,16 @@ class RunReader:
         self._threshold = math.inf
         self._previous = math.nan
 
-    def read(self, timestep: Any, scheduler: Any = None) -> Step:
+    def read(self, timestep: Any, known: Any = None) -> Step:
         """Read one call.
 
         Args:
             timestep: the U-Net's second argument: a number or a tensor; of a batch of different timesteps
                 the largest one counts.
-            scheduler: a scheduler to fall back on.
+            known: the list that a timestep is placed by which is an element of none.
         """
-        own = _own_list(timestep)
-        known = own if own is not None else getattr(scheduler, "timesteps", None)
+        own = own_list(timestep)
+        known = own if own is not None else known
         renewed = self._look_up(known, is_own=own is not None)
         before = self.step_index
         if own is not None:
@@ -121,7 +121,7 @@ class RunReader:
             if _same(known, self.source) and version == self._version:
                 return False
             self.source, self._version = known, version
-            values = known.double().flatten().tolist()
+            values = list(map(float, known.flatten().tolist()))  # some devices have no float64
         else:
             self.source = None
             values = list(TRAINING_TIMESTEPS if known is None else map(float, known))
@@ -150,7 +150,18 @@ def _same(one: Tensor, other: Tensor | None) -> bool:
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.dtype == other.dtype
 
 
-def _own_list(timestep: Any) -> Tensor | None:
+def list_of(scheduler: Any) -> Any:
+    """A scheduler's list of timesteps; None where it has none.
+
+    A list that is made anew at each look is given as numbers, since no two of its tensors are the same.
+    """
+    found = getattr(scheduler, "timesteps", None)
+    if not isinstance(found, Tensor) or found is scheduler.timesteps:
+        return found
+    return found.flatten().tolist()
+
+
+def own_list(timestep: Any) -> Tensor | None:
     """The list that a timestep is an element of: all of its storage; None for a tensor of another kind."""
     if not isinstance(timestep, Tensor) or timestep.device.type == "meta":
         return None

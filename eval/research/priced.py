@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from agentsd import Recipe, StepCache, apply_agentsd
-from agentsd.attention.residual import FULL, PLAIN
+from agentsd.attention.residual import FULL, OPERATOR
 from agentsd.cache.plan import plan_run
 from agentsd.hosts.models import find_attention_layers
 from agentsd.recipe import MODES
@@ -69,7 +69,7 @@ class Kind:
 
     stage: bool | None = None
     computed: bool = True
-    attention: str = PLAIN
+    attention: str = OPERATOR
 
 
 def recipe_of(method: Method) -> Recipe | None:
@@ -105,8 +105,8 @@ def calls_of(recipe: Recipe | None, timesteps: Sequence[float]) -> Counter[Kind]
     early = round(timing.early_frac * len(timesteps)) if isinstance(timing, Phases) else 0
     found: Counter[Kind] = Counter()
     waiting: list[Kind] = []  # cached steps that the next computed one corrects
-    for i, timestep in enumerate(timesteps):
-        step = plan[timestep]
+    for i in range(len(timesteps)):
+        step = plan[i]
         kind = Kind(i < early if timing and step.attention != FULL else None, step.computed, step.attention)
         found[kind] += 1
         if not step.computed:
@@ -136,8 +136,8 @@ def unit_costs(pipe: Any, recipe: Recipe | None, call: Any) -> dict[Kind, Second
         pipe.scheduler.set_timesteps(PROBED)
         plan = plan_run(steps, None, [float(t) for t in pipe.scheduler.timesteps], residual)
         with apply_agentsd(pipe, recipe=probe):
-            for timestep in pipe.scheduler.timesteps[: 2 if steps or residual else 1]:
-                kind = plan[float(timestep)]
+            probed = pipe.scheduler.timesteps[: 2 if steps or residual else 1]
+            for kind, timestep in zip(plan, probed, strict=False):
                 costs[Kind(stage, kind.computed, kind.attention)] = call(timestep)
     return costs
 

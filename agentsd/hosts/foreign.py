@@ -1,0 +1,157 @@
+"""What others put on, around or into a U-Net, and what of it may have changed since a run began.
+
+A layer is skipped, and a call is made again to correct cached ones, only where nobody else could see it. A
+hook, a forward or a class of another package may count calls, keep states, or change them within a run: no
+look from outside tells. So where there is one, nothing is skipped, and it is named. `agentsd_may_skip = True`
+on a hook, function or class says that it may miss calls and see some twice.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Hashable, Iterator
+from functools import partial
+from typing import Any
+
+from torch.nn import Module
+from torch.nn.modules import module as torch_module
+
+from .models import PLAIN_PROCESSORS
+
+_MAY_SKIP = "agentsd_may_skip"
+_KNOWN = frozenset(
+    {
+        "accelerate",
+        "agentsd",
+        "bitsandbytes",
+        "diffusers",
+        "optimum",
+        "peft",
+        "torch",
+        "torchao",
+        "transformers",
+    }
+)
+"""Packages whose layers compute what they are given and keep nothing, but for the exceptions below."""
+_STATELESS_HOOK = re.compile("Offload|Casting|Autocast|ContextParallel|ExecutionTracker")
+"""diffusers' hooks that move, cast or count alone."""
+_STATELESS_PROCESSOR = re.compile("^(XFormers|Sliced)?AttnAddedKVProcessor|^CustomDiffusion|^IPAdapter")
+
+
+def foreign_inside(unet: Module) -> str:
+    """What may have to see each call of the U-Net's layers, or changes what they compute, in words."""
+    for hook in _hooks(torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks):
+        return f"all modules have a hook {_name(hook)}"
+    for name, module in unet.named_modules():
+        where, kind = name or type(unet).__name__, type(module)
+        processor = vars(module).get("processor", module._modules.get("processor"))
+        if processor is not None and not _keeps_nothing(processor):
+            return f"{where} has a {type(processor).__name__}"
+        if not all(map(_is_known, (kind.forward, kind.__call__))):
+            return f"{where} is a {kind.__module__}.{kind.__name__}"
+        if other := _replaced_forward(module):
+            return f"{where} has a forward of another package ({other})"
+        for kept in getattr(getattr(module, "_diffusers_hook", None), "hooks", {}).items():
+            if not (_STATELESS_HOOK.search(type(kept[1]).__name__) and _is_known(type(kept[1]).pre_forward)):
+                return f"{where} has diffusers' hook {kept[0]!r}"
+        if module is not unet:
+            for hook in _hooks(module._forward_hooks, module._forward_pre_hooks):
+                return f"{where} has a hook {_name(hook)}"
+    return ""
+
+
+def foreign_outside(unet: Module) -> str:
+    """What sees each call of the whole U-Net, in words: it would see the calls that correct others, too."""
+    for hook in _hooks(unet._forward_hooks, unet._forward_pre_hooks):
+        return f"{type(unet).__name__} has a hook {_name(hook)}"
+    return ""
+
+
+class Changes:
+    """Tells within a run whether weights or scales of a model have changed.
+
+    Args:
+        unet: the model, as it is when the run begins.
+    """
+
+    def __init__(self, unet: Any) -> None:
+        self._unet = weakref.ref(unet)  # which leads here by its patch
+        self._blocks = list(unet.up_blocks)
+        self._weights = [weight for weight in unet.parameters() if not weight.is_inference()]
+        self._adapted = [module for module in unet.modules() if hasattr(module, "active_adapters")]
+        processors = getattr(unet, "attn_processors", {}).values()
+        self._processors = [processor for processor in processors if hasattr(processor, "scale")]
+
+    def read(self) -> Hashable:
+        """What is another value after a change."""
+        adapters = [
+            (str(module.active_adapters), getattr(module, "scaling", None), getattr(module, "merged", None))
+            for module in self._adapted
+        ]
+        scales = [processor.scale for processor in self._processors]
+        names = ("s1", "s2", "b1", "b2")
+        freeu = [[getattr(block, name, None) for name in names] for block in self._blocks]
+        loaded = list(getattr(self._unet(), "peft_config", ()))
+        return sum(weight._version for weight in self._weights), str((adapters, scales, freeu, loaded))
+
+
+def _keeps_nothing(processor: Any) -> bool:
+    """Whether a processor computes its layer from its arguments alone, so that a call may be left out."""
+    kind = processor.__class__  # ours says what it stands in for
+    known = kind.__name__ in PLAIN_PROCESSORS or _STATELESS_PROCESSOR.search(kind.__name__)
+    return bool(known) and _is_known(kind.__call__) and _is_known(getattr(kind, "forward", kind.__call__))
+
+
+def _replaced_forward(module: Module) -> str:
+    """Of which package the forward is that stands in place of a module's own; empty where it is known."""
+    forward = vars(module).get("forward")
+    if forward is None:
+        return ""
+    # accelerate and diffusers put one in front of what was there before
+    references = getattr(getattr(module, "_diffusers_hook", None), "_fn_refs", ())
+    before = [reference.original_forward or reference.forward for reference in references]
+    hook = vars(module).get("_hf_hook")
+    hooks = [type(one).pre_forward for one in getattr(hook, "hooks", (hook,)) if one is not None]
+    chain = [forward, vars(module).get("_old_forward"), *before, *hooks]
+    foreign = [one for one in chain if one is not None and not _is_known(one)]
+    return _package(foreign[0]) if foreign else ""
+
+
+def _hooks(*registered: dict[Any, Any]) -> Iterator[Any]:
+    """The hooks of other packages."""
+    for hooks in registered:
+        yield from (hook for hook in hooks.values() if not _is_known(hook))
+
+
+def _is_known(function: Any) -> bool:
+    """Whether a function and all that it wraps are of packages that are known, or may be skipped."""
+    while function is not None:
+        if getattr(function, _MAY_SKIP, False):
+            return True
+        if _package(function) not in _KNOWN:
+            return False
+        function = _wrapped(function)
+    return True
+
+
+def _wrapped(function: Any) -> Any:
+    if isinstance(function, partial):
+        return function.func
+    return getattr(function, "_torchdynamo_orig_callable", None) or getattr(function, "__wrapped__", None)
+
+
+def _package(function: Any) -> str:
+    """The package that a function's code is of; what `functools.wraps` copies says nothing of it."""
+    if isinstance(function, partial):
+        return "torch"  # what it calls is looked at
+    function = getattr(function, "__func__", function)
+    names = getattr(function, "__globals__", None)
+    where = type(function).__module__ if names is None else names.get("__name__") or ""
+    return str(where).partition(".")[0]
+
+
+def _name(hook: Any) -> str:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return f"{_package(hook)}.{getattr(hook, '__qualname__', type(hook).__name__)}"

@@ -1,0 +1,152 @@
+"""Devices without float64 and some operators (Apple's MPS), default devices, and the user's random state."""
+
+from itertools import pairwise
+
+import diffusers
+import pytest
+import torch
+from devices import LikeMPS
+from tiny import BETAS, make_sdxl_unet, make_unet
+from torch.nn.functional import adaptive_avg_pool2d
+
+from agentsd import (
+    Agents,
+    ByDistance,
+    Downsample,
+    GuidanceCache,
+    Merge,
+    Phases,
+    PooledAgents,
+    Recipe,
+    ResidualSharing,
+    StepCache,
+    apply_agentsd,
+)
+from agentsd.attention import merging, pooling
+from agentsd.attention.matching import rank_tokens, sample_destinations, split_grid
+from agentsd.recipe import MODES
+
+EVERYWHERE = ResidualSharing(interval=2, least_tokens=0)
+RECIPES = {
+    **MODES,
+    "agents on residuals": Recipe(Phases(Agents(), Merge()), residual=EVERYWHERE, steps=StepCache()),
+    "merged": Recipe(Merge(0.5)),
+    "downsampled": Recipe(Downsample()),
+    "pooled": Recipe(Phases(PooledAgents(5), PooledAgents(5, ratio=0.4))),
+    "by distance": Recipe(ByDistance((PooledAgents(9), PooledAgents(4)), (0.9,), per="sample")),
+    "guidance": Recipe(guidance=GuidanceCache(), steps=StepCache()),
+}
+SAMPLERS = {
+    "DDIM": lambda: diffusers.DDIMScheduler(**BETAS),
+    "PLMS": lambda: diffusers.PNDMScheduler(**BETAS, skip_prk_steps=True),
+    "DPM++": lambda: diffusers.DPMSolverMultistepScheduler(**BETAS, use_karras_sigmas=True),
+    "Euler": lambda: diffusers.EulerDiscreteScheduler(**BETAS),
+}
+
+
+@torch.no_grad()
+def run(unet, scheduler, around, steps=9, size=(15, 18), number=False, **of_step):
+    """The last latents; each call of the U-Net is made within what `around` makes."""
+    rng = torch.Generator("cpu").manual_seed(0)
+    latent, text = torch.randn(1, 4, *size, generator=rng), torch.randn(2, 7, 16, generator=rng)
+    scheduler.set_timesteps(steps)
+    for t in scheduler.timesteps:
+        inputs = scheduler.scale_model_input(torch.cat([latent, latent]), t)
+        given = int(t) if number else t
+        with around():
+            without, withs = unet(inputs, given, text).sample.chunk(2)
+        latent = scheduler.step(without + 3 * (withs - without), t, latent, **of_step).prev_sample
+    return latent
+
+
+class Nothing:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("name", "sampler"),
+    [(name, "DDIM") for name in RECIPES] + [("agents on residuals", sampler) for sampler in SAMPLERS],
+)
+def test_every_recipe_runs_where_there_is_no_float64(name, sampler):
+    for make in (make_unet, make_sdxl_unet) if name == "paper" else (make_unet,):
+        apply_agentsd(unet := make(), recipe=RECIPES[name])
+        expected = run(unet, SAMPLERS[sampler](), Nothing)
+        made = run(unet, SAMPLERS[sampler](), LikeMPS)
+        torch.testing.assert_close(made, expected, rtol=0, atol=2e-3)
+
+
+def test_the_stand_in_refuses_what_it_should():
+    rows = torch.randn(4, 3)
+    with LikeMPS():
+        with pytest.raises(TypeError, match="float64"):
+            rows.double()
+        with pytest.raises(NotImplementedError, match="_embedding_bag"):
+            torch.nn.functional.embedding_bag(torch.tensor([0, 1]), rows, torch.tensor([0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("joined", [False, True])
+def test_merging_without_the_missing_operator(dtype, joined):
+    """The oracle is a loop over the members of each row."""
+    rng = torch.Generator().manual_seed(0)
+    tokens = torch.randn(2, 30, 8, generator=rng).to(dtype)
+    partition = split_grid(5, 6, 2, sample_destinations(5, 6, 2, (0, 0, 0.0)))
+    ranking = rank_tokens(tokens, partition)
+    merge_map = merging.make_merge_map(ranking, 12, dtype)
+    if joined:
+        merge_map = merging.join(merge_map, merging.make_merge_map(ranking, 20, dtype))[0]
+    flat, members = tokens.flatten(0, 1).double(), merge_map.members.tolist()
+    bounds = merge_map.offsets.tolist()
+    expected = torch.stack([flat[members[a:b]].mean(0) for a, b in pairwise(bounds)])
+    with LikeMPS():
+        made = merging.merge_rows(tokens, merge_map)
+    assert made.dtype == dtype
+    torch.testing.assert_close(made.double(), expected, rtol=0, atol=1e-6 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("sizes", [(7, 9, 3, 4), (8, 8, 3, 3), (5, 5, 5, 2), (6, 4, 1, 3)])
+def test_pooling_by_products(sizes):
+    height, width, rows, cols = sizes
+    grid = torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(0))
+    made = pooling.multiply(grid, rows, cols)
+    torch.testing.assert_close(made, adaptive_avg_pool2d(grid, (rows, cols)), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_another_default_device_changes_nothing(name):
+    """Of the meta device, whose tensors have no numbers: what lands there by chance can't be read."""
+    apply_agentsd(unet := make_unet(), recipe=RECIPES[name])
+    for sampler, number in (("Euler", False), ("DDIM", True)):
+        expected = run(unet, SAMPLERS[sampler](), Nothing, number=number)
+        made = run(unet, SAMPLERS[sampler](), lambda: torch.device("meta"), number=number)
+        assert torch.equal(made, expected)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_users_random_state_is_not_touched(name, monkeypatch):
+    """Not even for a moment, which another thread could see."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("the global random state was touched")
+
+    unet, before = make_unet(), torch.get_rng_state()
+    for place, what in [
+        (torch, "manual_seed"),
+        (torch, "seed"),
+        (torch, "set_rng_state"),
+        (torch.random, "manual_seed"),
+        (torch.random, "set_rng_state"),
+        (torch.random, "fork_rng"),
+        (torch.cuda, "manual_seed_all"),
+        (torch.mps, "manual_seed"),
+    ]:
+        monkeypatch.setattr(place, what, refuse)
+    with apply_agentsd(unet, recipe=RECIPES[name]):
+        noisy, own = diffusers.EulerAncestralDiscreteScheduler(**BETAS), torch.Generator().manual_seed(1)
+        run(unet, SAMPLERS["DPM++"](), Nothing)
+        run(unet, noisy, Nothing, generator=own)
+    assert torch.equal(torch.get_rng_state(), before)
