@@ -130,7 +130,7 @@ class Runs:
 
     def _drop(self) -> None:
         """Let go of the runs that are over, before another begins."""
-        alive = sys._current_frames()  # by the ids of the threads that live
+        alive = set(sys._current_frames())  # the ids of the threads that live
         self._histories = {thread: of for thread, of in self._histories.items() if thread in alive}
         live = {key: run for key, run in self._runs.items() if key[0] in alive and not run.is_over}
         self._runs = dict(list(live.items())[1 - _MOST_RUNS :])

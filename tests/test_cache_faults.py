@@ -120,7 +120,7 @@ def test_states_take_the_memory_that_the_docs_say(ddim, sample):
     most = []
 
     def count(*_):
-        for entry in kept(handle).values():
+        for entry in kept(handle):
             tensors = [x for known in entry.features for _, features in known._kept for x in features]
             most.append(sum(t.untyped_storage().nbytes() for t in tensors))
 
@@ -274,10 +274,14 @@ def test_two_pipelines_on_one_unet_by_turns(make_pipeline, ddim, sample):
     assert not any(torch.equal(a, b) for a, b in zip(alone, expected, strict=True))
     assert torch.equal(sample(ddim, **RUN), expected[0])
 
-    one, two, baseline = Guided(), Guided(seed=1), make_unet()
-    for i in range(10):  # a run that is broken into begins anew, with a computed step
-        for caller in (one, two):
-            assert torch.equal(caller(ddim.unet, i), caller(baseline, i))
+    one, two = Guided(), Guided(seed=1)
+    alone = []
+    for caller in (one, two):
+        with apply_agentsd(unet := make_unet(), recipe=BOTH):
+            alone.append([caller(unet, i) for i in range(10)])
+    for i in range(10):
+        for caller, outputs in zip((one, two), alone, strict=True):
+            assert torch.equal(caller(ddim.unet, i), outputs[i])
 
 
 def test_threads_that_take_turns_each_have_their_own_states(make_pipeline):

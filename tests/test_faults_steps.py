@@ -9,7 +9,7 @@ import diffusers
 import pytest
 import torch
 from callers import RUN, Caller, Guided, inputs
-from logs import warned
+from logs import silent, warned
 from pipelines import ip_adapter_weights
 from tiny import BETAS, WIDTH, make_small_unet, make_unet, may_skip
 
@@ -128,14 +128,20 @@ def test_a_list_that_is_walked_in_another_order(order):
     assert order != "from the middle, then the start" or same(made, baseline)
 
 
-def test_runs_that_take_turns_are_computed():
+def test_runs_that_take_turns_in_a_thread_are_runs_of_their_own():
+    """As in an async server: each call is as in a run alone, and nothing is said."""
     unet, (one, other) = make_unet(), (ddim(10), ddim(12))
-    apply_agentsd(unet, recipe=STEP_CACHING)
-    twin, (latents, text), (more, words) = make_unet(), inputs(0), inputs(1)
-    for a, b in zip(one.timesteps, other.timesteps, strict=False):
-        with torch.no_grad():
-            assert torch.equal(unet(latents, a, text).sample, twin(latents, a, text).sample)
-            assert torch.equal(unet(more, b, words).sample, twin(more, b, words).sample)
+    handle = apply_agentsd(unet, recipe=STEP_CACHING)
+    twins, summaries = [make_unet(), make_unet()], []
+    alone = [apply_agentsd(twin, recipe=STEP_CACHING) for twin in twins]
+    with silent(), torch.no_grad():
+        for steps in zip(one.timesteps, other.timesteps, strict=False):
+            summaries.clear()
+            for t, twin, (latents, text) in zip(steps, twins, (inputs(0), inputs(1)), strict=True):
+                assert torch.equal(unet(latents, t, text).sample, twin(latents, t, text).sample)
+                summaries.append(handle.summary())
+    assert summaries == [one.summary() for one in alone]
+    assert "corrected" in summaries[0]
 
 
 def test_a_timestep_off_the_list_is_told_and_computed():
@@ -238,6 +244,8 @@ def _plain(seen):
     def attend(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, weights=None):
         seen.append(len(weights))
         return AttnProcessor2_0()(attn, hidden_states, encoder_hidden_states, attention_mask)
+
+    attend.agentsd_may_skip = True
 
     return attend
 

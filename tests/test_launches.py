@@ -81,7 +81,7 @@ def test_early_steps_with_agents_are_counted_op_by_op(unet, baseline):
     each_map = {
         "arange": 1,  # rows of merged tokens, or of agents
         "gather": 1,  # the destination that each source joins
-        "index_copy_": 2,  # sources and destinations in the tokens' order
+        "scatter_": 2,  # sources and destinations in the tokens' order
         "sort": 1,  # the members of a row side by side
         "searchsorted": 1,  # where they begin and end
         "sub": 1,  # how many there are; from here on in float32 alone

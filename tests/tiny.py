@@ -203,7 +203,9 @@ def watch_phases(handle: Any) -> dict[str, list[str]]:
     seen: dict[str, list[str]] = {name: [] for name in handle.layer_names}
     for site, layer in zip(handle._layers.attention_layers, handle._layers.states, strict=True):
         site.attn.register_forward_pre_hook(
-            lambda m, args, layer=layer: seen[layer.name].append(PHASES[type(layer.work.plan).__name__])
+            may_skip(
+                lambda m, args, layer=layer: seen[layer.name].append(PHASES[type(layer.work.plan).__name__])
+            )
         )
     return seen
 

@@ -48,7 +48,7 @@ def foreign_inside(unet: Module) -> str:
         processor = vars(module).get("processor", module._modules.get("processor"))
         if processor is not None and not _keeps_nothing(processor):
             return f"{where} has a {type(processor).__name__}"
-        if not all(map(_is_known, (kind.forward, kind.__call__))):
+        if not _is_known_class(kind):
             return f"{where} is a {kind.__module__}.{kind.__name__}"
         if other := _replaced_forward(module):
             return f"{where} has a forward of another package ({other})"
@@ -100,7 +100,14 @@ def _keeps_nothing(processor: Any) -> bool:
     """Whether a processor computes its layer from its arguments alone, so that a call may be left out."""
     kind = processor.__class__  # ours says what it stands in for
     known = kind.__name__ in PLAIN_PROCESSORS or _STATELESS_PROCESSOR.search(kind.__name__)
-    return bool(known) and _is_known(kind.__call__) and _is_known(getattr(kind, "forward", kind.__call__))
+    return bool(known) and _is_known_class(kind)
+
+
+def _is_known_class(kind: Any) -> bool:
+    """Whether what a class computes is of packages that are known, or may be skipped."""
+    return getattr(kind, _MAY_SKIP, False) or all(
+        map(_is_known, (kind.__call__, getattr(kind, "forward", None)))
+    )
 
 
 def _replaced_forward(module: Module) -> str:
