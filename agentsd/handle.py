@@ -49,6 +49,22 @@ class AgentSDHandle:
         self._hooks: list[Any] = []
         self._loaded: LoadedWeights | None = None
 
+    def check_settings(self, settings: dict[str, Any], mode: str) -> None:
+        """Raise ValueError where settings of operators would do nothing on the model; on its small grids that
+        is told in the run.
+
+        Args:
+            settings: what differs from the mode's own.
+            mode: its name.
+        """
+        given = {name: value for name, value in settings.items() if name != "seed"}
+        if given and self._layers.never_run:
+            raise ValueError(
+                f'{given}: mode="{mode}" is step caching alone on this model, whose last layers have no '
+                'self-attention; leave them out, or pass mode="paper"'
+            )
+        self._layers.settings = given
+
     def _patched(self) -> Any:
         """The U-Net, where this handle is in force on it."""
         unet = self._unet() if self._unet is not None else None

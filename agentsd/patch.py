@@ -56,28 +56,18 @@ def apply_agentsd(
 
     Raises:
         TypeError: `pipe` has no U-Net, or a setting has a wrong type.
-        ValueError: a setting is out of range, unknown to the mode or beside a recipe; the model has no layer
-            to patch, or something else holds its self-attention (tomesd, a processor of another kind), or
-            trained weights are to be loaded into quantised layers. The pipeline is left as it was.
+        ValueError: a setting is out of range, unknown to the mode, beside a recipe, or would do nothing on
+            the model; the model has no layer to patch, or something else holds its self-attention (tomesd, a
+            processor of another kind), or trained weights are to be loaded into quantised layers. The
+            pipeline is left as it was.
     """
     given = {"ratio": ratio, "k": k, "scale": scale, "early_frac": early_frac, "mode": mode, "seed": seed}
     usual = inspect.signature(apply_agentsd).parameters
     changed = {name: value for name, value in given.items() if not _equal(value, usual[name].default)}
-    trained = None
-    if recipe is not None:
-        if changed:
-            raise ValueError(f"{changed} beside recipe={recipe!r}, which holds all settings: pass it alone")
-        if not isinstance(recipe, Recipe | str | Path):
-            kind = type(recipe).__name__
-            raise TypeError(f"recipe={recipe!r} is a {kind}: pass a Recipe, or its file or folder")
-        if not isinstance(recipe, Recipe):
-            recipe, trained = _load(find_saved(recipe, [FILE_NAME, WEIGHTS]))
-    else:
-        if changed.pop("mode", mode) not in MODES:
-            raise ValueError(f"mode={mode!r}: choose {' or '.join(map(repr, MODES))}")
-        recipe = MODES[mode].with_settings(**changed)
+    recipe, trained = _recipe_of(recipe, mode, changed)
     unet = find_model(pipe)
     handle = AgentSDHandle(recipe, pipe, unet, trained)
+    handle.check_settings(changed, mode)
     outer: AgentSDHandle | None = getattr(unet, "_agentsd", None)
     if outer is not None:
         outer._detach(unet)
@@ -93,6 +83,22 @@ def apply_agentsd(
     if outer is not None and not outer._entered:
         outer._outer = None
     return handle
+
+
+def _recipe_of(recipe: Any, mode: str, changed: dict[str, Any]) -> tuple[Recipe, Path | None]:
+    """What is to be applied, and the folder of its trained weights; `changed` loses the mode."""
+    if recipe is None:
+        if changed.pop("mode", mode) not in MODES:
+            raise ValueError(f"mode={mode!r}: choose {' or '.join(map(repr, MODES))}")
+        return MODES[mode].with_settings(**changed), None
+    if changed:
+        raise ValueError(f"{changed} beside recipe={recipe!r}, which holds all settings: pass it alone")
+    if not isinstance(recipe, Recipe | str | Path):
+        kind = type(recipe).__name__
+        raise TypeError(f"recipe={recipe!r} is a {kind}: pass a Recipe, or its file or folder")
+    if isinstance(recipe, Recipe):
+        return recipe, None
+    return _load(find_saved(recipe, [FILE_NAME, WEIGHTS]))
 
 
 def _equal(value: Any, other: Any) -> bool:

@@ -134,10 +134,11 @@ def test_runs_that_take_turns_in_a_thread_are_runs_of_their_own():
     handle = apply_agentsd(unet, recipe=STEP_CACHING)
     twins, summaries = [make_unet(), make_unet()], []
     alone = [apply_agentsd(twin, recipe=STEP_CACHING) for twin in twins]
+    given = [inputs(0), inputs(1)]
     with silent(), torch.no_grad():
         for steps in zip(one.timesteps, other.timesteps, strict=False):
             summaries.clear()
-            for t, twin, (latents, text) in zip(steps, twins, (inputs(0), inputs(1)), strict=True):
+            for t, twin, (latents, text) in zip(steps, twins, given, strict=True):
                 assert torch.equal(unet(latents, t, text).sample, twin(latents, t, text).sample)
                 summaries.append(handle.summary())
     assert summaries == [one.summary() for one in alone]

@@ -79,7 +79,7 @@ class Changes:
         self._unet = weakref.ref(unet)  # which leads here by its patch
         self._blocks = list(unet.up_blocks)
         self._weights = [weight for weight in unet.parameters() if not weight.is_inference()]
-        self._adapted = [module for module in unet.modules() if hasattr(module, "active_adapters")]
+        self._adapted = [one for one in unet.modules() if one is not unet and hasattr(one, "active_adapters")]
         processors = getattr(unet, "attn_processors", {}).values()
         self._processors = [processor for processor in processors if hasattr(processor, "scale")]
 

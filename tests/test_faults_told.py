@@ -1,0 +1,159 @@
+"""Faults that were found and mended: what is told of a run and its noise levels, and settings without effect."""
+
+import diffusers
+import pytest
+import torch
+from callers import Caller, inputs
+from logs import silent, warned
+from tiny import BETAS, make_sdxl_unet, make_unet
+
+from agentsd import Agents, Downsample, Merge, Phases, Recipe, ResidualSharing, apply_agentsd
+from agentsd.hosts.schedulers import Sampler
+from agentsd.recipe import MODES, STEP_CACHING
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        (MODES["paper"], "o" * 10),
+        (Recipe(Phases(Agents(), None)), "o" * 4 + "f" * 6),
+        (STEP_CACHING, "f" * 10),
+        (Recipe(Downsample(32)), "f" * 10),  # no cell is whole
+        (Recipe(Downsample(), residual=ResidualSharing(2, 2)), "ffsfsfsfsf"),
+    ],
+)
+def test_what_attention_was_is_told(recipe, expected):
+    handle, caller = apply_agentsd(unet := make_unet(), recipe=recipe), Caller()
+    for i in range(10):
+        caller(unet, i)
+    assert "".join(kind.attention[0] for kind in handle.last_run) == expected
+
+
+LEVELS = {
+    "linear": {"beta_start": 0.0001, "beta_end": 0.02, "beta_schedule": "linear"},
+    "scaled": BETAS,
+    "cosine": {"beta_schedule": "squaredcos_cap_v2"},
+}
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("name", LEVELS)
+def test_noise_levels_are_the_schedulers_own(name, last):
+    """The oracle is the scheduler's own step: with the output 0 its latent shrinks by the ratio of alphas."""
+    scheduler = diffusers.DDIMScheduler(
+        **LEVELS[name], clip_sample=False, set_alpha_to_one=last, steps_offset=1, prediction_type="epsilon"
+    )
+    scheduler.set_timesteps(12)
+    steps = Sampler(scheduler, scheduler.timesteps.tolist()).steps()
+    for t, step in zip(scheduler.timesteps, steps, strict=True):
+        one = torch.ones(1, 1, 1, 1, dtype=torch.float64)
+        # epsilon moves y by sigma' - sigma, and y is x sqrt(1 + sigma**2)
+        moved = [float(scheduler.step(k * one, t, 0 * one).prev_sample) for k in (0, 1)]
+        before, after = (1 + step.sigma**2) ** 0.5, (1 + step.sigma_next**2) ** 0.5
+        assert moved[0] == 0
+        assert moved[1] * after == pytest.approx(step.sigma_next - step.sigma, rel=1e-3)
+        grown = float(scheduler.step(0 * one, t, one).prev_sample)
+        assert grown * after == pytest.approx(before, rel=1e-3)
+
+
+KARRAS = {
+    "DPM++": lambda: diffusers.DPMSolverMultistepScheduler(**BETAS, use_karras_sigmas=True),
+    "UniPC": lambda: diffusers.UniPCMultistepScheduler(**BETAS, use_karras_sigmas=True),
+}
+
+
+@pytest.mark.parametrize("steps", [45, 50, 100])
+@pytest.mark.parametrize("name", KARRAS)
+def test_rounded_timesteps_that_repeat_are_steps_of_their_own(name, steps):
+    """Each is planned, and corrected, by its own noise level."""
+    scheduler = KARRAS[name]()
+    scheduler.set_timesteps(steps)
+    assert len(set(scheduler.timesteps.tolist())) < steps
+    handle = apply_agentsd(unet := make_unet(), recipe=STEP_CACHING)
+    latent, text = inputs()
+    with silent(), torch.no_grad():
+        for t in scheduler.timesteps:
+            latent = scheduler.step(unet(latent, t, text).sample, t, latent).prev_sample
+    letters = "".join(kind.letter for kind in handle.last_run)
+    # four computed steps; then one in two, and of the second half one in three
+    assert letters == "".join("F" if full else "f" for full in STEP_CACHING.steps.computed(steps))
+    cached = letters.rstrip("f").count("f")
+    assert f"{cached} corrected" in handle.summary()
+
+
+def test_each_phase_ranks_as_it_says(monkeypatch):
+    """Agents rank once a level, merged tokens in each of the layers, whichever stands beside the other."""
+    from agentsd.attention import ranking
+
+    ranked, rank = [], ranking.rank_tokens
+    monkeypatch.setattr(ranking, "rank_tokens", lambda *args: ranked.append(1) or rank(*args))
+    counts = {}
+    for name, recipe in {
+        "level, level": Phases(Agents(), Merge()),
+        "layer, layer": Phases(Agents(ranking="layer"), Merge(ranking="layer")),
+        "level, layer": Phases(Agents(), Merge(ranking="layer")),
+        "layer, level": Phases(Agents(ranking="layer"), Merge()),
+    }.items():
+        apply_agentsd(unet := make_unet(), recipe=Recipe(recipe))
+        caller, counts[name] = Caller(), []
+        for i in (0, 9):
+            ranked.clear()
+            caller(unet, i)
+            counts[name].append(len(ranked))
+    (few, some), (many, most) = counts["level, level"], counts["layer, layer"]
+    assert few == some == 2  # levels
+    assert many == most == 6  # layers
+    assert counts["level, layer"] == [2, 6]
+    assert counts["layer, level"] == [6, 2]
+
+
+def test_a_stage_is_the_same_whatever_ranks_in_the_other():
+    outputs = []
+    for late in (Merge(), Merge(ranking="layer")):
+        apply_agentsd(unet := make_unet(), recipe=Recipe(Phases(Agents(), late)))
+        outputs.append(Caller()(unet, 0))
+    assert torch.equal(*outputs)
+
+
+MODES_WITHOUT = {"step-caching", "downsample"}
+"""Which have none of the settings."""
+REFUSED = {make_sdxl_unet: MODES_WITHOUT | {"agentsd"}}
+"""Its last up block has no attention."""
+SETTINGS = {"ratio": 0.7, "k": 0.9, "scale": -1.0, "early_frac": 1.0}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_acts_or_is_refused_on_every_model(name):
+    given = {name: SETTINGS[name]}
+    for mode in MODES:
+        recipe = MODES[mode]
+        for make in (make_unet, make_sdxl_unet):
+            unet = make()
+            if mode in REFUSED.get(make, MODES_WITHOUT):
+                with pytest.raises(ValueError, match=rf"{name}.*(leave|pass)"):
+                    apply_agentsd(unet, **given, mode=mode)
+                assert not hasattr(unet, "_agentsd")
+                continue
+            handle = apply_agentsd(unet, **given, mode=mode)
+            assert handle.recipe != recipe
+            caller = Caller(12, size=(48, 48))  # 2,304 tokens; the fifth step is early and cached
+            with silent():
+                made = [caller(unet, i) for i in range(12)]
+            apply_agentsd(other := make(), recipe=recipe)
+            caller = Caller(12, size=(48, 48))
+            assert not all(map(torch.equal, made, [caller(other, i) for i in range(12)])), (mode, make)
+
+
+@pytest.mark.parametrize(("steps", "size"), [(12, 16), (10, 48)])
+def test_a_setting_without_effect_in_a_run_is_told(steps, size):
+    """On a small grid, and where no early step is cached."""
+    for given in ({"ratio": 0.7}, {"k": 0.9, "scale": -1.0}):
+        apply_agentsd(unet := make_unet(), **given)
+        with warned(f'{given} did nothing in this run.*mode="paper"'):
+            caller = Caller(steps, size=(size, size))
+            for i in range(steps):
+                caller(unet, i)
+    apply_agentsd(unet := make_unet())
+    with silent():
+        for i in range(steps):
+            caller(unet, i)
