@@ -20,6 +20,8 @@ def wide_unet(**changes: Any) -> Any:
 class PackedLinear(nn.Module):
     """A linear layer of 4 bit integers, two in a byte, in one column, which torch's counter does not see."""
 
+    agentsd_may_skip = True
+
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features

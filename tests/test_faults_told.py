@@ -1,4 +1,4 @@
-"""Faults that were found and mended: what is told of a run and its noise levels, and settings without effect."""
+"""Faults that were found and mended: what is told of a run, its noise levels, settings without effect."""
 
 import diffusers
 import pytest
