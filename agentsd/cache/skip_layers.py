@@ -185,7 +185,7 @@ def _check_blocks(unet: Any) -> None:
     kind, way_out = type(unet).__name__, 'pass mode="paper", or a recipe without steps'
     blocks = [*((block, _DOWN) for block in unet.down_blocks), *((block, _UP) for block in unet.up_blocks)]
     for block, known in blocks:
-        if (name := type(block).__name__) not in known:
-            raise ValueError(f"{kind} has a {name}, which no cached step knows: {way_out}")
+        if not any(base.__name__ in known for base in type(block).__mro__):
+            raise ValueError(f"{kind} has a {type(block).__name__}, which no cached step knows: {way_out}")
     if len(unet.up_blocks) < 2 and unet.mid_block is None:
         raise ValueError(f"{kind} has no layer that could be skipped: {way_out}")

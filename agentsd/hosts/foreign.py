@@ -85,10 +85,8 @@ class Changes:
 
     def read(self) -> Hashable:
         """What is another value after a change."""
-        adapters = [
-            (str(module.active_adapters), getattr(module, "scaling", None), getattr(module, "merged", None))
-            for module in self._adapted
-        ]
+        names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+        adapters = [[getattr(module, name, None) for name in names] for module in self._adapted]
         scales = [processor.scale for processor in self._processors]
         names = ("s1", "s2", "b1", "b2")
         freeu = [[getattr(block, name, None) for name in names] for block in self._blocks]
