@@ -98,7 +98,7 @@ def _keeps_nothing(processor: Any) -> bool:
     """Whether a processor computes its layer from its arguments alone, so that a call may be left out."""
     kind = processor.__class__  # ours says what it stands in for
     known = kind.__name__ in PLAIN_PROCESSORS or _STATELESS_PROCESSOR.search(kind.__name__)
-    return bool(known) and _is_known_class(kind)
+    return bool(known or getattr(kind, _MAY_SKIP, False)) and _is_known_class(kind)
 
 
 def _is_known_class(kind: Any) -> bool:
