@@ -18,6 +18,7 @@ from .modules.adapter import (
     check_fit,
     check_plain,
     read_weights,
+    resize_loaded,
     save_weights,
     weights_of,
 )
@@ -40,8 +41,13 @@ class AgentSDHandle:
         self.layer_names = [name for name, _, _ in self._layers.named]
         self._trained = None
         if trained is not None:
-            self._trained = read_weights(trained)
+            self._trained = resize_loaded(self._layers.named, read_weights(trained))
             check_fit(self._layers.named, self._trained, trained / FILE_NAME)
+        elif not unet.training and (untrained := [one.name for one in recipe.operators if one.needs_module]):
+            warn(
+                f"agentsd: {untrained[0]} is untrained, and spoils images: train it (agentsd-dreambooth "
+                "--attention), or apply the folder that its weights were saved in"
+            )
         self._hook = DenoiserHook(recipe, unet, pipe, self._layers, warn)
         self._unet: weakref.ref[Module] | None = None
         self._outer: AgentSDHandle | None = None

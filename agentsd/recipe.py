@@ -151,8 +151,17 @@ class Recipe:
             raise ValueError(f"{where}: {error}") from None
 
     def save(self, path: str | Path) -> Path:
-        """Write a YAML file, `agentsd.yaml` where the path is a folder; returns its path."""
+        """Write a YAML file, `agentsd.yaml` where the path is a folder; returns its path.
+
+        Raises:
+            FileExistsError: there is a file that is no recipe, which is left as it is.
+        """
         path = _file(path)
+        if path.exists():
+            try:
+                Recipe.load(path)
+            except ValueError:
+                raise FileExistsError(f"{path} is no recipe and stays as it is: pass another name") from None
         text = yaml.safe_dump(self.to_mapping(), sort_keys=False, width=110)
         path.write_text(text, encoding="utf-8")
         return path

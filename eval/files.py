@@ -9,8 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from .errors import EvalError
+
+_SOFTWARE = "agentsd-eval"
 
 
 def read_lines(path: Path) -> list[str]:
@@ -35,6 +38,19 @@ def check_writable(path: Path) -> None:
             pass
     except OSError as error:
         raise explain_os_error(error, path) from error
+
+
+def check_own_image(path: Path) -> None:
+    """Raise EvalError now if an image would be written over a file that is none of this package's."""
+    if not path.exists():
+        return
+    try:
+        with Image.open(path) as image:
+            own = image.info.get("Software") == _SOFTWARE
+    except OSError:
+        own = False
+    if not own:
+        raise EvalError(f"{path} was not made by this command and stays as it is; choose another --out")
 
 
 def explain_os_error(error: OSError, path: Path) -> EvalError:
@@ -64,12 +80,14 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def save_image(image: Image.Image, path: Path) -> None:
-    """Write a PNG that is whole or not there."""
-    write_bytes(path, png_bytes(image))
+    """Write a PNG that is whole or not there, and says whose it is."""
+    made_by = PngInfo()
+    made_by.add_text("Software", _SOFTWARE)
+    write_bytes(path, png_bytes(image, made_by))
 
 
-def png_bytes(image: Image.Image) -> bytes:
+def png_bytes(image: Image.Image, info: PngInfo | None = None) -> bytes:
     """Return an image as PNG."""
     buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
+    image.save(buffer, format="PNG", pnginfo=info)
     return buffer.getvalue()

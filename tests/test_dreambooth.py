@@ -182,7 +182,7 @@ def test_prior_preservation_makes_the_class_images_that_lack(settings, tmp_path)
     Run(config).train()
     made = {p.name: p.read_bytes() for p in classes.iterdir()}
     assert sorted(made) == ["class-00000.png", "class-00001.png"]
-    Run(config.model_copy(update={"num_class_images": 3})).train()
+    Run(config.model_copy(update={"num_class_images": 3, "output_dir": tmp_path / "other"})).train()
     again = {p.name: p.read_bytes() for p in classes.iterdir()}
     assert len(again) == 3
     assert made.items() <= again.items()

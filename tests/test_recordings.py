@@ -33,12 +33,16 @@ def _agents(late: Any = Downsample(), early: Any = Agents(), **more: Any) -> Rec
     return Recipe(Phases(early, late), **more)
 
 
+FORMULA = {"k": 0.075, "scale": -0.15}
+"""AgentSD's."""
+
+
 def _mediators(*stages: Any, thresholds: tuple[float, ...] = (0.98, 0.9), per: str = "batch") -> Recipe:
     return Recipe(ByDistance(stages, thresholds, per), levels=1)
 
 
 def _pooled(*counts: int) -> list[PooledAgents]:
-    return [PooledAgents(count, at_most=None) for count in counts]
+    return [PooledAgents(count, at_most=None, **FORMULA) for count in counts]
 
 
 RECIPES: dict[str, Recipe] = {
@@ -67,8 +71,8 @@ RECIPES: dict[str, Recipe] = {
     "odd grid": _agents(Merge()),
     "seed 3": _agents(seed=3),
     "bounds": _agents(early=Agents(0.6)),
-    "pooled agents": Recipe(Phases(PooledAgents(at_most=None), None), levels=1),
-    "pooled agents of merged tokens": _agents(early=PooledAgents(12, ratio=0.4)),
+    "pooled agents": Recipe(Phases(PooledAgents(at_most=None, **FORMULA), None), levels=1),
+    "pooled agents of merged tokens": _agents(early=PooledAgents(12, ratio=0.4, **FORMULA)),
     "mediators": _mediators(*_pooled(4, 16, 64)),
     "mediators, some of none": _mediators(None, *_pooled(4, 16)),
     "mediators, each sample": _mediators(*_pooled(4, 16, 64), thresholds=(0.99, 0.95), per="sample"),

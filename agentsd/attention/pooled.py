@@ -1,7 +1,7 @@
 """Agent attention whose agents are averages over the grid of queries.
 
-As in "Agent Attention" (ECCV 2024), Eq. 6, and as the mediators of "Efficient Diffusion Transformer with
-Step-wise Dynamic Attention Mediators" (ECCV 2024), Eq. 7.
+As in "Agent Attention" (ECCV 2024), Eq. 6, and, with the defaults, as the mediators of "Efficient Diffusion
+Transformer with Step-wise Dynamic Attention Mediators" (ECCV 2024), Eq. 7 to 9.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ class PooledAgents(RankedOperator):
     Attributes:
         count: how many agents, at most; None takes one for each cell.
         ratio: share of the tokens merged away before attention, in [0, 1).
-        k, scale, stride, at_most, ranking, destinations: see `Agents`; the last two are of the merging.
+        k, scale, stride, at_most, ranking, destinations: see `Agents`, whose `k` and `scale` (AgentSD's) are
+            others; the last two are of the merging.
     """
 
     name: ClassVar[str] = "pooled_agents"
 
     count: int | None = None
     ratio: float = 0.0
-    k: float = 0.075
-    scale: float = -0.15
+    k: float = 0.0
+    scale: float = -0.5
     stride: int = 4
     at_most: int | None = 400
     ranking: str = "level"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -22,10 +23,17 @@ def cost_of(cost: Cost, device: torch.device, run: Callable[[], Any]) -> float:
 
 
 def _now(device: torch.device) -> float:
-    if device.type != "cuda":
+    if device.type == "cpu":
         return time.process_time()
-    torch.cuda.synchronize(device)
+    torch.accelerator.synchronize(device)
     return time.perf_counter()
+
+
+def name_of_device(device: torch.device) -> str:
+    """What seconds depend on: the GPU's name, or the CPU's kind and how many threads are used."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type}, {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def macs(run: Callable[[], Any]) -> int:

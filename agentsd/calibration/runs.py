@@ -61,7 +61,7 @@ class Runs:
 
     def latents(self, number: int, **changes: Any) -> Tensor:
         """(B, C, H, W) the final latents of a prompt's run."""
-        rng = torch.Generator().manual_seed(self.seed + number)
+        rng = torch.Generator("cpu").manual_seed(self.seed + number)
         settings = self.settings | changes
         found: Tensor = self.pipe(self.prompts[number], generator=rng, output_type="latent", **settings)[0]
         return found.float().cpu()
@@ -84,7 +84,9 @@ class Runs:
 
     def baseline_reference_distance(self, numbers: Sequence[int]) -> float | None:
         """The baseline's own distance to the reference."""
-        found = [self._to_reference(n, torch.tensor(self._baseline(n)["latents"])) for n in numbers]
+        found = [
+            self._to_reference(n, torch.tensor(self._baseline(n)["latents"], device="cpu")) for n in numbers
+        ]
         return _mean(found)
 
     def _baseline(self, number: int) -> dict[str, Any]:
@@ -98,7 +100,7 @@ class Runs:
         return found
 
     def _measure(self, number: int, recipe: Recipe | None, changes: dict[str, Any]) -> dict[str, Any]:
-        baseline = torch.tensor(self._baseline(number)["latents"])
+        baseline = self._baseline_latents(number)
         with nullcontext() if recipe is None else apply_agentsd(self.pipe, recipe=recipe) as handle:
             latents, cost = self._metered(number, **changes)
             steps = "" if handle is None else handle.summary().split()[0]
@@ -114,7 +116,7 @@ class Runs:
             return None
         run = partial(self.latents, number, num_inference_steps=self.reference_steps)
         reference = self.measurements.get(f"reference {number}", lambda: run().tolist())
-        return relative_rmse(latents, torch.tensor(reference))
+        return relative_rmse(latents, torch.tensor(reference, device="cpu"))
 
     def _metered(self, number: int, **changes: Any) -> tuple[Tensor, float | None]:
         """A run's latents, and the cost of its U-Net calls, which of MACs is counted for the first prompt."""
@@ -143,7 +145,8 @@ class Runs:
 
 def relative_rmse(latents: Tensor, other: Tensor) -> float:
     """The root mean square of a change of latents, over theirs before it."""
-    return float((latents - other).double().norm() / other.double().norm())
+    latents, other = latents.cpu().double(), other.cpu().double()  # some devices have no float64
+    return float((latents - other).norm() / other.norm())
 
 
 def _mean(distances: Sequence[float | None]) -> float | None:

@@ -19,7 +19,7 @@ from ..hosts.schedulers import Sampler
 from ..patch import apply_agentsd
 from ..recipe import Recipe
 from .candidates import CANDIDATES
-from .cost import Cost
+from .cost import Cost, name_of_device
 from .measurements import Measurements, json_safe
 from .runs import Metrics, Runs
 
@@ -98,7 +98,7 @@ def calibrate(
         "prompts": list(prompts),
         "seed": seed,
         "cost": cost,
-        "device": unet.device.type,
+        "device": name_of_device(unet.device) if cost == "seconds" else unet.device.type,
         "dtype": str(unet.dtype).removeprefix("torch."),
         "versions": {name: version(name) for name in ("agentsd", "torch", "diffusers")},
     }

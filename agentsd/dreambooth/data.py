@@ -13,6 +13,11 @@ from torch import Tensor
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 
 
+def image_paths(folder: Path) -> list[Path]:
+    """What is an image by its name in a folder, by name."""
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
+
+
 def find_images(folder: Path) -> list[Path]:
     """Readable images of a folder, by name.
 
@@ -21,7 +26,7 @@ def find_images(folder: Path) -> list[Path]:
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder: put the subject's images there")
-    paths = sorted(p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES)
+    paths = image_paths(folder)
     if not paths:
         raise ValueError(f"{folder} has no image ({', '.join(sorted(SUFFIXES))}); 3 to 6 views are usual")
     for path in paths:
@@ -75,7 +80,7 @@ class SubjectImages:
 
     def draw(self, batch_size: int, seed: int, step: int, process: int = 0) -> Batch:
         """The batch of a step: `batch_size` instance images and as many class images, if any."""
-        generator = torch.Generator().manual_seed(hash((seed, step, process)) % 2**63)
+        generator = torch.Generator("cpu").manual_seed(hash((seed, step, process)) % 2**63)
         paths, ids = self._pick(self.instance, batch_size, generator), [self.instance_ids] * batch_size
         if self.classes:
             paths += self._pick(self.classes, batch_size, generator)
@@ -85,4 +90,6 @@ class SubjectImages:
 
     @staticmethod
     def _pick(paths: list[Path], count: int, generator: torch.Generator) -> list[Path]:
-        return [paths[i] for i in torch.randint(len(paths), (count,), generator=generator).tolist()]
+        return [
+            paths[i] for i in torch.randint(len(paths), (count,), generator=generator, device="cpu").tolist()
+        ]

@@ -15,6 +15,7 @@ from PIL import Image
 
 from ..patch import apply_agentsd
 from .config import DreamBoothConfig
+from .data import image_paths
 
 
 def generate(
@@ -22,7 +23,6 @@ def generate(
     prompt: str,
     count: int,
     config: DreamBoothConfig,
-    on_image: Callable[[int, Image.Image], None] | None = None,
 ) -> list[Image.Image]:
     """`count` images of a prompt from seeds `config.seed`, `config.seed + 1`, ...: DDIM, one at a time.
 
@@ -41,13 +41,11 @@ def generate(
                     prompt,
                     num_inference_steps=config.num_inference_steps,
                     guidance_scale=config.guidance_scale,
-                    generator=torch.Generator().manual_seed(config.seed + i),
+                    generator=torch.Generator("cpu").manual_seed(config.seed + i),
                     height=config.resolution,
                     width=config.resolution,
                 ).images[0]
                 images.append(image)
-                if on_image is not None:
-                    on_image(i, image)
     finally:
         pipe.scheduler = scheduler
         pipe.unet.train(training)
@@ -57,22 +55,35 @@ def generate(
 def fill_class_folder(pipe: Any, config: DreamBoothConfig, on_image: Callable[[], None]) -> None:
     """Generate the class images that `config.num_class_images` asks for and the folder lacks.
 
-    Each is written at once and whole, so an interrupted call goes on where it stopped.
+    Images of any kind count, whoever put them there, and none is ever overwritten: each new one takes the
+    first free number, which is also added to its seed. An interrupted call goes on where it stopped.
     """
     assert config.class_data_dir is not None
     assert config.class_prompt is not None
     folder = config.class_data_dir
     folder.mkdir(parents=True, exist_ok=True)
-    have = len([p for p in folder.iterdir() if p.suffix == ".png"])
+    number = 0
+    while len(image_paths(folder)) < config.num_class_images:
+        if (folder / f"class-{number:05d}.png").exists():
+            number += 1
+            continue
+        seeded = config.model_copy(update={"apply": "none", "seed": config.seed + number})
+        image = generate(pipe, config.class_prompt, 1, seeded)[0]
+        if _write_new(image, folder / f"class-{number:05d}.png"):
+            on_image()
 
-    def write(i: int, image: Image.Image) -> None:
-        partial = folder / f".{have + i}.partial"
-        image.save(partial, format="PNG")
-        os.replace(partial, folder / f"class-{have + i:05d}.png")
-        on_image()
 
-    baseline = config.model_copy(update={"apply": "none", "seed": config.seed + have})
-    generate(pipe, config.class_prompt, max(0, config.num_class_images - have), baseline, write)
+def _write_new(image: Image.Image, path: Path) -> bool:
+    """Write a PNG file whole, or not at all; not where there is one by now (of a process beside this)."""
+    partial = path.with_name(f".{path.stem}-{os.getpid()}.partial")
+    image.save(partial, format="PNG")
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        return False
+    finally:
+        partial.unlink()
+    return True
 
 
 def save_grid(images: list[Image.Image], path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,13 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 from .data import Batch
+
+TARGETS: dict[str, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
+    "epsilon": lambda schedule, latents, noise, steps: noise,
+    "v_prediction": lambda schedule, latents, noise, steps: schedule.get_velocity(latents, noise, steps),
+    "sample": lambda schedule, latents, noise, steps: latents,
+}
+"""What a model of each prediction type is to predict: (schedule, latents, noise, timesteps) -> target."""
 
 
 def diffusion_loss(
@@ -19,7 +27,7 @@ def diffusion_loss(
     batch: Batch,
     prior_weight: float | None,
 ) -> Tensor:
-    """Mean squared error of the predicted noise (or velocity), and of the class images beside it.
+    """Mean squared error of what the model predicts, and of the class images beside it.
 
     Args:
         vae, text_encoder, unet: the models; gradients flow where their parameters ask for them.
@@ -34,14 +42,14 @@ def diffusion_loss(
     with torch.no_grad():
         encoded = vae.encode(batch.pixels.to(device, vae.dtype)).latent_dist
         latents = encoded.sample(generator=rng).float() * vae.config.scaling_factor
-    noise = torch.randn(latents.shape, generator=rng).to(device)
-    steps = torch.randint(schedule.config.num_train_timesteps, (len(latents),), generator=rng).to(device)
+    noise = torch.randn(latents.shape, generator=rng, device="cpu").to(device)
+    last = schedule.config.num_train_timesteps
+    steps = torch.randint(last, (len(latents),), generator=rng, device="cpu").to(device)
     noisy = schedule.add_noise(latents, noise, steps)
 
     text = text_encoder(batch.input_ids.to(device))[0]
     predicted = unet(noisy, steps, text).sample.float()
-    velocity = schedule.config.prediction_type == "v_prediction"
-    target = schedule.get_velocity(latents, noise, steps) if velocity else noise
+    target = TARGETS[schedule.config.prediction_type](schedule, latents, noise, steps)
     if prior_weight is None:
         return mse_loss(predicted, target)
     (own, prior), (own_target, prior_target) = predicted.chunk(2), target.chunk(2)

@@ -19,11 +19,11 @@ from rich.progress import Progress
 
 from ..hosts.files import load_pretrained
 from ..patch import apply_agentsd, remove_agentsd
-from .checkpoints import check_space, find_checkpoint, save_checkpoint, step_of
+from .checkpoints import check_space, find_checkpoint, list_checkpoints, save_checkpoint, step_of
 from .config import DreamBoothConfig
 from .data import SubjectImages, find_images
 from .images import fill_class_folder, generate, save_grid
-from .step import diffusion_loss
+from .step import TARGETS, diffusion_loss
 
 logger = logging.getLogger(__name__)
 LORA_LAYERS = ["to_q", "to_k", "to_v", "to_out.0"]
@@ -46,6 +46,7 @@ class Run:
         config = self.config
         self.instance = find_images(config.instance_data_dir)
         config.output_dir.mkdir(parents=True, exist_ok=True)
+        self._check_output()
         self.resume = None
         if config.resume_from_checkpoint is not None:
             self.resume = find_checkpoint(config.output_dir, config.resume_from_checkpoint)
@@ -56,11 +57,22 @@ class Run:
             project_dir=str(config.output_dir / "logs"),
         )
 
+    def _check_output(self) -> None:
+        """Refuse to write over what is in the output folder, but for a run that goes on there."""
+        folder = self.config.output_dir
+        there = sorted(path.name for path in folder.iterdir() if path.name[0] != "." and path.name != "logs")
+        if there and (self.config.resume_from_checkpoint is None or not list_checkpoints(folder)):
+            raise ValueError(
+                f"output_dir={str(folder)!r} holds {there[0]}, which the run might overwrite: choose another "
+                "folder, or go on with a run's checkpoints by --resume_from_checkpoint latest"
+            )
+
     def train(self) -> Path:
         """Train to `max_train_steps`, save the model, its agent settings and a grid of images."""
         config, accelerator = self.config, self.accelerator
         self.pipe = self._load()
         images = self._images()
+        self.pipe.unet.train()
         if config.apply == "train+generate":
             self.handle = apply_agentsd(self.pipe.unet, recipe=config.recipe)
         modules, parameters = self._trainable()
@@ -113,10 +125,11 @@ class Run:
         for part in range(config.gradient_accumulation_steps):
             draw = self.step * config.gradient_accumulation_steps + part
             batch = images.draw(config.train_batch_size, config.seed, draw, accelerator.process_index)
-            with accelerator.accumulate(*models.values()), accelerator.autocast():
-                loss = diffusion_loss(
-                    self.pipe.vae, text_encoder, models["unet"], self.schedule, batch, prior
-                )
+            with accelerator.accumulate(*models.values()):
+                with accelerator.autocast():  # and not the backward, which would keep its copies of weights
+                    loss = diffusion_loss(
+                        self.pipe.vae, text_encoder, models["unet"], self.schedule, batch, prior
+                    )
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(parameters, config.max_grad_norm)
@@ -132,6 +145,10 @@ class Run:
         pipe = _source(config)
         pipe.set_progress_bar_config(disable=True)
         self.schedule = DDPMScheduler.from_config(pipe.scheduler.config)
+        if (kind := self.schedule.config.prediction_type) not in TARGETS:
+            raise ValueError(
+                f"the model predicts {kind!r}, which is not trained here: take one of {', '.join(TARGETS)}"
+            )
         dtype = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[config.mixed_precision]
         for module in (pipe.vae, pipe.text_encoder, pipe.unet):
             module.requires_grad_(False)
@@ -250,6 +267,8 @@ class Run:
 
     def _tracker(self) -> str | None:
         name = self.config.report_to
+        if name == "none":  # as diffusers' scripts say it
+            return None
         if name == "tensorboard" and not importlib.util.find_spec("tensorboard"):
             logger.warning("tensorboard is not installed (pip install 'agentsd[train]'): nothing is logged")
             return None

@@ -14,6 +14,7 @@ from torch.nn import Module, Parameter
 
 from ..attention.operator import MODULE
 from ..hosts.models import AttentionLayer, is_quantized, size_of
+from .agent import AgentAttention, resize_agents
 from .operators import TrainedOperator
 
 FILE_NAME = "agentsd.safetensors"
@@ -34,9 +35,10 @@ def build_module(layer: AttentionLayer, operator: TrainedOperator, seed: int, mo
             f"{layer.name}.to_q.weight is on the device 'meta' (sequential offloading keeps it elsewhere): "
             "apply a trained recipe before pipe.enable_sequential_cpu_offload()"
         )
-    with torch.random.fork_rng(devices=[]):  # the same start each time, and the user's random state as it was
-        torch.manual_seed(seed)
-        module = operator.build(attn.heads, attn.inner_dim // attn.heads, (height, width))
+    with torch.device("meta"):  # where nothing is drawn: the user's random state is not touched
+        module: Any = operator.build(attn.heads, attn.inner_dim // attn.heads, (height, width))
+    module.to_empty(device="cpu")
+    module.reset(torch.Generator("cpu").manual_seed(seed))  # the same start each time
     return module.to(weight.device, model.dtype)  # not the weight's own dtype, which may be for storage alone
 
 
@@ -95,6 +97,21 @@ def read_weights(folder: str | Path) -> dict[str, Tensor]:
             kind = weight.dtype if not weight.is_floating_point() else "not finite"
             raise ValueError(f"{path}: {name} is {kind}: save it again with AgentSDHandle.save")
     return loaded
+
+
+def resize_loaded(layers: Layers, loaded: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Loaded weights, of which agent biases for other numbers of agents are made to fit."""
+    fitted = dict(loaded)
+    for name, _, module in layers:
+        if isinstance(module, AgentAttention):
+            for key, own in module.named_parameters():
+                saved = loaded.get(f"{name}.{MODULE}.{key}")
+                if "_bias." not in key or saved is None or saved.ndim != 4:
+                    continue
+                if saved.shape[1] != own.shape[1]:
+                    wanted = module.rows, module.cols
+                    fitted[f"{name}.{MODULE}.{key}"] = resize_agents(saved, module.grid, wanted)
+    return fitted
 
 
 def check_fit(layers: Layers, loaded: dict[str, Tensor], where: str | Path) -> None:

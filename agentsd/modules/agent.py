@@ -61,10 +61,13 @@ class AgentBias(nn.Module):
         self.column = nn.Parameter(torch.zeros(heads, agents, 1, grid[1]))
         self.block = nn.Parameter(torch.zeros(heads, agents, block_size, block_size))
 
-    def reset_to_normal(self) -> None:
-        """Start as an untrained network does."""
+    def reset(self, normal: bool, generator: torch.Generator | None = None) -> None:
+        """Start at zero, or as an untrained network does."""
         for part in self.parameters():
-            nn.init.trunc_normal_(part, std=0.02)
+            if normal:
+                nn.init.trunc_normal_(part, std=0.02, generator=generator)
+            else:
+                nn.init.zeros_(part)
 
     def forward(self, height: int, width: int) -> Tensor:
         """(heads, n, N): the three parts, resized bilinearly to N = height * width tokens."""
@@ -77,6 +80,23 @@ class AgentBias(nn.Module):
             )
         )
         return (row + column + block).flatten(2)
+
+
+def resize_agents(part: Tensor, grid: tuple[int, int], agents: tuple[int, int]) -> Tensor:
+    """A part of a bias for other agents: bilinear, over the grid that they are pooled on (appendix C.2).
+
+    Args:
+        part: (heads, n, h, w) of an `AgentBias`.
+        grid: (height, width) of the token grid.
+        agents: (rows, cols) of the agents that are wanted.
+
+    Returns:
+        (heads, rows * cols, h, w).
+    """
+    heads, n, height, width = part.shape
+    over_agents = part.permute(0, 2, 3, 1).reshape(-1, 1, *agent_grid(n, *grid))
+    resized = interpolate(over_agents, size=agents, mode="bilinear")
+    return resized.reshape(heads, height, width, -1).permute(0, 3, 1, 2).contiguous()
 
 
 class AgentAttention(nn.Module):
@@ -119,12 +139,18 @@ class AgentAttention(nn.Module):
         self.gather_bias = AgentBias(heads, pooled, grid, block_size) if bias else None
         self.broadcast_bias = AgentBias(heads, pooled, grid, block_size) if bias else None
         self.convolution = GridConvolution(heads, head_dim, kernel_size=3) if convolution else None
-        if not from_scratch and self.convolution is not None:
-            self.convolution.reset_to_scaling(k)
-        if from_scratch:
-            for part in (self.gather_bias, self.broadcast_bias):
-                if part is not None:
-                    part.reset_to_normal()
+        self.grid, self.from_scratch = grid, from_scratch
+        self.reset()
+
+    def reset(self, generator: torch.Generator | None = None) -> None:
+        """Start untrained: from Eq. 9, or from what is drawn."""
+        if self.convolution is not None:
+            self.convolution.reset(generator)
+            if not self.from_scratch:
+                self.convolution.reset_to_scaling(self.k)
+        for bias in (self.gather_bias, self.broadcast_bias):
+            if bias is not None:
+                bias.reset(self.from_scratch, generator)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, height: int, width: int) -> Tensor:
         """(B, heads, N, d) each -> (B, heads, N, d), N = height * width; ValueError for another N."""

@@ -41,6 +41,9 @@ class AttnZeroAttention(nn.Module):
         super().__init__()
         self.heads, self.head_dim = heads, head_dim
 
+    def reset(self, generator: torch.Generator | None = None) -> None:
+        """Nothing is drawn."""
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, height: int, width: int) -> Tensor:
         """(B, heads, N, d) each -> (B, heads, N, d), N = height * width; ValueError for another N."""
         check_tokens(self.heads, self.head_dim, height, width, query, key, value)

@@ -64,6 +64,12 @@ class FocusedLinearAttention(nn.Module):
         self.log_scale = nn.Parameter(torch.zeros(heads, 1, head_dim))
         self.convolution = GridConvolution(heads, head_dim, kernel_size) if convolution else None
 
+    def reset(self, generator: torch.Generator | None = None) -> None:
+        """Start untrained."""
+        nn.init.zeros_(self.log_scale)
+        if self.convolution is not None:
+            self.convolution.reset(generator)
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, height: int, width: int) -> Tensor:
         """(B, heads, N, d) each -> (B, heads, N, d), N = height * width; ValueError for another N."""
         check_tokens(self.heads, self.head_dim, height, width, query, key, value)

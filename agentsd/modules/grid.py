@@ -32,6 +32,12 @@ class GridConvolution(nn.Module):
         channels = heads * head_dim
         self.conv = nn.Conv2d(channels, channels, kernel_size, padding=kernel_size // 2, groups=channels)
 
+    def reset(self, generator: torch.Generator | None = None) -> None:
+        """Start as torch's convolutions do, from a generator or the global one."""
+        bound = self.conv.weight[0].numel() ** -0.5
+        for part in self.conv.parameters():
+            nn.init.uniform_(part, -bound, bound, generator=generator)
+
     @torch.no_grad()
     def reset_to_scaling(self, k: float) -> None:
         """Make the convolution `k V`."""

@@ -25,7 +25,10 @@ class TrainedOperator(Operator):
     needs_module: ClassVar[bool] = True
 
     def build(self, heads: int, head_dim: int, grid: tuple[int, int]) -> Module:
-        """An untrained module for the token grid of the model's own size."""
+        """An untrained module for the token grid of the model's own size.
+
+        It is built without weights (on the meta device), and its `reset(generator)` draws them.
+        """
         raise NotImplementedError
 
     def plan(self, context: GridContext) -> ModulePlan:

@@ -24,6 +24,11 @@ _CLOCKS = {"seconds": "time", "macs": "MACs"}
 def command(settings: CalibrateSettings, console: Console) -> None:
     """Calibrate, write the YAML file, print what was found."""
     check_writable(settings.out)
+    if settings.out.exists():
+        try:
+            Recipe.load(settings.out)
+        except ValueError:
+            raise EvalError(f"{settings.out} is no recipe and stays as it is; choose another --out") from None
     pipe = load_pipeline(settings)
     found = run(pipe, settings)
     save(found, settings.out)

@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image
 from rich.console import Console
 
-from ..files import check_writable, save_image
+from ..files import check_own_image, check_writable, save_image
 from ..images.methods import Method, check_schedulers, expand
 from ..images.models import load_pipeline
 from ..images.prompts import ImageSpec, note_unknown_words, specs_to_show
@@ -24,6 +24,7 @@ def command(settings: CompareSettings, console: Console) -> None:
     """Draw the images, print their figures."""
     methods = expand(settings.methods, [settings.ratio], settings, settings.fewer_steps)
     check_writable(settings.out)
+    check_own_image(settings.out)
     pipe = load_pipeline(settings)
     specs = specs_to_show(settings)
     note_unknown_words(pipe, specs, settings, console)
