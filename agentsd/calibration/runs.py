@@ -84,10 +84,10 @@ class Runs:
 
     def baseline_reference_distance(self, numbers: Sequence[int]) -> float | None:
         """The baseline's own distance to the reference."""
-        found = [
-            self._to_reference(n, torch.tensor(self._baseline(n)["latents"], device="cpu")) for n in numbers
-        ]
-        return _mean(found)
+        return _mean([self._to_reference(n, self._baseline_latents(n)) for n in numbers])
+
+    def _baseline_latents(self, number: int) -> Tensor:
+        return torch.tensor(self._baseline(number)["latents"], device="cpu")
 
     def _baseline(self, number: int) -> dict[str, Any]:
         def measure() -> dict[str, Any]:
