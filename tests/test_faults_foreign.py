@@ -281,6 +281,21 @@ def test_wrappers(wrapper, first):
     assert before is None or snapshot(unet) == before
 
 
+def test_a_model_of_one_of_several_processes(tmp_path):
+    """Of one process here: DistributedDataParallel forwards calls, and keeps its own hooks."""
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(unet := make_unet())
+        handle = apply_agentsd(wrapped, recipe=STEP_CACHING)
+        apply_agentsd(twin := make_unet(), recipe=STEP_CACHING)
+        assert equal(run(wrapped), run(twin))
+        assert "corrected" in handle.summary()
+        remove_agentsd(wrapped)
+        assert handle_of(unet) is None
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_copies_side_by_side_are_refused(monkeypatch):
     wrapped = torch.nn.DataParallel(make_unet())
     wrapped.device_ids = [0, 1]
