@@ -13,7 +13,8 @@ from pydantic import BaseModel, ValidationError
 
 from .errors import EvalError
 
-_INSTALLED, _CHECKOUT = Path(__file__).parent / "configs", Path(__file__).parent.parent / "configs"
+_HERE = Path(__file__).resolve().parent
+_INSTALLED, _CHECKOUT = _HERE / "configs", _HERE.parent / "configs"
 PRESETS = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
 """The folder of the presets that ship."""
 _INPUT_FILES = {"prompts", "classes", "reference", "subject"}

@@ -52,6 +52,29 @@ def run(unet: Any, **more: Any) -> list[torch.Tensor]:
     return [caller(unet, i, **more).clone() for i in range(10)]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", RECIPES)
+def test_real_graphs_give_what_eager_calls_give(name, monkeypatch):
+    """A warm-up, a recording and two replays."""
+    from torch._inductor.cudagraph_trees import get_container
+
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    caller = Guided(10)
+    caller.latents, caller.text = caller.latents.cuda(), caller.text.cuda()
+    caller.scheduler.set_timesteps(10, device="cuda")
+    caller.timesteps = caller.scheduler.timesteps
+    eager, unet = small_unet().cuda(), small_unet().cuda()
+    for model in (eager, unet):
+        patch(model, recipe=RECIPES[name])
+    compiled = torch.compile(unet, fullgraph=True, mode="reduce-overhead")
+    expected = [caller(eager, i).clone() for i in range(10)]
+    for _ in range(4):
+        made = [caller(compiled, i).clone() for i in range(10)]
+        torch.testing.assert_close(made, expected, rtol=0, atol=1e-3)
+    assert get_container(0).tree_manager is not None  # something was recorded
+
+
 def test_the_stand_in_overwrites_what_the_call_before_gave():
     double = torch.compile(lambda x: 2 * x, backend=OverwrittenOutputs())
     kept = double(torch.ones(3))

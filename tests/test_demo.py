@@ -31,6 +31,7 @@ from agentsd_demo.training.config import (
     load_config,
 )
 from agentsd_demo.training.diffusion import (
+    Captions,
     DiffusionLoss,
     SceneBatches,
     build_scheduler,
@@ -346,3 +347,37 @@ def test_an_image_learnt_by_heart_has_similarity_one():
     known = torch.eye(4)
     found = nearest_similarities(torch.tensor([[0.0, 0, 1, 0], [0.6, 0.8, 0, 0], [-1, 0, 0, 0]]), known)
     assert found == pytest.approx([1.0, 0.8, 0.0])
+
+
+def test_captions_are_tokenised_once(micro, monkeypatch):
+    """As a whole batch would be, whatever came before."""
+    seen = []
+    monkeypatch.setattr(
+        "agentsd_demo.training.diffusion.tokenize",
+        lambda tokenizer, captions: seen.extend(captions) or tokenize(tokenizer, captions),
+    )
+    tokenizer = load_pipeline().tokenizer
+    captions = Captions(tokenizer, torch.device("cpu"))
+    styled = ["a noto emoji of a red apple", "a 3d emoji of a banana", "a noto emoji of a red apple"]
+    plain = ["an emoji of a red apple", "an emoji of a banana", "an emoji of a red apple"]
+    for _ in range(2):
+        ids = captions.ids(styled)
+        assert torch.equal(ids, tokenize(tokenizer, styled))
+        expected = shared_suffix(ids, tokenize(tokenizer, plain))
+        assert torch.equal(captions.suffix(styled, plain), expected)
+    assert seen.count(styled[0]) == 2  # for its ids, and beside its styleless self
+
+
+def test_stages_by_steps_are_not_ended_by_minutes():
+    config = load_config(Path(__file__).parents[1] / "configs" / "demo_model_gpu.yaml")
+    assert config.diffusion.max_minutes == 4.5
+    assert set(config.diffusion.stages[0].sizes) == {64, 96, 128}
+    with pytest.raises(ValidationError, match="may end the run before its last stage begins"):
+        DiffusionConfig(max_minutes=5)
+
+
+def test_a_run_shorter_than_a_row_is_logged_and_exported(tmp_path):
+    _train_line(tmp_path, 3)
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [3]
+    assert rows[0]["images_per_s"] > 0

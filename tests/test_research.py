@@ -17,13 +17,15 @@ from agentsd_eval.research import breakdown, mediators, metric_validation, redun
 from agentsd_eval.research.__main__ import main
 from agentsd_eval.research.divergence import attention_map, js_score, js_score_sampled
 from agentsd_eval.research.forecast import FULL_AT_FIRST, Forecast
+from agentsd_eval.research.gpu import Campaign
 from agentsd_eval.research.scene_details import high_frequency_energy, position_distance, wasserstein
-from agentsd_eval.research.settings import MediatorSettings, ProfileSettings, RedundancySettings
+from agentsd_eval.research.settings import GpuSettings, MediatorSettings, ProfileSettings, RedundancySettings
 from agentsd_eval.settings import CompareSettings
 from click.testing import CliRunner
 from diffusers import DPMSolverMultistepScheduler
 from PIL import Image
-from sd_folder import save_sd15, stand_in_for_inception
+from rich.console import Console
+from sd_folder import stand_in_for_inception
 from tgate import TgateSDLoader
 from tiny import BETAS, fingerprint
 
@@ -261,31 +263,30 @@ def test_tgate_is_its_packages_own_run(make_pipeline: Any) -> None:
 
 
 @pytest.mark.slow
-def test_first_gpu_run_on_a_cpu(tokenizer: Any, tmp_path: Path) -> None:
-    """Its stages, on a tiny folder of Stable Diffusion's parts; pytest finds that there is no GPU."""
-    model = save_sd15(tmp_path / "private", tokenizer, "fp16")
-    arguments = (
-        "--model",
-        model,
-        "--device",
-        "cpu",
-        "--limit",
-        2,
-        "--steps",
-        2,
-        "--sizes",
-        64,
-        "--out",
-        tmp_path / "out",
-    )
-    printed = invoke("first-gpu-run", *arguments)
-    text = (tmp_path / "out" / "first-gpu-run.json").read_text()
-    found = json.loads(text)
-    assert found["tests"]["skipped"] > 0
-    assert {row["method"] for row in found["table"]["rows"]} == {"baseline", "tomesd", "paper"}
-    assert {row["method"] for row in found["latency"]["rows"]} >= {"baseline", "agentsd", "baseline@17"}
-    assert (found["training"]["steps"], found["training"]["peak_gb"]) == (3, None)
-    assert all(found[stage]["done"] for stage in ("table", "latency", "training"))
-    assert str(tmp_path) not in text
-    assert "please send in" in printed
-    assert "latency: " not in invoke("first-gpu-run", *arguments)  # what was done is not done again
+def test_what_a_gpu_is_asked_on_a_cpu(tmp_path: Path) -> None:
+    """All its stages on tiny shapes; pytest finds that there is no GPU."""
+    invoke("gpu", "--tiny", "--device", "cpu", "--seconds", 1200, "--beside", 400, "--out", tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
+    assert not [row for row in rows if row.get("failed")]
+    assert not [row for row in rows if "left_out" in row]
+    done = {row["stage"] for row in rows if "took" in row}
+    assert len(done) == 13  # all but the card's ceilings
+    peaks = [row for row in rows if row["stage"] == "training" and "ratio" in row]
+    assert [(row["ratio"], row["optimizer"]) for row in peaks] == [(0.4, "AdamW"), (0.0, "AdamW")]
+    methods = {row["method"] for row in rows if row["stage"] == "runs, large" and "seconds" in row}
+    assert {"baseline", "baseline@17", "agentsd", "step-caching", "paper", "tomesd"} <= methods
+    assert {row["ratio"] for row in rows if row["stage"] == "table10" and "seconds" in row} >= {0.1, 0.5}
+    assert all(row["same_image"] for row in rows if "same_image" in row)
+
+
+def test_a_stage_that_fails_or_does_not_fit_costs_no_other(tmp_path: Path) -> None:
+    settings = GpuSettings(device="cpu", tiny=True, seconds=100, out=tmp_path)
+    campaign = Campaign(settings, torch.device("cpu"), Console(quiet=True))
+    campaign.stage("one", 5, lambda name: 1 / 0)
+    campaign.stage("two", 500, lambda name: campaign.note(name, ran=True))
+    campaign.stage("three", 5, lambda name: campaign.note(name, ran=True))
+    rows = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
+    assert [row["stage"] for row in rows] == ["one", "two", "three", "three"]
+    assert rows[0]["failed"].startswith("ZeroDivisionError")
+    assert "s left of 500" in rows[1]["left_out"]
+    assert rows[2]["ran"]

@@ -27,6 +27,13 @@ SDXL: dict[str, Any] = {
 }
 
 
+def make_tiny() -> None:
+    """Let both be of tiny widths from here on, to try what is to run on a GPU."""
+    SD15.update(block_out_channels=(32, 32, 32, 32), cross_attention_dim=32, sample_size=16)
+    SDXL.update(block_out_channels=(32, 32, 32), transformer_layers_per_block=(1, 1, 1))
+    SDXL.update(cross_attention_dim=32, attention_head_dim=(2, 2, 2), sample_size=16)
+
+
 def autoencoder(size: int = 512) -> Any:
     """Return the autoencoder of both, random, for images of so many pixels on a side."""
     return AutoencoderKL(

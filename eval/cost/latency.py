@@ -103,7 +103,7 @@ def row_of(method: Method, case: Case, repeats: int, rounds: Sequence[Seconds]) 
 
 
 @contextmanager
-def _applied(method: Method, pipe: Any, case: Case, settings: LatencySettings) -> Iterator[Run]:
+def applied(method: Method, pipe: Any, case: Case, settings: LatencySettings) -> Iterator[Run]:
     """Apply a method, its random choices fixed, and yield the call to measure."""
     with method.applied(pipe if case.scope == "pipeline" else pipe.unet) as applied:
         applied.reseed(0)
@@ -121,14 +121,14 @@ def _turns(pipe: Any, methods: list[Method], case: Case, settings: LatencySettin
     """
     with ExitStack() as stack:
         if not settings.compile:
-            yield lambda method: _applied(method, pipe, case, settings)
+            yield lambda method: applied(method, pipe, case, settings)
             return
         # All these U-Nets run the same code, and each is a recompilation of it.
         stack.enter_context(torch._dynamo.config.patch(recompile_limit=8 * len(methods)))
         kept: dict[Method, Run] = {}
         for method in methods:
             own = _with_unet_of_its_own(pipe)
-            kept[method] = stack.enter_context(_applied(method, own, case, settings))
+            kept[method] = stack.enter_context(applied(method, own, case, settings))
             own.unet.compile()
         yield lambda method: nullcontext(kept[method])
 
@@ -145,11 +145,11 @@ def _untimed(method: Method, pipe: Any, case: Case, settings: LatencySettings) -
     """Return what a call takes beside time, uncompiled; nothing where the GPU's memory doesn't do."""
 
     def call(batch: int) -> None:
-        with _applied(method, pipe, replace(case, batch=batch), settings) as run:
+        with applied(method, pipe, replace(case, batch=batch), settings) as run:
             run()
 
     try:
-        with _applied(method, pipe, case, settings) as run:
+        with applied(method, pipe, case, settings) as run:
             counted = macs(run) if settings.count else None
         return {
             "macs": counted,

@@ -16,7 +16,7 @@ COMMANDS: dict[str, tuple[type[CommandSettings], str]] = {
     "fid": (s.FidSettings, "research.fid"),
     "memory": (s.ComputedSettings, "research.computed_memory"),
     "time": (s.ModelledSettings, "research.modelled_time"),
-    "first-gpu-run": (s.FirstGpuSettings, "research.first_gpu_run"),
+    "gpu": (s.GpuSettings, "research.gpu"),
     "details": (s.DetailsSettings, "research.scene_details"),
 }
 """Each one's settings and module; `table` is the evaluation's, with T-GATE and forecasts as methods."""

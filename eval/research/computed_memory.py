@@ -160,7 +160,7 @@ class Storages(TorchDispatchMode):
 
 
 def sampling(method: Method, size: int, images: int, config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the bytes of a guided run in float16 and of decoding its images.
+    """Return the bytes of a guided run in float16 and of decoding its images, SDXL's in float32.
 
     Args:
         method: with or without unfused attention.
@@ -182,6 +182,8 @@ def sampling(method: Method, size: int, images: int, config: Mapping[str, Any]) 
         counted.peak = weights
         latents = denoise(method, model, size, images, STEPS, lambda: live.append(counted.live - weights))
         denoising, counted.peak = counted.peak - weights, counted.live
+        if config.get("addition_embed_type"):  # diffusers decodes SDXL's latents in float32
+            vae, latents = vae.float(), latents.float()
         vae.decode(latents)
     return {
         "weights": weights,

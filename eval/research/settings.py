@@ -136,20 +136,17 @@ class ModelledSettings(ComputedSettings):
     """Folder for time.jsonl, .csv and .md."""
 
 
-class FirstGpuSettings(CommandSettings):
-    """Ask a GPU what is not known yet: tests, Table 10 in short, latencies, the peak of a training step."""
+class GpuSettings(CommandSettings):
+    """Ask a GPU what is not known yet, in minutes: times, memory, the gpu tests, DreamBooth's peak."""
 
     has_config: ClassVar[bool] = False
-    resumes: ClassVar[bool] = True
-    model: str = "stable-diffusion-v1-5/stable-diffusion-v1-5"
-    """A folder, or a hub id, of Stable Diffusion 1.5's shape."""
     device: str | None = None
     """cuda, cuda:1, or cpu for a trial; else the first GPU."""
-    limit: int = Field(8, ge=1)
-    """Images a row of the table."""
-    steps: Steps = 50
-    """Of the table."""
-    sizes: tuple[Size, ...] = Field((512, 768, 1024), min_length=1)
-    """Pixels on a side, of the latencies; the table's images are of the first size."""
-    out: Path = Path("runs/first-gpu-run")
-    """Folder for logs and results."""
+    tiny: bool = False
+    """Tiny shapes, to try all stages."""
+    seconds: float = Field(330, gt=0)
+    """Limit of all; what would not fit is shortened, then left out."""
+    beside: float = Field(130, ge=0)
+    """Seconds after which tests and training, which run side by side at first, are ended."""
+    out: Path = Path("runs/gpu")
+    """Folder for rows and logs."""

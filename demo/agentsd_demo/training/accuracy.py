@@ -15,7 +15,7 @@ from PIL import Image
 from rich import print
 from torch import Tensor
 
-from ..data import PIPELINE, Reference, load_references, trained_concepts
+from ..data import PIPELINE, SIZE, Reference, load_references, trained_concepts
 from ..pipeline_io import load_pipeline
 from .autoencoder import decode, encode, psnr, to_pixels
 
@@ -120,19 +120,27 @@ def main(
     seeds: Annotated[int, typer.Option(help="images for each prompt")] = 4,
     every: Annotated[bool, typer.Option(help="also against every reference, trained on or not")] = False,
     grids: Annotated[Path | None, typer.Option(help="folder for grids of images, one a seed")] = None,
+    size: Annotated[int, typer.Option(help="pixels on a side")] = SIZE,
+    device: Annotated[str, typer.Option(help="that draws the images")] = "cpu",
 ) -> None:
     """Print the prompt accuracy of seen and held-out pairs, and the autoencoder's ceiling."""
-    pipe: Any = load_pipeline(folder=folder)
+    pipe: Any = load_pipeline(folder=folder, device=torch.device(device))
     references = load_references(concepts=trained_concepts(folder))
     generated: list[tuple[Reference, Image.Image]] = []
     for seed in range(seeds):
         images = generate(
-            pipe, [r.caption for r in references], steps=steps, guidance=guidance, seed=1000 * seed
+            pipe,
+            [r.caption for r in references],
+            steps=steps,
+            guidance=guidance,
+            seed=1000 * seed,
+            size=size,
         )
         generated += zip(references, images, strict=True)
         if grids is not None:
             grids.mkdir(parents=True, exist_ok=True)
-            image_grid(images).save(grids / f"seed_{seed}.png")
+            image_grid(images).save(grids / f"seed_{seed}_{size}.png")
+    pipe.to("cpu")
     ceiling = list(zip(references, autoencoded(pipe, [r.image for r in references]), strict=True))
     features = efficientnet_lite0()
     for among in [references, load_references(trained_only=False)][: 2 if every else 1]:

@@ -154,10 +154,41 @@ class DiffusionLoss(nn.Module):
         return (error.mean((1, 2, 3)) * self.weights[t]).mean()
 
 
-def shifted_noise(shape: Sequence[int], offset: float, generator: torch.Generator) -> Tensor:
-    """Return noise (B, C, H, W) whose channels have means with a standard deviation of `offset`."""
-    noise = torch.randn(*shape, generator=generator)
-    return noise + offset * torch.randn(*shape[:2], 1, 1, generator=generator)
+class Captions:
+    """Token ids of captions, on a device; each caption is tokenised once."""
+
+    def __init__(self, tokenizer: CLIPTokenizer, device: torch.device) -> None:
+        self._tokenizer, self._device = tokenizer, device
+        self._ids: dict[str, Tensor] = {}
+        self._suffixes: dict[tuple[str, str], Tensor] = {}
+
+    def ids(self, captions: Sequence[str]) -> Tensor:
+        """Return token ids (N, L)."""
+        if new := [caption for caption in dict.fromkeys(captions) if caption not in self._ids]:
+            self._ids.update(zip(new, tokenize(self._tokenizer, new), strict=True))
+        return torch.stack([self._ids[caption] for caption in captions]).to(self._device)
+
+    def suffix(self, styled: Sequence[str], styleless: Sequence[str]) -> Tensor:
+        """Return what `shared_suffix` says of captions and their styleless selves, (2, N, L)."""
+        pairs = list(zip(styled, styleless, strict=True))
+        for pair in dict.fromkeys(pairs):
+            if pair not in self._suffixes:
+                self._suffixes[pair] = shared_suffix(*(tokenize(self._tokenizer, [one]) for one in pair))
+        return torch.cat([self._suffixes[pair] for pair in pairs], 1).to(self._device)
+
+
+def shifted_noise(
+    shape: Sequence[int], offset: float, generator: torch.Generator, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Return noise (B, C, H, W) whose channels have means with a standard deviation of `offset`.
+
+    A GPU draws it itself, from the generator's seed: a batch's noise takes a CPU longer than the step.
+    """
+    device = torch.device(device)
+    if device.type != "cpu":
+        generator = torch.Generator(device).manual_seed(generator.initial_seed())
+    noise = torch.randn(*shape, generator=generator, device=device)
+    return noise + offset * torch.randn(*shape[:2], 1, 1, generator=generator, device=device)
 
 
 def style_leak(text_encoder: Any, styled: Tensor, styleless: Tensor, suffix: Tensor) -> Tensor:
@@ -194,13 +225,18 @@ class SceneBatches(Dataset[tuple[list[Triple], Tensor]]):
         pixels = torch.from_numpy(np.stack([np.asarray(scene.image) for scene in scenes]))
         return [scene.triple for scene in scenes], pixels
 
-    def ahead(self, start: int) -> Iterator[tuple[list[Triple], Tensor]]:
+    def ahead(self, start: int, pin: bool = False) -> Iterator[tuple[list[Triple], Tensor]]:
         """Yield the batches from a step on, composed ahead by other processes if so configured."""
         workers = self.config.workers
         steps = range(start, self.config.steps)
         prefetch = 8 if workers else None
         loader = DataLoader(
-            self, batch_size=None, sampler=steps, num_workers=workers, prefetch_factor=prefetch
+            self,
+            batch_size=None,
+            sampler=steps,
+            num_workers=workers,
+            prefetch_factor=prefetch,
+            pin_memory=pin,
         )
         return iter(loader)
 
@@ -224,18 +260,19 @@ def train_diffusion(
     loss = loss.to(device)
     if config.compile:
         compile_loss(loss.unet)
-    empty = tokenize(tokenizer, [""]).to(device)
+    captions = Captions(tokenizer, device)
+    empty = captions.ids([""])
     spread = torch.arange(config.batch) / config.batch
     source = SceneBatches(among, config, seed)
     batches: Iterator[tuple[list[Triple], Tensor]] | None = None
 
     def loss_at(generator: torch.Generator, step: int) -> Tensor:
         nonlocal batches
-        batches = batches or source.ahead(step)
+        batches = batches or source.ahead(step, pin=device.type == "cuda")
         shown, images = next(batches)
-        pixels = images.to(device).permute(0, 3, 1, 2).float() / 127.5 - 1
+        pixels = images.to(device, non_blocking=True).permute(0, 3, 1, 2).float() / 127.5 - 1
         latents = encode(autoencoder, pixels) * autoencoder.config.scaling_factor
-        noise = shifted_noise(latents.shape, config.offset_noise, generator)
+        noise = shifted_noise(latents.shape, config.offset_noise, generator, device)
         # Evenly spread over the schedule, so that a small batch meets every level of noise.
         t = (spread + torch.rand(config.batch, generator=generator) / config.batch) * len(loss.noise)
 
@@ -245,15 +282,14 @@ def train_diffusion(
             (triple.concept, triple.style, triple.colour if kept else None)
             for triple, kept in zip(shown, coloured, strict=True)
         ]
-        styled = tokenize(tokenizer, [scene_caption(*part) for part in parts])
-        styleless = tokenize(tokenizer, [scene_caption(concept, None, on) for concept, _, on in parts])
-        suffix = shared_suffix(styled, styleless).to(device)
-        styled, styleless = styled.to(device), styleless.to(device)
+        words = [scene_caption(*part) for part in parts]
+        fewer = [scene_caption(concept, None, on) for concept, _, on in parts]
+        styled, styleless, suffix = captions.ids(words), captions.ids(fewer), captions.suffix(words, fewer)
         kept = torch.rand(config.batch, 1, generator=generator).to(device) - config.caption_dropout
         prompt = torch.where(kept < config.style_dropout, styleless, styled)
         prompt = torch.where(kept < 0, empty, prompt)
         leak = style_leak(loss.text_encoder, styled, styleless, suffix)
-        return loss(latents, noise.to(device), t.long().to(device), prompt) + config.leak_weight * leak
+        return loss(latents, noise, t.long().to(device), prompt) + config.leak_weight * leak
 
     every = (config.grid_every, draw) if draw is not None else None
     train_loop(loss, loss_at, config, folder, seed=seed, device=device, every=every)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .config import LoopConfig
 
-CHECKPOINT = "checkpoint.pt"
+CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 
 
 def save_atomically(state: dict[str, Any], path: Path) -> None:
@@ -43,6 +43,26 @@ def compile_loss(loss: nn.Module) -> None:
     # Each graph that is cut at an upsampler meets its blocks in every shape.
     torch._dynamo.config.recompile_limit = 64
     loss.compile(dynamic=False)
+
+
+class _Log:
+    """Rows of a training log: the mean loss and the images a second since the row before."""
+
+    def __init__(self, path: Path, batch: int, seconds: float) -> None:
+        self.losses: list[Tensor] = []
+        self._path, self._batch, self._seconds = path, batch, seconds
+
+    def write(self, step: int, seconds: float, lr: float) -> None:
+        """Write a row, if there is anything for one."""
+        if not self.losses:
+            return
+        row = {"step": step, "minutes": round(seconds / 60, 2), "lr": lr}
+        row["loss"] = torch.stack(self.losses).mean().item()
+        row["images_per_s"] = self._batch * len(self.losses) / max(seconds - self._seconds, 1e-9)
+        self.losses.clear()
+        self._seconds = seconds
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def train_loop(
@@ -84,8 +104,8 @@ def train_loop(
         spent = seconds / (60 * config.max_minutes) if config.max_minutes else 0.0
         return max(step / config.steps, spent)
 
-    generator = torch.Generator()
-    losses: list[Tensor] = []
+    generator = torch.Generator("cpu")
+    log = _Log(folder / LOG, config.batch, seconds)
     started = time.perf_counter() - seconds
     model.train()
     try:
@@ -100,15 +120,11 @@ def train_loop(
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             ema.step(parameters)
-            losses.append(loss.detach())
+            log.losses.append(loss.detach())
             step += 1
             seconds = time.perf_counter() - started
             if step % config.log_every == 0:
-                row = {"step": step, "minutes": round(seconds / 60, 2), "lr": lr}
-                row["loss"] = torch.stack(losses).mean().item()
-                losses.clear()
-                with (folder / "log.jsonl").open("a", encoding="utf-8") as log:
-                    log.write(json.dumps(row) + "\n")
+                log.write(step, seconds, lr)
             if step % config.save_every == 0:
                 save()
             if every is not None and step % every[0] == 0:
@@ -118,6 +134,7 @@ def train_loop(
                 every[1](step)
                 model.train()
                 ema.restore(parameters)
+        log.write(step, seconds, optimizer.param_groups[0]["lr"])  # a run may end between two rows
     finally:
         save()
     ema.copy_to(parameters)

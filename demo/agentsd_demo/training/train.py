@@ -29,7 +29,7 @@ from .diffusion import (
     renew_embeddings,
     train_diffusion,
 )
-from .loop import averaged_weights
+from .loop import LOG, averaged_weights
 
 GRID_PROMPTS, GRID_SIZE = 32, 96
 
@@ -145,7 +145,10 @@ class Recipe:
 
     def export(self, pipe: Any) -> None:
         """Write a pipeline where the package loads it from."""
-        log = (self.config.run_dir / "diffusion" / "log.jsonl").read_text(encoding="utf-8").splitlines()
+        path = self.config.run_dir / "diffusion" / LOG
+        log = (
+            path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        )  # it may be interrupted early
         training = {
             "concepts": sorted({reference.concept for reference in self.references}),
             "last": json.loads(log[-1]) if log else None,
@@ -160,12 +163,17 @@ class Recipe:
 def main(
     config: Annotated[Path, typer.Option(help="YAML recipe; see configs/demo_model.yaml")],
     run_dir: Annotated[Path | None, typer.Option(help="overrides the recipe's run_dir")] = None,
+    export_dir: Annotated[Path | None, typer.Option(help="overrides the recipe's export_dir")] = None,
+    minutes: Annotated[float | None, typer.Option(help="overrides the recipe's max_minutes")] = None,
     export_only: Annotated[bool, typer.Option(help="export the last checkpoint without training")] = False,
 ) -> None:
     """Train the autoencoder, then the text encoder and U-Net, then export; a repeated call resumes."""
     settings = load_config(config)
-    if run_dir is not None:
-        settings = settings.model_copy(update={"run_dir": run_dir})
+    given = {"run_dir": run_dir, "export_dir": export_dir}
+    settings = settings.model_copy(update={name: path for name, path in given.items() if path is not None})
+    if minutes is not None:
+        diffusion = settings.diffusion.model_copy(update={"max_minutes": minutes})
+        settings = settings.model_copy(update={"diffusion": diffusion})
     recipe = Recipe.of(settings)
     pipe = recipe.build_pipeline(recipe.train_autoencoder())
     if export_only:
