@@ -46,9 +46,6 @@ _UNKNOWN = (
     "agentsd: the timesteps are not those of a scheduler that is known, so cached steps are not corrected; "
     "pass elements of scheduler.timesteps to the U-Net"
 )
-_EACH_CALL = (
-    "the U-Net gets another text, or its text as a new tensor, or other weights or scales, in each call"
-)
 _UNGUIDED = "agentsd: no guidance of two passes was found in a call, so none was halved"
 
 Recompute: TypeAlias = Callable[[StepContext], Any]
@@ -283,7 +280,9 @@ class Caching:
         if all(entry.step_index < step_index for entry in run.entries.values()):  # the step's first call
             run.unmatched += 1
         if run.unmatched == 3:
-            self._give_up(run, _EACH_CALL)
+            self._give_up(
+                run, "the U-Net gets another text or a new tensor of it, or other scales, in each call"
+            )
             return None
         unguided = self._is_unguided(pipe, run.scheduler)
         guided = self._guidance is not None and not unguided and is_guided(sample, text)

@@ -199,7 +199,7 @@ def test_text_that_is_new_in_each_call_keeps_the_run_whole(ddim):
             caller.text = caller.text.clone()
             assert torch.equal(caller(ddim.unet, i), caller(baseline, i))
 
-    with warned("another text, or its text as a new tensor"):
+    with warned("another text or a new tensor of it"):
         run()
     assert handle.summary().startswith("FFFFFFFFFF ")
 

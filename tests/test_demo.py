@@ -372,8 +372,8 @@ def test_stages_by_steps_are_not_ended_by_minutes():
     config = load_config(Path(__file__).parents[1] / "configs" / "demo_model_gpu.yaml")
     assert config.diffusion.max_minutes == 4.5
     assert set(config.diffusion.stages[0].sizes) == {64, 96, 128}
-    with pytest.raises(ValidationError, match="may end the run before its last stage begins"):
-        DiffusionConfig(max_minutes=5)
+    with pytest.raises(ValueError, match="may end the run before its last stage begins"):
+        recipe.Recipe.of(DemoConfig(diffusion=DiffusionConfig(max_minutes=5)))
 
 
 def test_a_run_shorter_than_a_row_is_logged_and_exported(tmp_path):

@@ -115,11 +115,17 @@ WAYS = {
     "call of a class": change_call,
     "hook of all modules": hook_all,
 }
-PLACES = ["mid_block", "down_blocks.0", "up_blocks.2", "up_blocks.2.resnets.0", "conv_in", "conv_out"]
+PLACES = [
+    ("mid_block", True),
+    ("down_blocks.0", False),
+    ("up_blocks.2", True),
+    ("up_blocks.2.resnets.0", False),
+]
+PLACES += [("conv_in", False), ("conv_out", True)]
+"""And whether the hook is there before the patch."""
 
 
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "first"), PLACES)
 @pytest.mark.parametrize("way", WAYS)
 def test_who_looks_at_a_layer_sees_each_call(way, place, first):
     """In whole, whether put there before or after the patch; once it is gone, layers are skipped again."""

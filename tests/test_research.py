@@ -262,23 +262,6 @@ def test_tgate_is_its_packages_own_run(make_pipeline: Any) -> None:
     assert rows == [2] * 4 + [1] * 3  # PLMS has a call more than steps; later ones are not guided
 
 
-@pytest.mark.slow
-def test_what_a_gpu_is_asked_on_a_cpu(tmp_path: Path) -> None:
-    """All its stages on tiny shapes; pytest finds that there is no GPU."""
-    invoke("gpu", "--tiny", "--device", "cpu", "--seconds", 1200, "--beside", 400, "--out", tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
-    assert not [row for row in rows if row.get("failed")]
-    assert not [row for row in rows if "left_out" in row]
-    done = {row["stage"] for row in rows if "took" in row}
-    assert len(done) == 13  # all but the card's ceilings
-    peaks = [row for row in rows if row["stage"] == "training" and "ratio" in row]
-    assert [(row["ratio"], row["optimizer"]) for row in peaks] == [(0.4, "AdamW"), (0.0, "AdamW")]
-    methods = {row["method"] for row in rows if row["stage"] == "runs, large" and "seconds" in row}
-    assert {"baseline", "baseline@17", "agentsd", "step-caching", "paper", "tomesd"} <= methods
-    assert {row["ratio"] for row in rows if row["stage"] == "table10" and "seconds" in row} >= {0.1, 0.5}
-    assert all(row["same_image"] for row in rows if "same_image" in row)
-
-
 def test_a_stage_that_fails_or_does_not_fit_costs_no_other(tmp_path: Path) -> None:
     settings = GpuSettings(device="cpu", tiny=True, seconds=100, out=tmp_path)
     campaign = Campaign(settings, torch.device("cpu"), Console(quiet=True))

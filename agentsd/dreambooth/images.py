@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -75,14 +76,15 @@ def fill_class_folder(pipe: Any, config: DreamBoothConfig, on_image: Callable[[]
 
 def _write_new(image: Image.Image, path: Path) -> bool:
     """Write a PNG file whole, or not at all; not where there is one by now (of a process beside this)."""
-    partial = path.with_name(f".{path.stem}-{os.getpid()}.partial")
-    image.save(partial, format="PNG")
+    handle, partial = tempfile.mkstemp(".partial", ".", path.parent)
     try:
+        with os.fdopen(handle, "wb") as file:
+            image.save(file, format="PNG")
         os.link(partial, path)
     except FileExistsError:
         return False
     finally:
-        partial.unlink()
+        os.unlink(partial)
     return True
 
 

@@ -13,7 +13,6 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from agentsd.demo import load_pipeline
 from agentsd.dreambooth.config import DreamBoothConfig
 from agentsd.dreambooth.training import Run
 
@@ -31,6 +30,8 @@ class Measured(Run):
 
 def random_sd15(folder: Path, tiny: bool) -> Path:
     """Write a pipeline of SD 1.5's shapes, or of tiny ones, with the toy model's tokenizer; returns where."""
+    from agentsd.demo import load_pipeline  # which not everybody has
+
     demo: Any = load_pipeline()
     bare = architectures.build("sd15", torch.device("cpu"), torch.float32)
     width: dict[str, Any] = {

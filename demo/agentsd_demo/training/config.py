@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from ..data import PIPELINE
 
@@ -83,15 +83,6 @@ class DiffusionConfig(LoopConfig):
     """Processes that compose scenes ahead; a GPU is kept busy by a dozen, a CPU has no use for any."""
     grid_every: int = Field(default=2000, gt=0)
     """Steps between grids of images."""
-
-    @model_validator(mode="after")
-    def _stages_by_steps(self) -> "DiffusionConfig":
-        if self.max_minutes is not None and len(self.stages) > 1:
-            raise ValueError(
-                f"max_minutes={self.max_minutes:g} may end the run before its last stage begins, as stages "
-                "are shares of the steps: pass one stage of several sizes, or steps alone"
-            )
-        return self
 
 
 class DemoConfig(_Settings):

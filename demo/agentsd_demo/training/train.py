@@ -43,7 +43,13 @@ class Recipe:
 
     @classmethod
     def of(cls, config: DemoConfig) -> "Recipe":
-        """Check the concepts' names before anything is trained; an unknown one raises ValueError."""
+        """Check before training: ValueError for an unknown concept, or stages that may never begin."""
+        minutes = config.diffusion.max_minutes
+        if minutes is not None and len(config.diffusion.stages) > 1:
+            raise ValueError(
+                f"max_minutes={minutes:g} may end the run before its last stage begins, as stages are shares "
+                "of the steps: pass one stage of several sizes, or steps alone"
+            )
         return cls(config, load_references(concepts=config.concepts))
 
     @property

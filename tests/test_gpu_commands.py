@@ -1,0 +1,67 @@
+"""The two commands for a machine with a GPU, on tiny shapes on the CPU: what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(name: str, out: Path, **environment: object) -> None:
+    """A command, with this Python first on the path."""
+    given = {name: str(value) for name, value in environment.items()}
+    own = {"TINY": "1", "OUT": str(out), "TMPDIR": str(out.parent), "OMP_NUM_THREADS": "1"}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(
+        ["bash", str(ROOT / ".ci/gpu" / name)], env=os.environ | own | given | {"PATH": path}, check=True
+    )
+
+
+@pytest.mark.slow
+def test_the_first_command(tmp_path: Path) -> None:
+    """All its stages; pytest finds that there is no GPU, and says so."""
+    run("first", tmp_path / "out", SECONDS_IN_ALL=1500, BESIDE=500)
+    rows = [json.loads(line) for line in (tmp_path / "out" / "gpu.jsonl").read_text().splitlines()]
+    assert not [row for row in rows if row.get("failed")]
+    assert not [row for row in rows if "left_out" in row]
+    assert len({row["stage"] for row in rows if "took" in row}) == 13  # all but the card's ceilings
+    tests = next(row for row in rows if row["stage"] == "tests")
+    assert "skipped" in tests["last"][0]
+    peaks = [row for row in rows if row["stage"] == "training" and "ratio" in row]
+    assert [(row["ratio"], row["optimizer"]) for row in peaks] == [(0.4, "AdamW"), (0.0, "AdamW")]
+    methods = {row["method"] for row in rows if row["stage"] == "runs, large" and "seconds" in row}
+    assert {"baseline", "baseline@17", "agentsd", "step-caching", "paper", "tomesd"} <= methods
+    assert {row["ratio"] for row in rows if row["stage"] == "table10" and "seconds" in row} >= {0.1, 0.5}
+    assert all(row["same_image"] for row in rows if "same_image" in row)
+    assert (tmp_path / "out" / "versions.txt").read_text()
+
+
+@pytest.mark.slow
+def test_the_second_command(tmp_path: Path) -> None:
+    """A few steps from the shipped weights: a pipeline in parts of a tar, a log, grids and accuracies."""
+    recipe = yaml.safe_load((ROOT / "configs/demo_model_gpu.yaml").read_text())
+    recipe["device"] = "cpu"
+    recipe["diffusion"] |= {"batch": 2, "workers": 1, "steps": 3, "grid_every": 1000}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    out = tmp_path / "out"
+    run("second", out, MINUTES=5, WORK=tmp_path / "work", CONFIG=tmp_path / "recipe.yaml")
+    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 3
+    assert rows[-1]["images_per_s"] > 0
+    parts = sorted(out.glob("pipeline.tar.*"))
+    assert all(part.stat().st_size <= 15 << 20 for part in parts)
+    (tmp_path / "whole.tar").write_bytes(b"".join(part.read_bytes() for part in parts))
+    with tarfile.open(tmp_path / "whole.tar") as whole:
+        assert "pipeline/model_index.json" in whole.getnames()
+    text = (out / "accuracy.log").read_text()
+    assert text.count("generated, ") == 3
+    assert {Image.open(path).size[0] for path in out.glob("seed_0_*.png")} == {8 * s for s in (64, 96, 128)}
