@@ -24,6 +24,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors; read when torch 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Under `-m gpu` read only files with such tests: others import what a machine with a GPU may lack."""
+    if config.option.markexpr != "gpu" or not collection_path.name.startswith("test_"):
+        return None
+    return True if "mark.gpu" not in collection_path.read_text(encoding="utf-8") else None
+
+
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> CLIPTokenizer:
     """A CLIP tokenizer that spells words letter by letter."""

@@ -28,19 +28,18 @@ def run(name: str, out: Path, **environment: object) -> None:
 
 @pytest.mark.slow
 def test_the_first_command(tmp_path: Path) -> None:
-    """All its stages; pytest finds that there is no GPU, and says so."""
-    run("first", tmp_path / "out", SECONDS_IN_ALL=1500, BESIDE=500)
+    """In four minutes: what does not fit by then is left out; pytest finds no GPU, and says so."""
+    run("first", tmp_path / "out", SECONDS_IN_ALL=240, BESIDE=150)
     rows = [json.loads(line) for line in (tmp_path / "out" / "gpu.jsonl").read_text().splitlines()]
     assert not [row for row in rows if row.get("failed")]
-    assert not [row for row in rows if "left_out" in row]
-    assert len({row["stage"] for row in rows if "took" in row}) == 13  # all but the card's ceilings
+    assert {"environment", "build", "tests", "training", "runs, large"} <= {row["stage"] for row in rows}
+    assert rows[-1]["stage"] == "end"
     tests = next(row for row in rows if row["stage"] == "tests")
     assert "skipped" in tests["last"][0]
     peaks = [row for row in rows if row["stage"] == "training" and "ratio" in row]
     assert [(row["ratio"], row["optimizer"]) for row in peaks] == [(0.4, "AdamW"), (0.0, "AdamW")]
     methods = {row["method"] for row in rows if row["stage"] == "runs, large" and "seconds" in row}
-    assert {"baseline", "baseline@17", "agentsd", "step-caching", "paper", "tomesd"} <= methods
-    assert {row["ratio"] for row in rows if row["stage"] == "table10" and "seconds" in row} >= {0.1, 0.5}
+    assert {"baseline", "baseline@17", "agentsd", "step-caching"} <= methods
     assert all(row["same_image"] for row in rows if "same_image" in row)
     assert (tmp_path / "out" / "versions.txt").read_text()
 
@@ -53,7 +52,7 @@ def test_the_second_command(tmp_path: Path) -> None:
     recipe["diffusion"] |= {"batch": 2, "workers": 1, "steps": 3, "grid_every": 1000}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     out = tmp_path / "out"
-    run("second", out, MINUTES=5, WORK=tmp_path / "work", CONFIG=tmp_path / "recipe.yaml")
+    run("second", out, MINUTES=5, SECONDS_A_SIZE=500, WORK=tmp_path / "work", CONFIG=tmp_path / "recipe.yaml")
     rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == 3
     assert rows[-1]["images_per_s"] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -121,3 +122,26 @@ def test_dreambooth_without_its_extra_says_how_to_get_it() -> None:
     assert done.stdout.split() == ["2", "2"]
     said = "error: {} is not installed: pip install 'agentsd[train]'\n"
     assert done.stderr == said.format("pydantic") + said.format("typer")
+
+
+def test_gpu_tests_are_found_where_other_tests_cannot_be_imported(tmp_path):
+    """A machine with a GPU may lack what notebooks, random sequences and other packages' tests import."""
+    for name in ("nbclient", "nbformat", "tgate", "DeepCache", "typer"):
+        (tmp_path / f"{name}.py").write_text(f"raise ImportError({name!r})")
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests",
+    ]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("test_gpu.py::") >= 10
+    assert "test_cuda_graphs.py::test_real_graphs_give_what_eager_calls_give" in done.stdout

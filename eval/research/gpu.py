@@ -44,7 +44,6 @@ RUNS = (
     "tomesd",
     "deepcache-2",
 )
-GPU_TESTS = ("test_gpu.py", "test_cuda_graphs.py", "test_eval_gpu.py", "test_dreambooth_gpu.py")
 KERNELS_OF_ATTENTION = ("flash", "fmha", "attention", "cudnn_generated", "mha")
 
 
@@ -153,7 +152,7 @@ class Campaign:
             "gpu",
             "-p",
             "no:cacheprovider",
-            *[f"tests/{name}" for name in GPU_TESTS],
+            "tests",
         ]
         tests += ["-n", "5", "--dist", "worksteal"] if self.on_gpu else []
         training = ["agentsd_eval.research.training_peak", str(self.device), *["tiny"] * self.settings.tiny]
