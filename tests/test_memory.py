@@ -56,7 +56,7 @@ def fake(monkeypatch):
     def real_split(*args):
         with unset_fake_temporarily():
             partition = split(*args)
-        return Partition(mode.from_tensor(partition.positions), partition.sources)
+        return partition._replace(positions=mode.from_tensor(partition.positions))
 
     for module in (ranking, downsample):
         monkeypatch.setattr(module, "sample_destinations", real_draw)

@@ -86,7 +86,7 @@ class AgentsPlan(RankedPlan):
     def make_maps(self, ranking: Ranking, block_input: Tensor, n_merged: int) -> None:
         """Make the merge maps of the tokens and of the agents."""
         super().make_maps(ranking, block_input, n_merged)
-        n_tokens, n_agents = block_input.shape[1], self.partition.dst.numel()
+        n_tokens, n_agents = block_input.shape[1], self.partition.targets
         if self.settings.agent_ratio is not None:
             n_agents = max(n_tokens - int(n_tokens * self.settings.agent_ratio), n_agents)
         if 2 * n_agents < n_tokens - n_merged:  # as the reference: else attention stays plain

@@ -22,11 +22,12 @@ class Partition(NamedTuple):
 
     Attributes:
         positions: (N,) those of the sources, then those of the destinations; they travel as one tensor.
-        sources: how many they are.
+        sources, targets: how many they are, as numbers: older torch compiles no property of a tuple.
     """
 
     positions: Tensor
     sources: int
+    targets: int
 
     @property
     def src(self) -> Tensor:
@@ -82,7 +83,7 @@ def split_grid(height: int, width: int, stride: int, destinations: Tensor) -> Pa
     is_src = np.ones(height * width, dtype=bool)
     is_src[dst] = False
     positions = np.concatenate([np.flatnonzero(is_src), dst])
-    return Partition(torch.from_numpy(positions), len(positions) - len(dst))
+    return Partition(torch.from_numpy(positions), len(positions) - len(dst), len(dst))
 
 
 @torch.no_grad()

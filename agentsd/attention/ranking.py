@@ -84,7 +84,7 @@ class RankedPlan(Plan):
     def rank(self, block_input: Tensor) -> None:
         """Rank the tokens (B, N, C) of a block's input and make the operator's merge maps."""
         ranking = rank_tokens(block_input, self.partition)
-        n_merged = min(int(block_input.shape[1] * self.ratio), self.partition.src.numel())
+        n_merged = min(int(block_input.shape[1] * self.ratio), self.partition.sources)
         self.make_maps(ranking, block_input, n_merged)
         self.ranked = True
 
