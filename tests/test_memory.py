@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from agentsd import Agents, Merge, Phases, Recipe, apply_agentsd
 from agentsd.attention import downsample, matching, ranking
-from agentsd.attention.matching import Partition
 from agentsd.recipe import PAPER
 
 
