@@ -110,8 +110,13 @@ class Campaign:
         sdxl = runs | {"arch": "sdxl", "methods": few}
         self.stage("SDXL, runs", 40, self.measured, sizes=[self.large], repeats=2, **sdxl)
         self.stage("SDXL, memory", 20, self.memory, "sdxl", self.large, ("baseline", "agentsd", "paper"))
-        compiled = runs | {"methods": ("agentsd", "step-caching")}
-        self.stage("compiled", 150, self.measured, sizes=[self.small], compile=True, repeats=2, **compiled)
+        plms = {"scheduler": "plms", "steps": 9 if self.settings.tiny else 50, "repeats": 1}
+        papers = runs | {"methods": ("paper", "agentsd", "step-caching", "tomesd")}
+        self.stage("runs, PLMS", 40, self.measured, sizes=[self.small], **papers | plms)
+        compiled = runs | {"methods": ("agentsd", "step-caching"), "compile": True, "repeats": 2}
+        self.stage("compiled", 150, self.measured, sizes=[self.small], **compiled)
+        with torch._inductor.config.patch({"triton.cudagraphs": True}):  # as mode="reduce-overhead" does
+            self.stage("CUDA graphs", 150, self.measured, sizes=[self.small], **compiled)
         self.note("end", left=self.left())
 
     def left(self) -> float:
@@ -235,7 +240,8 @@ class Campaign:
                 continue
             for row in latency.measure(pipe, [case], methods, settings, lambda: None):
                 compiled = {"compiled": True} if settings.compile else {}
-                self.note(stage, arch=settings.arch, steps=settings.steps, **compiled, **row)
+                sampler = {"scheduler": settings.scheduler, "steps": settings.steps}
+                self.note(stage, arch=settings.arch, **sampler, **compiled, **row)
 
     def probe(self, pipe: Any, case: latency.Case, settings: LatencySettings) -> float:
         """Seconds of the baseline in a case; next to none where memory does not do."""
