@@ -23,4 +23,4 @@ def test_parameters_and_shapes(arch: str, parameters: int, size: int, finest: in
     assert finest_attention_downsample(pipe.unet) == finest
     run = workload(pipe, Case("forward early", size, 1), LatencySettings())
     assert run().sample.shape == (2, 4, size // 8, size // 8)  # guided: two rows
-    assert ("pooled_prompt_embeds" in random_embeds(pipe.unet, 1)) == (arch == "sdxl")
+    assert ("pooled_prompt_embeds" in random_embeds(pipe.unet, 1, torch.Generator())) == (arch == "sdxl")

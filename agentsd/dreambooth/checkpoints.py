@@ -69,6 +69,9 @@ def save_checkpoint(accelerator: Accelerator, folder: Path, step: int, limit: in
         shutil.rmtree(partial, ignore_errors=True)
     accelerator.wait_for_everyone()
     accelerator.save_state(str(partial), safe_serialization=True)
+    # The states of this device's global generators: a step draws from none of them, and to load them would
+    # set the user's.
+    (partial / f"random_states_{accelerator.process_index}.pkl").unlink()
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         shutil.rmtree(place, ignore_errors=True)

@@ -188,13 +188,7 @@ class Run:
         config, pipe = self.config, self.pipe
         modules = {"unet": pipe.unet}
         if config.lora_rank is not None:
-            from peft import LoraConfig
-
-            torch.manual_seed(config.seed)
-            rank = config.lora_rank
-            pipe.unet.add_adapter(
-                LoraConfig(r=rank, lora_alpha=rank, target_modules=LORA_LAYERS, init_lora_weights="gaussian")
-            )
+            _add_lora(pipe.unet, config.lora_rank, config.seed)
         else:
             pipe.unet.requires_grad_(True)
         if config.train_text_encoder:
@@ -280,6 +274,23 @@ class Run:
             return lambda: None
         task = self.progress.add_task(title, total=total, completed=done)
         return lambda: self.progress.advance(task)
+
+
+def _add_lora(unet: Any, rank: int, seed: int) -> None:
+    """LoRA layers that start as peft's "gaussian" ones do, from a generator of their own."""
+    from peft import LoraConfig
+
+    with torch.device("meta"):  # where nothing is drawn: the user's random state is not touched
+        unet.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=LORA_LAYERS))
+    rng = torch.Generator("cpu").manual_seed(seed)
+    for name, module in unet.named_modules():
+        if name.endswith((".lora_A.default", ".lora_B.default")):
+            module.to_empty(device="cpu")
+            if ".lora_A." in name:
+                torch.nn.init.normal_(module.weight, std=1 / rank, generator=rng)
+            else:
+                torch.nn.init.zeros_(module.weight)
+            module.to(unet.device, unet.dtype)
 
 
 def _source(config: DreamBoothConfig) -> Any:

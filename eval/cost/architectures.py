@@ -1,5 +1,6 @@
 """Stable Diffusion's architectures with random weights: they cost what the trained models cost."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,17 +53,12 @@ def build(arch: str, device: torch.device, dtype: torch.dtype) -> Any:
     It is called with `prompt_embeds`. The text encoders are left out: they run once an image and no
     method touches them.
     """
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            unet: Any = UNet2DConditionModel(**(SDXL if arch == "sdxl" else SD15))
-            vae = autoencoder(8 * (SDXL if arch == "sdxl" else SD15)["sample_size"])
-    finally:
-        torch.set_default_dtype(before)
-    unet.eval()
-    vae.eval()
+    shape = SDXL if arch == "sdxl" else SD15
+    with torch.device("meta"):
+        unet: Any = UNet2DConditionModel(**shape)
+        vae = autoencoder(8 * shape["sample_size"])
+    for model in (unet, vae):
+        _draw(model.to(dtype).to_empty(device=device).eval())
     scheduler = PNDMScheduler(
         beta_start=0.00085,
         beta_end=0.012,
@@ -79,12 +75,31 @@ def build(arch: str, device: torch.device, dtype: torch.dtype) -> Any:
     return StableDiffusionPipeline(**parts, requires_safety_checker=False)
 
 
-def random_embeds(unet: Any, batch: int) -> dict[str, torch.Tensor]:
+@torch.no_grad()
+def _draw(model: Any) -> None:
+    """Give a model the weights that torch's layers start with, from a generator of its own."""
+    device = model.device
+    rng = torch.Generator("cpu" if device.type == "meta" else device).manual_seed(0)
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if isinstance(module, torch.nn.Conv2d | torch.nn.Linear):
+            bound = module.weight[0].numel() ** -0.5
+            for part in own:
+                part.uniform_(-bound, bound, generator=rng)
+        elif own:
+            module.reset_parameters()  # of norms, which draw nothing
+
+
+def normal(shape: Sequence[int], rng: torch.Generator, model: Any) -> torch.Tensor:
+    """Return normal numbers, the same on every device, where a model takes them."""
+    return torch.randn(shape, generator=rng, device="cpu").to(model.device, model.dtype)
+
+
+def random_embeds(unet: Any, batch: int, rng: torch.Generator) -> dict[str, torch.Tensor]:
     """Return random `prompt_embeds` (B, 77, C) and, for SDXL, `pooled_prompt_embeds` (B, 1280)."""
     config = unet.config
-    like = {"device": unet.device, "dtype": unet.dtype}
-    embeds = {"prompt_embeds": torch.randn(batch, 77, config.cross_attention_dim, **like)}
+    embeds = {"prompt_embeds": normal((batch, 77, config.cross_attention_dim), rng, unet)}
     if config.addition_embed_type == "text_time":
         pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-        embeds["pooled_prompt_embeds"] = torch.randn(batch, pooled, **like)
+        embeds["pooled_prompt_embeds"] = normal((batch, pooled), rng, unet)
     return embeds

@@ -16,7 +16,7 @@ from ..images.methods import Method, check_schedulers, fewer, parse_method
 from ..images.models import find_device, load_pipeline, set_scheduler
 from ..images.sampling import Seconds, Stopwatch
 from ..settings import Backend, CostSettings, LatencySettings
-from .architectures import build, random_embeds
+from .architectures import build, normal, random_embeds
 from .memory import memory_per_image
 
 PHASES = {"forward early": 999, "forward late": 1}
@@ -222,14 +222,14 @@ def forward_call(pipe: Any, case: Case, guidance_scale: float) -> Run:
     unet = pipe.unet
     guided = 2 if guidance_scale > 1 else 1
     side = case.size // pipe.vae_scale_factor
-    torch.manual_seed(0)
-    like = {"device": unet.device, "dtype": unet.dtype}
+    rng = torch.Generator("cpu").manual_seed(0)
     rows = guided * case.batch
-    latents = torch.randn(rows, unet.config.in_channels, side, side, **like)
-    embeds = random_embeds(unet, rows)
+    latents = normal((rows, unet.config.in_channels, side, side), rng, unet)
+    embeds = random_embeds(unet, rows, rng)
     extra: dict[str, Any] = {}
     if "pooled_prompt_embeds" in embeds:
-        time_ids = torch.tensor([[case.size, case.size, 0, 0, case.size, case.size]] * rows, **like)
+        size = [[case.size, case.size, 0, 0, case.size, case.size]] * rows
+        time_ids = torch.tensor(size, device=unet.device, dtype=unet.dtype)
         extra["added_cond_kwargs"] = {"text_embeds": embeds["pooled_prompt_embeds"], "time_ids": time_ids}
     usual = torch.tensor(PHASES.get(case.scope, 999), device=unet.device)
     return lambda timestep=usual: unet(
@@ -253,8 +253,7 @@ def _pipeline_call(pipe: Any, case: Case, settings: LatencySettings, steps: int)
     if getattr(pipe, "tokenizer", None) is not None:
         prompt: dict[str, Any] = {"prompt": ["a photograph"] * case.batch}
     else:
-        torch.manual_seed(0)
-        prompt = random_embeds(pipe.unet, case.batch)
+        prompt = random_embeds(pipe.unet, case.batch, torch.Generator("cpu").manual_seed(0))
         prompt |= {f"negative_{name}": torch.zeros_like(embeds) for name, embeds in prompt.items()}
 
     def run() -> Any:
@@ -264,7 +263,7 @@ def _pipeline_call(pipe: Any, case: Case, settings: LatencySettings, steps: int)
             width=case.size,
             num_inference_steps=steps,
             guidance_scale=settings.guidance_scale,
-            generator=[torch.Generator().manual_seed(i) for i in range(case.batch)],
+            generator=[torch.Generator("cpu").manual_seed(i) for i in range(case.batch)],
         )
 
     return run

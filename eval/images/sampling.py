@@ -62,7 +62,8 @@ def initial_latents(pipe: Any, seeds: Sequence[int], height: int, width: int) ->
     """Return standard normal noise (len(seeds), C, h, w), float32 on the CPU, a generator for each seed."""
     factor = pipe.vae_scale_factor
     shape = (pipe.unet.config.in_channels, height // factor, width // factor)
-    return torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+    rngs = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+    return torch.stack([torch.randn(shape, generator=rng, device="cpu") for rng in rngs])
 
 
 def warm_up(pipe: Any, method: Method, specs: Sequence[ImageSpec], settings: SamplingSettings) -> None:
@@ -90,7 +91,7 @@ def sample(
     device, dtype = pipe.unet.device, pipe.unet.dtype
     latents = initial_latents(pipe, seeds, height, width).to(device, dtype)
     # For samplers that add noise at each step; another stream than the one of the initial noise.
-    generators = [torch.Generator().manual_seed(2**32 + seed) for seed in seeds]
+    generators = [torch.Generator("cpu").manual_seed(2**32 + seed) for seed in seeds]
     with method.applied(pipe) as applied:
         applied.reseed(seeds[0])
         with Stopwatch(device) as watch:

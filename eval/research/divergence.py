@@ -49,7 +49,8 @@ def _integral(block: Tensor, keys: int) -> float:
         scales.append(scale)
         fall = fall * (fall + 2)
         scale *= 2
-    integrand = torch.stack(terms).cpu().double() / (len(block) - 1) / torch.tensor(scales).double()
+    weights = torch.tensor(scales, device="cpu").double() * (len(block) - 1)
+    integrand = torch.stack(terms).cpu().double() / weights
     # Below the first scale each term is half the one above it: together they are the first term again.
     return float(integrand.sum() + integrand[0]) * math.log(2) / 2
 
@@ -68,8 +69,8 @@ def js_score_sampled(
     block = max(1, _BLOCK // key.shape[1])
     mean, variance = 0.0, 0.0
     for q, k in zip(query, key, strict=True):
-        first = torch.randint(tokens, (drawn,), generator=generator)
-        second = (first + torch.randint(1, tokens, (drawn,), generator=generator)) % tokens
+        first = torch.randint(tokens, (drawn,), generator=generator, device="cpu")
+        second = (first + torch.randint(1, tokens, (drawn,), generator=generator, device="cpu")) % tokens
         blocks = zip(first.split(block), second.split(block), strict=True)
         values = torch.cat([_js(attention_map(q[i], k), attention_map(q[j], k)) for i, j in blocks])
         values = values.cpu().double()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from time import process_time
 from typing import Any
@@ -220,9 +221,11 @@ def checked() -> Iterator[Row]:
 
 def this_cpu() -> Machine:
     """Return what one core of this machine does, measured: products, copies, and small operations."""
-    a, b = torch.rand(1024, 1024), torch.rand(1024, 1024)
-    large, small = torch.rand(1 << 25), torch.rand(16)
-    query = torch.rand(2, 8, 2304, 8)  # as the small U-Net's
+    rng = torch.Generator("cpu").manual_seed(0)
+    rand = partial(torch.rand, generator=rng, device="cpu")
+    a, b = rand(1024, 1024), rand(1024, 1024)
+    large, small = rand(1 << 25), rand(16)
+    query = rand(2, 8, 2304, 8)  # as the small U-Net's
     flops = 2 * 1024**3 / _seconds(lambda: a @ b, 5)
     attend = _seconds(lambda: scaled_dot_product_attention(query, query, query), 3)
     return Machine(

@@ -18,6 +18,7 @@ from agentsd.hosts.models import find_attention_layers
 from agentsd.recipe import MODES
 from agentsd.schedule import Phases, stages_of
 
+from ..cost.architectures import normal
 from ..cost.latency import Case, baseline_of, forward_call, load, row_of, speedup_of
 from ..environment import describe_run
 from ..errors import EvalError
@@ -146,7 +147,8 @@ def unit_costs(pipe: Any, recipe: Recipe | None, call: Any) -> dict[Kind, Second
 def priced(pipe: Any, methods: Sequence[Method], case: Case, settings: PricedSettings) -> list[Seconds]:
     """Return the seconds of a run of each method, autoencoder and all, from one call of each kind."""
     device, side = pipe.unet.device, case.size // pipe.vae_scale_factor
-    grid = find_attention_layers(pipe.unet, 1, at_most=True)[0].grid(torch.empty(1, 1, side, side))
+    latent = torch.empty(1, 1, side, side, device="meta")
+    grid = find_attention_layers(pipe.unet, 1, at_most=True)[0].grid(latent)
 
     def timed(run: Any) -> Seconds:
         with Stopwatch(device) as watch:
@@ -155,8 +157,9 @@ def priced(pipe: Any, methods: Sequence[Method], case: Case, settings: PricedSet
 
     unet_call = forward_call(pipe, case, settings.guidance_scale)
     call = lambda timestep: timed(lambda: unet_call(timestep))  # noqa: E731
-    latents = torch.randn(case.batch, pipe.vae.config.latent_channels, side, side, device=device)
-    decoding = timed(lambda: pipe.vae.decode(latents.to(pipe.vae.dtype)))
+    shape = case.batch, pipe.vae.config.latent_channels, side, side
+    latents = normal(shape, torch.Generator("cpu").manual_seed(0), pipe.vae)
+    decoding = timed(lambda: pipe.vae.decode(latents))
     pipe.scheduler.set_timesteps(PROBED)
     baseline = call(pipe.scheduler.timesteps[0])
     found = []
