@@ -45,7 +45,7 @@ class AgentSDHandle:
             check_fit(self._layers.named, self._trained, trained / FILE_NAME)
         elif not unet.training and (untrained := [one.name for one in recipe.operators if one.needs_module]):
             warn(
-                f"agentsd: {untrained[0]} is untrained, and spoils images: train it (agentsd-dreambooth "
+                f"agentsd: {untrained[0]} is untrained, and may spoil images: train it (agentsd-dreambooth "
                 "--attention), or apply the folder that its weights were saved in"
             )
         self._hook = DenoiserHook(recipe, unet, pipe, self._layers, warn)

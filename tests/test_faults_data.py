@@ -1,5 +1,6 @@
 """Faults that were found and mended: users' files, what is trained, devices in files, trained modules."""
 
+import io
 import os
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from agentsd_demo.pipeline_io import check_export
 from agentsd_eval.errors import EvalError
 from agentsd_eval.files import check_own_image, save_image
 from logs import logged, silent, warned
@@ -16,6 +18,7 @@ from tiny import BETAS, make_unet
 from torch.nn.functional import interpolate
 
 from agentsd import PooledAgents, Recipe, apply_agentsd
+from agentsd.attention.pooling import agent_grid
 from agentsd.calibration.cost import name_of_device
 from agentsd.modules import AgentModule, AttnZero, FocusedLinear
 from agentsd.modules.agent import AgentAttention, resize_agents
@@ -110,6 +113,29 @@ def test_an_image_that_comes_while_one_is_drawn_stays(settings):
     assert not [name for name in os.listdir(folder) if "partial" in name]
 
 
+def test_a_link_that_leads_nowhere_is_gone_round(settings):
+    folder = settings["class_data_dir"]
+    folder.mkdir()
+    (folder / "class-00000.png").symlink_to(folder / "nothing.txt")
+    fill(settings, 2)
+    assert (folder / "class-00000.png").is_symlink()
+    assert (folder / "class-00001.png").exists()
+
+
+def test_a_disk_that_is_full_leaves_no_half_image(settings, monkeypatch):
+    folder = settings["class_data_dir"]
+    fill(settings, 1)
+
+    class Full(io.BytesIO):
+        def getvalue(self):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("agentsd.dreambooth.images.io.BytesIO", Full)
+    with pytest.raises(OSError, match="No space"):
+        fill(settings, 2)
+    assert list(levels(folder)) == ["class-00000.png"]
+
+
 def test_two_processes_fill_one_folder(settings):
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda _: fill(settings, 6), range(2)))
@@ -197,8 +223,7 @@ def test_a_model_that_predicts_something_else_is_refused(settings, monkeypatch):
         from agentsd.demo import load_pipeline
 
         pipe = load_pipeline()
-        pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-        pipe.scheduler.register_to_config(prediction_type="flow_prediction")
+        pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler()  # whose config has no prediction type
         return pipe
 
     monkeypatch.setattr("agentsd.dreambooth.training._source", load)
@@ -235,6 +260,22 @@ def test_only_the_forward_runs_in_autocast(settings, monkeypatch):
 
 def _casts():
     return torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there half precision trains")
+def test_half_precision_is_refused_where_nothing_scales_it(settings):
+    config = dreambooth.DreamBoothConfig(**settings, mixed_precision="fp16")
+    with pytest.raises(ValueError, match="needs a CUDA device: pass 'bf16' or 'no'"):
+        Run(config)
+    assert not settings["output_dir"].exists()
+
+
+def test_an_export_replaces_no_other_folder(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "holiday.jpg").touch()
+    with pytest.raises(ValueError, match="photos is no exported pipeline and stays as it is"):
+        check_export(tmp_path / "photos")
+    check_export(tmp_path / "none")
 
 
 def test_nothing_is_reported_where_none_is_said(settings):
@@ -281,6 +322,13 @@ def test_agent_biases_are_resized_to_other_agents(old, new):
             plane = part[head, :, y, x].view(1, 1, small.rows, small.cols)
             expected = interpolate(plane, size=(large.rows, large.cols), mode="bilinear").flatten()
             torch.testing.assert_close(made[head, :, y, x], expected)
+
+
+@pytest.mark.parametrize("size", [(3, 3), (5, 9), (8, 8), (12, 7)])
+def test_the_number_of_agents_tells_their_grid(size):
+    for count in range(1, 50):
+        module = AgentAttention(1, 2, grid=size, agents=count, bias=False, convolution=False)
+        assert agent_grid(module.rows * module.cols, *size) == (module.rows, module.cols)
 
 
 def test_weights_are_loaded_for_another_number_of_agents(tmp_path):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import os
-import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -63,28 +64,28 @@ def fill_class_folder(pipe: Any, config: DreamBoothConfig, on_image: Callable[[]
     assert config.class_prompt is not None
     folder = config.class_data_dir
     folder.mkdir(parents=True, exist_ok=True)
-    number = 0
-    while len(image_paths(folder)) < config.num_class_images:
-        if (folder / f"class-{number:05d}.png").exists():
-            number += 1
-            continue
-        seeded = config.model_copy(update={"apply": "none", "seed": config.seed + number})
-        image = generate(pipe, config.class_prompt, 1, seeded)[0]
-        if _write_new(image, folder / f"class-{number:05d}.png"):
-            on_image()
+    for number in itertools.count():
+        path = folder / f"class-{number:05d}.png"
+        if len(image_paths(folder)) >= config.num_class_images:
+            return
+        if not os.path.lexists(path):
+            seeded = config.model_copy(update={"apply": "none", "seed": config.seed + number})
+            if _write_new(generate(pipe, config.class_prompt, 1, seeded)[0], path):
+                on_image()
 
 
 def _write_new(image: Image.Image, path: Path) -> bool:
     """Write a PNG file whole, or not at all; not where there is one by now (of a process beside this)."""
-    handle, partial = tempfile.mkstemp(".partial", ".", path.parent)
+    content = io.BytesIO()
+    image.save(content, format="PNG")
     try:
-        with os.fdopen(handle, "wb") as file:
-            image.save(file, format="PNG")
-        os.link(partial, path)
+        with path.open("xb") as file:
+            file.write(content.getvalue())
     except FileExistsError:
         return False
-    finally:
-        os.unlink(partial)
+    except BaseException:  # a full disk, Ctrl-C
+        path.unlink(missing_ok=True)
+        raise
     return True
 
 

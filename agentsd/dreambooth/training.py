@@ -18,6 +18,7 @@ from diffusers.training_utils import cast_training_params
 from rich.progress import Progress
 
 from ..hosts.files import load_pretrained
+from ..hosts.schedulers import Sampler
 from ..patch import apply_agentsd, remove_agentsd
 from .checkpoints import check_space, find_checkpoint, list_checkpoints, save_checkpoint, step_of
 from .config import DreamBoothConfig
@@ -45,6 +46,7 @@ class Run:
     def __post_init__(self) -> None:
         config = self.config
         self.instance = find_images(config.instance_data_dir)
+        self._check_precision()
         config.output_dir.mkdir(parents=True, exist_ok=True)
         self._check_output()
         self.resume = None
@@ -56,6 +58,12 @@ class Run:
             log_with=self._tracker(),
             project_dir=str(config.output_dir / "logs"),
         )
+
+    def _check_precision(self) -> None:
+        """Refuse what a gradient scaler can't do: half precision on the CPU and on Apple's GPU."""
+        scales = torch.accelerator.is_available() and not torch.backends.mps.is_available()
+        if self.config.mixed_precision == "fp16" and not scales:
+            raise ValueError("mixed_precision='fp16' needs a CUDA device: pass 'bf16' or 'no'")
 
     def _check_output(self) -> None:
         """Refuse to write over what is in the output folder, but for a run that goes on there."""
@@ -145,7 +153,10 @@ class Run:
         pipe = _source(config)
         pipe.set_progress_bar_config(disable=True)
         self.schedule = DDPMScheduler.from_config(pipe.scheduler.config)
-        if (kind := self.schedule.config.prediction_type) not in TARGETS:
+        kind = self.schedule.config.prediction_type
+        if Sampler(pipe.scheduler, ()).is_flow:  # whose config says nothing, or what no other schedule knows
+            kind = "flow_prediction"
+        if kind not in TARGETS:
             raise ValueError(
                 f"the model predicts {kind!r}, which is not trained here: take one of {', '.join(TARGETS)}"
             )

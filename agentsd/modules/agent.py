@@ -135,6 +135,9 @@ class AgentAttention(nn.Module):
         super().__init__()
         self.heads, self.head_dim, self.scale, self.k = heads, head_dim, scale, k
         self.rows, self.cols = agent_grid(agents, *grid)
+        # So that their number tells how they lie, when they are resized.
+        while (again := agent_grid(self.rows * self.cols, *grid)) != (self.rows, self.cols):
+            self.rows, self.cols = again
         pooled = self.rows * self.cols
         self.gather_bias = AgentBias(heads, pooled, grid, block_size) if bias else None
         self.broadcast_bias = AgentBias(heads, pooled, grid, block_size) if bias else None

@@ -64,11 +64,18 @@ def load_pipeline(
     return pipe if device is None else pipe.to(device)
 
 
+def check_export(folder: Path) -> None:
+    """Raise ValueError where an export would replace a folder that is no export."""
+    if folder.exists() and not (folder / "training.json").exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is no exported pipeline and stays as it is: choose another export_dir")
+
+
 def export_pipeline(pipe: Any, folder: Path, training: dict[str, Any]) -> None:
     """Write a pipeline in half precision, and `training.json` with what it was trained on.
 
-    What the folder held before is replaced once all is written.
+    An export that the folder held before is replaced once all is written. Raises ValueError for another one.
     """
+    check_export(folder)
     target, folder = folder, folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(folder, ignore_errors=True)
     pipe.save_pretrained(folder)

@@ -15,7 +15,7 @@ from rich import print
 from transformers import CLIPTokenizer
 
 from ..data import SIZE, Reference, load_references
-from ..pipeline_io import export_pipeline, load_pipeline
+from ..pipeline_io import check_export, export_pipeline, load_pipeline
 from ..scenes import random_scene, triples
 from .accuracy import generate, image_grid
 from .autoencoder import build_autoencoder, psnr, to_pixels, train_autoencoder
@@ -43,7 +43,12 @@ class Recipe:
 
     @classmethod
     def of(cls, config: DemoConfig) -> "Recipe":
-        """Check before training: ValueError for an unknown concept, or stages that may never begin."""
+        """Check before training.
+
+        Raises ValueError for an unknown concept, for stages that may never begin, and where the export would
+        replace a folder that is none.
+        """
+        check_export(config.export_dir)
         minutes = config.diffusion.max_minutes
         if minutes is not None and len(config.diffusion.stages) > 1:
             raise ValueError(
