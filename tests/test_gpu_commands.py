@@ -45,6 +45,7 @@ def test_the_first_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_the_second_command(tmp_path: Path) -> None:
     """A few steps from the shipped weights: a pipeline in parts of a tar, a log, grids and accuracies."""
     recipe = yaml.safe_load((ROOT / "configs/demo_model_gpu.yaml").read_text())
