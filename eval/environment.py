@@ -40,7 +40,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if on_gpu else cpu_model(),
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
-        "clock": "wall" if on_gpu else "CPU",
+        "clock": "CPU" if device.type == "cpu" else "wall",
         "threads": torch.get_num_threads(),
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
         "python": platform.python_version(),

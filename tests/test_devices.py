@@ -3,9 +3,14 @@
 from itertools import pairwise
 
 import diffusers
+import numpy as np
 import pytest
 import torch
+from agentsd_eval.cost import latency
+from agentsd_eval.quality.features import load_network
+from agentsd_eval.quality.perceptual import PerceptualFeatures, StageFeatures
 from devices import LikeMPS
+from PIL import Image
 from random_state import untouched
 from tiny import BETAS, make_sdxl_unet, make_unet
 from torch.nn.functional import adaptive_avg_pool2d
@@ -115,6 +120,22 @@ def test_pooling_by_products(sizes):
     grid = torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(0))
     made = pooling.multiply(grid, rows, cols)
     torch.testing.assert_close(made, adaptive_avg_pool2d(grid, (rows, cols)), rtol=0, atol=1e-6)
+
+
+def test_what_the_evaluation_runs_on_the_device_needs_no_float64():
+    """Features, perceptual distance and a timed call: the numbers after them are numpy's, on the CPU."""
+    images = [Image.effect_noise((64, 64), sigma).convert("RGB") for sigma in (30, 60)]
+    pipe = type("Pipe", (), {"unet": make_unet(), "vae_scale_factor": 8})()
+    call = latency.forward_call(pipe, latency.Case("forward early", 128, 1), 7.5)
+    found = []
+    for around in (Nothing, LikeMPS):
+        with around(), torch.no_grad():
+            features = load_network("efficientnet-lite0", torch.device("cpu"))(images)
+            stages = StageFeatures(torch.device("cpu"))
+            one, other = (PerceptualFeatures(stages, [image]) for image in images)
+            found.append((features, one.distance(other), call().sample.numpy()))
+    for expected, made in zip(*found, strict=True):
+        np.testing.assert_allclose(made, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -44,7 +44,6 @@ def test_latency_of_sd15_saves_memory_over_unfused_attention(tmp_path: Path, bat
     assert json.loads((tmp_path / "run.json").read_text())["results"]["latency"]["clock"] == "wall"
     found = {(row["scope"], row["method"]): row for row in rows}
     early, baseline = found["forward early", "paper"], found["forward early", "baseline"]
-    assert early["speedup"] > 0
     assert 0 < early["memory_per_image"] < baseline["memory_per_image"]
 
 

@@ -3,6 +3,7 @@
 import io
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import diffusers
 import pytest
@@ -12,12 +13,13 @@ from accelerate.state import AcceleratorState
 from agentsd_demo.pipeline_io import check_export
 from agentsd_eval.errors import EvalError
 from agentsd_eval.files import check_own_image, save_image
+from devices import LikeMPS
 from logs import logged, silent, warned
 from PIL import Image
 from tiny import BETAS, make_unet
 from torch.nn.functional import interpolate
 
-from agentsd import PooledAgents, Recipe, apply_agentsd
+from agentsd import Agents, PooledAgents, Recipe, apply_agentsd
 from agentsd.attention.pooling import agent_grid
 from agentsd.calibration.cost import name_of_device
 from agentsd.modules import AgentModule, AttnZero, FocusedLinear
@@ -216,6 +218,25 @@ def test_what_a_model_predicts_is_what_it_is_trained_on(kind):
             Encoder(), lambda ids: (ids.float(),), exact, schedule, Batch(pixels, batch.input_ids, rng), None
         )
     assert torch.equal(again, loss)
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_a_step_runs_where_there_is_no_float64(kind):
+    """Forward and backward of agent attention in training, as on a Mac."""
+    unet = make_unet().train()
+    apply_agentsd(unet, recipe=Recipe(Agents(0.4, at_most=None, agent_ratio=0.95, ranking="layer"), levels=1))
+    schedule = diffusers.DDPMScheduler(**BETAS, prediction_type=kind)
+    found, text = [], torch.ones(2, 3, 16)
+    for around in (nullcontext, LikeMPS):
+        rng = torch.Generator("cpu").manual_seed(1)
+        batch = Batch(torch.ones(2, 3, 16, 16), torch.ones(2, 3, dtype=torch.int64), rng)
+        unet.zero_grad()
+        with around():
+            loss = diffusion_loss(Encoder(), lambda ids: (text,), unet, schedule, batch, None)
+            loss.backward()
+        found.append((loss.detach(), unet.conv_in.weight.grad.clone()))
+    for made, expected in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(made, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_model_that_predicts_something_else_is_refused(settings, monkeypatch):

@@ -294,7 +294,7 @@ def test_nothing_grows_in_ten_thousand_calls(name, server):
     assert len(messages) < 8
 
 
-def test_patching_ten_thousand_times_keeps_nothing():
+def test_patching_again_and_again_keeps_nothing():
     unet = make_small_unet()
     apply_agentsd(unet, recipe=PAPER)
     for _ in range(20):

@@ -28,7 +28,7 @@ class Seconds:
 
         Processor time is what a busy machine disturbs least.
         """
-        return self.wall if device.type == "cuda" else self.cpu
+        return self.cpu if device.type == "cpu" else self.wall
 
 
 class Stopwatch:
@@ -39,8 +39,8 @@ class Stopwatch:
         self.seconds = Seconds(0.0, 0.0)
 
     def _now(self) -> tuple[float, float]:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(self._device)
         return time.perf_counter(), time.process_time()
 
     def __enter__(self) -> "Stopwatch":

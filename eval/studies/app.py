@@ -224,7 +224,7 @@ def figures_of(pair: Pair, mode: str, device: torch.device) -> str:
     """Return the seconds, the gain, the difference, and what each call was, as HTML."""
     baseline, own = pair.seconds
     gain = baseline.charged(device) / own.charged(device)
-    clock = "" if device.type == "cuda" else " in CPU time"
+    clock = " in CPU time" if device.type == "cpu" else ""
     near = psnr(*reversed(pair.images))
     loss = "the same image" if near == math.inf else f"{near:.1f} dB PSNR to the baseline"
     return (

@@ -37,7 +37,7 @@ def command(settings: CompareSettings, console: Console) -> None:
     device = pipe.unet.device
     run = f"{settings.model}, {settings.steps} steps ({settings.scheduler})"
     title = f"{run}, {settings.backend} attention, {device}"
-    console.print(to_terminal(title, rows, columns_of("wall" if device.type == "cuda" else "CPU")))
+    console.print(to_terminal(title, rows, columns_of("CPU" if device.type == "cpu" else "wall")))
     for row in rows:
         if row["calls"] is not None:
             console.print(f"{row['label']}, each call: {row['calls']}", markup=False)
