@@ -12,6 +12,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import torch
+
 UNUSED = re.compile(r"libbitsandbytes_(cuda(?!130)|rocm|xpu)")
 
 
@@ -30,11 +32,7 @@ def main(source: Path, target: Path) -> None:
 
 
 def halved(weights: bytes) -> bytes:
-    """Weights in half precision, those of the classifier zero; as they are where torch is not at hand."""
-    try:
-        import torch
-    except ImportError:
-        return weights
+    """Weights in half precision, those of the classifier zero."""
     state = torch.load(io.BytesIO(weights), map_location="cpu", weights_only=True)
     for name, tensor in state.items():
         kept = torch.zeros_like(tensor) if name.startswith("_fc") else tensor
