@@ -117,7 +117,8 @@ def figure(kind: str, row: Row, rows: Rows) -> str:
     if kind in KINDS:
         return KINDS[kind](row, rows)
     value = row.get(kind)
-    return "" if value is None else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+    digits = 4 if kind.startswith("forward") else 2 if value is None or value < 100 else 0
+    return "" if value is None else f"{value:.{digits}f}"
 
 
 _CONTENT = yaml.safe_load((ROOT / "docs/tables.yaml").read_text(encoding="utf-8"))
@@ -132,11 +133,13 @@ def folder_of(run: str) -> Path:
 
 @cache
 def rows_of(run: str) -> Rows:
-    """The rows of a run's table by their labels; of latencies by method; of a validation by its pairs."""
+    """The rows of a run's table by their labels; of latencies and a GPU by method; of a validation by its pairs."""
     (path,) = folder_of(run).glob("*.jsonl")
     rows = list(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
     if "less" in rows[0]:
         return _pairs(rows)
+    if "stage" in rows[0]:
+        return _stages(rows)
     if "scope" in rows[0]:
         return _methods(rows)
     return {row.get("label") or row["method"]: row for row in rows}
@@ -157,6 +160,40 @@ def _methods(rows: list[Row]) -> Rows:
     for row in rows:
         sized = {f"{kind} {row['size']}": row[kind] for kind in ("seconds", "speedup")}
         methods.setdefault(row["method"], {}).update(sized)
+    return methods
+
+
+def _stages(rows: list[Row]) -> Rows:
+    """A row for each method of a GPU's stages: "seconds pipeline 512 1 sdpa", "denoising sdpa"; in Table 10 by ratio."""
+    methods: Rows = {}
+    decoder = {
+        (row["size"], row["batch"]): row["seconds"]
+        for row in rows
+        if row["stage"] == "decoder" and "size" in row
+    }
+    for row in rows:
+        if "method" not in row:
+            continue
+        if row["stage"] == "table10":
+            ratio = f" r={row['ratio']}" if row["ratio"] else ""
+            own = methods.setdefault(f"table10 {row['method']}{ratio}", {})
+            own[row["scope"]] = row["seconds"]
+            own["memory"] = max(row["memory_per_image"], own.get("memory", 0))
+            if (
+                row["scope"] == "forward late"
+            ):  # 51 calls of PLMS, 20 of them early, and decoding, in a batch of 8
+                own["plms"] = (20 * own["forward early"] + 31 * row["seconds"] + decoder[512, 8]) / 8
+            continue
+        own = methods.setdefault(row["method"], {})
+        if row["stage"] == "memory":
+            own |= {f"{kind} {row['backend']}": row[kind] for kind in ("per_image", "reserved")}
+            own[f"denoising {row['backend']}"] = row["denoising"][0]
+        elif row["stage"] == "kernels":
+            own[f"device {row['scope']}"] = 1000 * row["device_seconds"]
+            own[f"kernels {row['scope']}"] = row["kernels"]
+        elif "seconds" in row:
+            case = f"{row['scope']} {row['size']} {row['batch']} {row['backend']}"
+            own |= {f"{kind} {case}": row[kind] for kind in ("seconds", "speedup", "memory_per_image")}
     return methods
 
 

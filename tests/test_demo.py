@@ -143,6 +143,21 @@ def _train_line(folder: Path, steps: int, stop: int | None = None) -> torch.Tens
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+def test_gradients_that_are_not_finite_end_training_before_the_weights(tmp_path):
+    """As cuDNN's attention gave them on an H200; the checkpoint holds the steps before."""
+    model = nn.Linear(3, 1)
+
+    def loss_at(generator, step):
+        return model(torch.ones(4, 3)).mean() * (1.0 if step < 2 else torch.nan)
+
+    config = LoopConfig(steps=5, lr=0.1, bf16=False, warmup=2)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        train_loop(model, loss_at, config, tmp_path, seed=1, device=torch.device("cpu"))
+    state = torch.load(tmp_path / CHECKPOINT, weights_only=True)
+    assert state["step"] == 2
+    assert all(weights.isfinite().all() for weights in state["model"].values())
+
+
 def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
     whole = _train_line(tmp_path / "whole", 12)
     with pytest.raises(KeyboardInterrupt):

@@ -14,6 +14,7 @@ from PIL import Image
 from tiny import BETAS, make_unet, make_vae
 
 from agentsd import Agents, Recipe, apply_agentsd
+from agentsd.dreambooth import training
 from agentsd.dreambooth.checkpoints import find_checkpoint, list_checkpoints, step_of
 from agentsd.dreambooth.config import DreamBoothConfig
 from agentsd.dreambooth.data import Batch, SubjectImages, find_images, load_image
@@ -161,6 +162,26 @@ def test_a_disk_that_fills_up_loses_no_checkpoint(settings, monkeypatch):
     assert find_checkpoint(config.output_dir, "latest").name == "checkpoint-2"
     monkeypatch.undo()
     assert Run(config.model_copy(update={"resume_from_checkpoint": "latest"})).train()
+
+
+def test_gradients_that_are_not_finite_end_the_run(settings, monkeypatch):
+    """As cuDNN's attention gave them on an H200: that attention is off, and the checkpoint before stays good."""
+    steps = []
+
+    def loss(*args):
+        steps.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return diffusion_loss(*args) * (1.0 if len(steps) < 3 else torch.nan)
+
+    monkeypatch.setattr(training, "diffusion_loss", loss)
+    config = settings(max_train_steps=4, checkpointing_steps=2)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    with pytest.raises(
+        FloatingPointError, match=r"step 3 are not finite: their norm is nan.*mixed_precision"
+    ):
+        Run(config).train()
+    assert steps == [False] * 3
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+    assert [path.name for path in list_checkpoints(config.output_dir)] == ["checkpoint-2"]
 
 
 def test_checkpoints_are_limited_and_found_by_name(settings):

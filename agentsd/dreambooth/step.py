@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,20 @@ TARGETS: dict[str, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
     "sample": lambda schedule, latents, noise, steps: latents,
 }
 """What a model of each prediction type is to predict: (schedule, latents, noise, timesteps) -> target."""
+
+
+@contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Keep PyTorch from cuDNN's attention, its choice on an H100 and an H200.
+
+    Its backward pass gives NaN there with torch 2.11 (pytorch/pytorch issue 196678).
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def diffusion_loss(

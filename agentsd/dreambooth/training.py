@@ -24,7 +24,7 @@ from .checkpoints import check_space, find_checkpoint, list_checkpoints, save_ch
 from .config import DreamBoothConfig
 from .data import SubjectImages, find_images
 from .images import fill_class_folder, generate, save_grid
-from .step import TARGETS, diffusion_loss
+from .step import TARGETS, diffusion_loss, without_cudnn_attention
 
 logger = logging.getLogger(__name__)
 LORA_LAYERS = ["to_q", "to_k", "to_v", "to_out.0"]
@@ -122,6 +122,7 @@ class Run:
         accelerator.end_training()
         return config.output_dir
 
+    @without_cudnn_attention()
     def _optimise(
         self, models: dict[str, Any], parameters: list[Any], optimizer: Any, rate: Any, images: SubjectImages
     ) -> float:
@@ -140,7 +141,14 @@ class Run:
                     )
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(parameters, config.max_grad_norm)
+                    norm = accelerator.clip_grad_norm_(parameters, config.max_grad_norm)
+                    # A gradient scaler skips such a step itself, and begins with some.
+                    if accelerator.scaler is None and not torch.isfinite(norm):
+                        raise FloatingPointError(
+                            f"the gradients of step {self.step + 1} are not finite: their norm is {norm:g}. "
+                            "The step was not taken. Resume from the last checkpoint with "
+                            "mixed_precision='no' or a smaller learning_rate"
+                        )
                 optimizer.step()
                 optimizer.zero_grad()
             losses.append(loss.detach())

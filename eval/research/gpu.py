@@ -73,6 +73,7 @@ class Campaign:
         self.on_gpu = device.type == "cuda"
         self.small, self.large = (64, 128) if settings.tiny else (512, 1024)
         self.pipes: dict[str, Any] = {}
+        self.begun = settings.start is None
 
     def run(self) -> None:
         """All stages: whole runs first, as they are what a user sees."""
@@ -117,6 +118,8 @@ class Campaign:
         self.stage("compiled", 150, self.measured, sizes=[self.small], **compiled)
         with torch._inductor.config.patch({"triton.cudagraphs": True}):  # as mode="reduce-overhead" does
             self.stage("CUDA graphs", 150, self.measured, sizes=[self.small], **compiled)
+        if not self.begun:
+            raise EvalError(f"start={self.settings.start!r} is the name of no stage")
         self.note("end", left=self.left())
 
     def left(self) -> float:
@@ -136,6 +139,9 @@ class Campaign:
 
     def stage(self, name: str, seconds: float, run: Callable[..., Any], *args: Any, **more: Any) -> None:
         """Run a stage if so many seconds are left; what goes wrong is noted, and the rest goes on."""
+        self.begun = self.begun or name == self.settings.start
+        if not self.begun:
+            return
         if self.left() < seconds:
             self.note(name, left_out=f"{self.left():.0f} s left of {seconds}")
             return
@@ -182,7 +188,10 @@ class Campaign:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until))
             late = process.poll() is None
-            if late:
+            if late:  # interrupted first, so that pytest says what failed
+                process.send_signal(signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(10)
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()

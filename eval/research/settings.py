@@ -148,5 +148,7 @@ class GpuSettings(CommandSettings):
     """Limit of all; what would not fit is shortened, then left out."""
     beside: float = Field(130, ge=0)
     """Seconds after which tests and training, which run side by side at first, are ended."""
+    start: str | None = None
+    """The stage to begin with, by name; those before it are left out."""
     out: Path = Path("runs/gpu")
     """Folder for rows and logs."""

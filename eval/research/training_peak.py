@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -73,6 +74,7 @@ def train(model: Path, device: str, ratio: float) -> dict[str, Any]:
                 "ratio": ratio,
             }
         )
+        gc.collect()  # the run before has cycles, and its weights would count
         if on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

@@ -176,15 +176,16 @@ def main(
     run_dir: Annotated[Path | None, typer.Option(help="overrides the recipe's run_dir")] = None,
     export_dir: Annotated[Path | None, typer.Option(help="overrides the recipe's export_dir")] = None,
     minutes: Annotated[float | None, typer.Option(help="overrides the recipe's max_minutes")] = None,
+    bf16: Annotated[bool | None, typer.Option(help="overrides the recipe's bf16")] = None,
     export_only: Annotated[bool, typer.Option(help="export the last checkpoint without training")] = False,
 ) -> None:
     """Train the autoencoder, then the text encoder and U-Net, then export; a repeated call resumes."""
     settings = load_config(config)
     given = {"run_dir": run_dir, "export_dir": export_dir}
     settings = settings.model_copy(update={name: path for name, path in given.items() if path is not None})
-    if minutes is not None:
-        diffusion = settings.diffusion.model_copy(update={"max_minutes": minutes})
-        settings = settings.model_copy(update={"diffusion": diffusion})
+    budget = {"max_minutes": minutes, "bf16": bf16}
+    budget = {name: value for name, value in budget.items() if value is not None}
+    settings = settings.model_copy(update={"diffusion": settings.diffusion.model_copy(update=budget)})
     recipe = Recipe.of(settings)
     pipe = recipe.build_pipeline(recipe.train_autoencoder())
     if export_only:
