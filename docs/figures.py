@@ -133,7 +133,7 @@ def folder_of(run: str) -> Path:
 
 @cache
 def rows_of(run: str) -> Rows:
-    """The rows of a run's table by their labels; of latencies and a GPU by method; of a validation by its pairs."""
+    """The rows of a run's table by their labels; of latencies by method; of a validation by its pairs."""
     (path,) = folder_of(run).glob("*.jsonl")
     rows = list(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
     if "less" in rows[0]:
@@ -164,13 +164,9 @@ def _methods(rows: list[Row]) -> Rows:
 
 
 def _stages(rows: list[Row]) -> Rows:
-    """A row for each method of a GPU's stages: "seconds pipeline 512 1 sdpa", "denoising sdpa"; in Table 10 by ratio."""
+    """A row for each method of a GPU's stages ("seconds pipeline 512 1 sdpa"); in Table 10 by ratio too."""
     methods: Rows = {}
-    decoder = {
-        (row["size"], row["batch"]): row["seconds"]
-        for row in rows
-        if row["stage"] == "decoder" and "size" in row
-    }
+    decoding = next(row["seconds"] for row in rows if row["stage"] == "decoder" and row["batch"] == 8)
     for row in rows:
         if "method" not in row:
             continue
@@ -179,10 +175,8 @@ def _stages(rows: list[Row]) -> Rows:
             own = methods.setdefault(f"table10 {row['method']}{ratio}", {})
             own[row["scope"]] = row["seconds"]
             own["memory"] = max(row["memory_per_image"], own.get("memory", 0))
-            if (
-                row["scope"] == "forward late"
-            ):  # 51 calls of PLMS, 20 of them early, and decoding, in a batch of 8
-                own["plms"] = (20 * own["forward early"] + 31 * row["seconds"] + decoder[512, 8]) / 8
+            if row["scope"] == "forward late":  # 51 calls of PLMS for 8 images
+                own["plms"] = (20 * own["forward early"] + 31 * row["seconds"] + decoding) / 8
             continue
         own = methods.setdefault(row["method"], {})
         if row["stage"] == "memory":

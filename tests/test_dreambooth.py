@@ -165,7 +165,7 @@ def test_a_disk_that_fills_up_loses_no_checkpoint(settings, monkeypatch):
 
 
 def test_gradients_that_are_not_finite_end_the_run(settings, monkeypatch):
-    """As cuDNN's attention gave them on an H200: that attention is off, and the checkpoint before stays good."""
+    """As cuDNN's attention gives them on an H200: it is off, and the checkpoint before stays good."""
     steps = []
 
     def loss(*args):
