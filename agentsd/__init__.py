@@ -2,7 +2,7 @@
 
 from .attention import Agents, Downsample, Merge, PooledAgents, ResidualSharing
 from .by_distance import ByDistance
-from .cache import GuidanceCache, StepCache
+from .cache import StepCache
 from .calibration import calibrate
 from .handle import AgentSDHandle
 from .patch import apply_agentsd, remove_agentsd
@@ -16,7 +16,6 @@ __all__ = [
     "Agents",
     "ByDistance",
     "Downsample",
-    "GuidanceCache",
     "Merge",
     "Phases",
     "PooledAgents",

@@ -1,4 +1,4 @@
-"""Step caching, guidance caching and residual sharing in the calls of a run: what each of them computes."""
+"""Step caching and residual sharing in the calls of a run: what each of them computes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,8 @@ from torch.nn import Module
 
 from .attention.processor import LayerState
 from .attention.residual import FULL, KEEP, OPERATOR, SHARE, ResidualSharing
-from .cache.conditional import (
-    both_passes,
-    difference_of,
-    is_guided,
-    sample_of,
-    unknown_argument,
-    with_sample,
-)
 from .cache.correction import correction
 from .cache.features import CachedFeatures
-from .cache.guidance import GuidanceCache
 from .cache.plan import COMPUTED, StepKind, plan_run
 from .cache.residuals import Residuals
 from .cache.skip_layers import SkippedLayers, copy_inputs
@@ -46,7 +37,6 @@ _UNKNOWN = (
     "agentsd: the timesteps are not those of a scheduler that is known, so cached steps are not corrected; "
     "pass elements of scheduler.timesteps to the U-Net"
 )
-_UNGUIDED = "agentsd: no guidance of two passes was found in a call, so none was halved"
 
 Recompute: TypeAlias = Callable[[StepContext], Any]
 """Computes a cached step again -> the output."""
@@ -57,7 +47,7 @@ class Caching:
 
     Args:
         unet: the model.
-        steps, guidance, residual: the recipe's settings.
+        steps, residual: the recipe's settings.
         layers: whose residuals are shared.
         warn: warns the user, once of each thing.
 
@@ -72,7 +62,6 @@ class Caching:
         self,
         unet: Any,
         steps: StepCache | None,
-        guidance: GuidanceCache | None,
         residual: ResidualSharing | None,
         layers: Sequence[LayerState],
         warn: Callable[[str], None],
@@ -80,21 +69,20 @@ class Caching:
         if not hasattr(unet, "up_blocks"):
             raise ValueError(
                 f"{type(unet).__name__} is no U-Net, and no layer of it can be skipped: "
-                'pass mode="paper", or a recipe without steps, guidance and residual'
+                'pass mode="paper", or a recipe without steps and residual'
             )
-        self._steps, self._guidance, self._residual, self._layers = steps, guidance, residual, layers
+        self._steps, self._residual, self._layers = steps, residual, layers
         self.skipped = None if steps is None else SkippedLayers(unet, steps.layers)
         self._warn = warn
 
-    def begin(self, unet: Module, run: RunState, context: StepContext, step: Step, pipe: Any) -> None:
+    def begin(self, unet: Module, run: RunState, context: StepContext, step: Step) -> None:
         """Decide what a call computes, and complete its context.
 
         Args:
             unet: the model.
             run: of the call.
-            context: of the call; its stages and inputs are halved where it is conditional-only.
+            context: of the call.
             step: where in the run it is.
-            pipe: the pipeline, where it is known.
         """
         self.stop()  # the call before may have died before its end
         if step.first_call or step.skips_timesteps or not run.is_open:
@@ -107,23 +95,20 @@ class Caching:
         reader, step_index = run.reader, run.reader.step_index
         if step_index not in run.kinds or step.off_list or not self._may_keep(run):
             return
-        entry = self._entry(run, context, pipe)
+        entry = self._entry(run, context)
         if entry is None:
             return
-        context.kind = self._possible(run, run.kinds[step_index], entry, context)
+        context.kind = self._possible(run.kinds[step_index], entry, context)
         context.entry, context.sigma = entry, run.sampler.coordinate(step_index)
         context.is_last = step_index + reader.stride >= len(reader.timesteps)
         context.sampler_step = run.sampler_steps[step_index] if run.sampler_steps else None
         entry.step_index = step_index
-        if not context.kind.guided:
-            entry.halved = True
-            context.halve()
 
     def skip(self, context: StepContext) -> dict[str, Any]:
         """Skip the layers that a call that `begin` decided on does without; returns its inputs."""
         if context.kind.computed or self.skipped is None or context.entry is None:
             return context.inputs
-        self.skipped.begin(_join([known.extrapolate(context.sigma)[0] for known in context.features]))
+        self.skipped.begin(context.entry.features.extrapolate(context.sigma)[0])
         context.inputs = self.skipped.without_residuals(context.inputs)
         if context.sampler_step is not None:
             context.inputs = copy_inputs(context.inputs)
@@ -142,9 +127,6 @@ class Caching:
             return output
         entry, kind = context.entry, context.kind
         self._keep(context, entry, computed, output)
-        if not kind.guided:
-            assert entry.difference is not None
-            output = with_sample(output, both_passes(sample_of(output), entry.difference))
         if kind.computed and entry.cached:
             output = self._correct(run, context, entry, output, recompute)
         if context.is_last:
@@ -156,14 +138,10 @@ class Caching:
         """Keep what a call leaves for those after it."""
         kind = context.kind
         if kind.computed and computed is not None:
-            features = context.features
-            for known, part in zip(features, computed.chunk(len(features)), strict=True):
-                known.keep(context.sigma, [part.clone()])
+            entry.features.keep(context.sigma, [computed.clone()])
         if not kind.computed and context.sampler_step is not None:
             # without its entry, which holds it: both are let go as soon as the entry is
             entry.cached.append(replace(context, entry=None, prediction=sample_of(output).clone()))
-        if entry.guided and kind.guided:
-            entry.difference = difference_of(sample_of(output))
 
     def _correct(
         self, run: RunState, context: StepContext, entry: CacheEntry, output: Any, recompute: Recompute
@@ -175,8 +153,6 @@ class Caching:
         sample = sample_of(output)
         if self.skipped.feature_hook.compiled:  # as a CUDA graph, whose next call overwrites it
             sample = sample.clone()
-        if not context.kind.guided or not all(one.kind.guided for one in cached):
-            cached = [one.conditional() if one.kind.guided else one for one in cached]
         steps, errors = [], []
         try:
             for one in cached:
@@ -191,15 +167,13 @@ class Caching:
         if change is None:
             return output
         run.history.corrected += len(cached)
-        if len(change) < len(sample):  # the unconditional pass is taken to be as wrong
-            change = torch.cat([change, change])
         return with_sample(output, sample + change)
 
     def _recompute(self, cached: StepContext, entry: CacheEntry, recompute: Recompute) -> Tensor:
         """(B, ...) what a cached step would have given on the features that are known now."""
         assert self.skipped is not None
         context = replace(cached, entry=entry)
-        self.skipped.begin(_join([known.interpolate(cached.sigma)[0] for known in context.features]))
+        self.skipped.begin(entry.features.interpolate(cached.sigma)[0])
         try:
             return sample_of(recompute(context))
         finally:
@@ -223,8 +197,8 @@ class Caching:
         if reason:
             self._warn(f"agentsd: {reason}; nothing is skipped in this run")
             return
-        kinds = plan_run(self._steps, self._guidance, step_of_call, self._residual)
-        if all(kind.computed and kind.guided and kind.attention in (OPERATOR, FULL) for kind in kinds):
+        kinds = plan_run(self._steps, step_of_call, self._residual)
+        if all(kind.computed and kind.attention in (OPERATOR, FULL) for kind in kinds):
             return
         run.kinds = dict(zip(ahead, kinds, strict=True))
         run.changes = Changes(unet)
@@ -247,19 +221,12 @@ class Caching:
             return True
         run.entries.clear()
         self._warn(
-            "agentsd: gradients are on, under which no layer and no pass is skipped; call the U-Net under "
+            "agentsd: gradients are on, under which no layer is skipped; call the U-Net under "
             "torch.no_grad() to skip some"
         )
         return False
 
-    def _is_unguided(self, pipe: Any, scheduler: Any) -> bool:
-        """Whether the pipeline says that its calls are not two passes of guidance."""
-        if scheduler is None or getattr(pipe, "scheduler", None) is not scheduler:  # the calls are another's
-            return False
-        perturbed = getattr(pipe, "do_perturbed_attention_guidance", False)
-        return bool(perturbed) or getattr(pipe, "do_classifier_free_guidance", None) is False
-
-    def _entry(self, run: RunState, context: StepContext, pipe: Any) -> CacheEntry | None:
+    def _entry(self, run: RunState, context: StepContext) -> CacheEntry | None:
         """The cache entry of the calls on this text and shape; None where calls can't be told apart."""
         step_index = run.reader.step_index
         sample, text = context.inputs["sample"], context.inputs.get("encoder_hidden_states")
@@ -284,49 +251,24 @@ class Caching:
                 run, "the U-Net gets another text or a new tensor of it, or other scales, in each call"
             )
             return None
-        unguided = self._is_unguided(pipe, run.scheduler)
-        guided = self._guidance is not None and not unguided and is_guided(sample, text)
-        if self._guidance is not None and not guided and not run.entries:
-            self._warn(_UNGUIDED)
-        run.entries[key] = CacheEntry(text, guided, [])
-        self._begin_anew(run, run.entries[key])
-        return run.entries[key]
-
-    def _begin_anew(self, run: RunState, entry: CacheEntry) -> None:
-        """Let an entry hold nothing yet."""
-        passes = 1 + entry.guided
         order = 0 if self._steps is None else self._steps.extrapolation_order
         count = 1 + max(order, bool(run.sampler_steps))
-        entry.features = [CachedFeatures(order, count) for _ in range(passes)]
-        entry.difference, entry.cached = None, []
+        run.entries[key] = entry = CacheEntry(text, CachedFeatures(order, count))
         if self._residual is not None:
             entry.residuals = Residuals(self._layers, self._residual.extrapolation_order)
+        return entry
 
     def _give_up(self, run: RunState, reason: str) -> None:
         run.kinds = {}
         run.entries.clear()
         self._warn(f"agentsd: {reason}; nothing more is skipped in this run")
 
-    def _possible(self, run: RunState, kind: StepKind, entry: CacheEntry, context: StepContext) -> StepKind:
+    def _possible(self, kind: StepKind, entry: CacheEntry, context: StepContext) -> StepKind:
         """What is planned, or more where not enough is known yet."""
-        inputs, stages = context.inputs, context.stages
-        guided = kind.guided or not entry.guided or entry.difference is None
-        if not guided and (name := unknown_argument(inputs)):
-            self._warn(
-                f"agentsd: a call has {name}, of which it is not known how it is halved; it stays guided"
-            )
-            guided = True
-        if not guided and not entry.halved and not torch.equal(*inputs["sample"].chunk(2)):
-            entry.guided, guided = False, True  # equal images at the start, and no guidance
-            self._begin_anew(run, entry)
-            self._warn(_UNGUIDED)
-        features = entry.features if guided else entry.features[-1:]
-        computed, attention = kind.computed or not all(features), kind.attention
-        if entry.residuals is not None:
-            fits = entry.residuals.fit(stages if guided else stages[len(stages) // 2 :])
-            if attention == SHARE and not fits:  # there are none yet, or another operator's
-                attention = KEEP if computed and guided else FULL
-        return StepKind(computed, guided, attention)
+        computed, attention = kind.computed or not entry.features, kind.attention
+        if entry.residuals is not None and attention == SHARE and not entry.residuals.fit(context.stage):
+            attention = KEEP if computed else FULL  # there are none yet, or another operator's
+        return StepKind(computed, attention)
 
 
 def _identity(text: Any) -> Any:
@@ -350,5 +292,14 @@ def _plain(settings: Any) -> Any:
     return tuple((name, value) for name, value in named if isinstance(value, int | float | str))
 
 
-def _join(passes: list[Tensor]) -> Tensor:
-    return passes[0] if len(passes) == 1 else torch.cat(passes)
+def sample_of(output: Any) -> Tensor:
+    """The prediction in what a U-Net returns."""
+    sample: Tensor = output[0] if isinstance(output, tuple) else output.sample
+    return sample
+
+
+def with_sample(output: Any, sample: Tensor) -> Any:
+    """The same with another prediction."""
+    if isinstance(output, tuple):
+        return (sample, *output[1:])
+    return type(output)(sample=sample)

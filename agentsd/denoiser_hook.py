@@ -75,9 +75,8 @@ class DenoiserHook:
         self._schedulers: list[weakref.ref[Any]] = []  # those met last
         self._layers, self._warn = layers, warn
         self.cache = None
-        if recipe.steps or recipe.guidance or recipe.residual:
-            settings = recipe.steps, recipe.guidance, recipe.residual
-            self.cache = Caching(unet, *settings, layers.states, warn)
+        if recipe.steps or recipe.residual:
+            self.cache = Caching(unet, recipe.steps, recipe.residual, layers.states, warn)
             if self.cache.skipped is not None:
                 layers.find_skipped(self.cache.skipped)
         self.runs = Runs(recipe.timing)
@@ -159,12 +158,12 @@ class DenoiserHook:
         run = self._run = self.runs.of(listed if isinstance(listed, Tensor) else None)
         step = run.reader.read(timestep, listed)
         self._warn_of_early_steps(step)
-        context = StepContext(latent, step.timestep, run.stages(step, latent))
+        context = StepContext(latent, step.timestep, run.stage(step, latent))
         if self.cache is not None:
             if step.first_call:
                 run.scheduler = self._meet(find_scheduler(run.reader.source, known))
             context.inputs = named_arguments(unet, args, kwargs)
-            self.cache.begin(unet, run, context, step, pipe)
+            self.cache.begin(unet, run, context, step)
         if step.first_call:
             run.history = History()
         self._context = context
@@ -259,10 +258,10 @@ class DenoiserHook:
         return self._recomputes and self._owner.get("thread") == threading.get_ident()
 
     def _recompute(self, unet: Module, positional: int, context: StepContext) -> Any:
-        """Compute a cached step again, or the conditional half of one, before another call ends."""
+        """Compute a cached step again, before the call after it ends."""
         args, kwargs = regroup(context.inputs, positional)  # as the caller does, for a compiled graph's sake
         residuals = context.residuals
-        if residuals is not None and not residuals.fit(context.stages):
+        if residuals is not None and not residuals.fit(context.stage):
             # they are of another phase's operator by now
             context = replace(context, kind=replace(context.kind, attention=FULL))
         output, self._recomputes = None, True

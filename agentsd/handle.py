@@ -122,15 +122,14 @@ class AgentSDHandle:
     def summary(self) -> str:
         """What each call of the last run was: a letter a call, and counts.
 
-        F is a computed step and f a cached one, which computes the last layers alone; H and h are those of
-        the conditional pass alone.
+        F is a computed step and f a cached one, which computes the last layers alone.
         """
         return self._hook.summary()
 
     @property
     def last_run(self) -> list[StepKind]:
-        """What each call of the last run was: all layers computed or not, both passes of guidance or not, and
-        whether attention was "full", the "operator", or that on a shared residual ("share")."""
+        """What each call of the last run was: all layers computed or not, and whether attention was "full",
+        the "operator", or that on a shared residual ("share")."""
         return self._hook.history()
 
     @property

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from .attention import Operator, PooledAgents
+from .attention import Operator
 from .attention.operator import MODULE, GridContext, Plan
 from .attention.processor import AgentAttnProcessor, LayerState, Work, is_ours
 from .attention.residual import FULL, KEEP, OPERATOR, SHARE
@@ -49,29 +49,23 @@ class Group:
     skipped: bool = False
     work: Work = field(default_factory=Work)
 
-    def begin(
-        self, latent: Tensor, frames: int, timestep: float, stages: tuple[int, ...], shared: dict[int, Any]
-    ) -> None:
+    def operator(self, stage: int) -> Operator | None:
+        """What runs in a stage of a run."""
+        return self.stages[stage if len(self.stages) > 1 else 0]
+
+    def begin(self, latent: Tensor, timestep: float, stage: int, shared: dict[int, Any]) -> None:
         """Make the plan of a call on a latent (B, ..., H, W).
 
         Args:
             latent: what the denoiser is called on.
-            frames: of a video, which are images to the layers.
             timestep: its noise level.
-            stages: of its images, or of the conditional half of them where only that is computed.
+            stage: of the run.
             shared: plans of the call by level; an operator that ranks for a whole level has one there.
         """
-        grid = self.layer.grid(latent)
-        each = [self.stages[stage if len(self.stages) > 1 else 0] for stage in stages for _ in range(frames)]
         key = (self.seed, self.index, timestep)
-        half = len(stages) < latent.shape[0]
-        context = GridContext(grid, self.downsampling_factor, len(each), latent.device, key, half)
-        self.work.grid, self.work.images = grid, len(each)
-        operator, level = each[0], self.downsampling_factor
-        if len(set(each)) > 1 and isinstance(operator, PooledAgents):
-            every = [stage for stage in self.stages if isinstance(stage, PooledAgents)]
-            self.work.plan = operator.plan_each(context, each, every)  # type: ignore[arg-type]
-        elif operator is None or operator.own_ranking:
+        operator, level = self.operator(stage), self.downsampling_factor
+        context = GridContext(self.layer.grid(latent), level, latent.device, key)
+        if operator is None or operator.own_ranking:
             self.work.plan = None if operator is None else operator.plan(context)
         else:
             if level not in shared:
@@ -108,7 +102,7 @@ class PatchedLayers:
         self._config, self._warn = model.config, warn
         residual = recipe.residual
         self._least_tokens = residual.least_tokens if residual else 0
-        self._cached_alone = residual is not None and residual.interval == 1 and recipe.guidance is None
+        self._cached_alone = residual is not None and residual.interval == 1
         self.settings: dict[str, Any] = {}
         self._acted = False
         self._hooks: list[Any] = []
@@ -188,7 +182,7 @@ class PatchedLayers:
             state.attention, state.residual = FULL if gone and unused else attention, None
         if attention == SHARE and (residuals := context.residuals) is not None:
             run = [computed or not gone for gone in self._skipped]
-            residuals.give(context.sigma, len(context.stages), interpolate, run)
+            residuals.give(context.sigma, interpolate, run)
         if any(group.layer.block._compiled_call_impl is not None for group in self.groups):
             # Blocks that are compiled one by one run the same code, and each kind of block is a recompilation
             # of it: of a group the one that ranks and the others, in either phase. As CUDA graphs they may
@@ -201,15 +195,16 @@ class PatchedLayers:
     def _plan_group(
         self, index: int, group: Group, context: StepContext, shared: dict[int, Plan | None]
     ) -> None:
-        attention, stages, residuals = context.kind.attention, context.stages, context.residuals
-        frames = frames_of(self._config, context.latent)
-        if residuals is not None and attention in (SHARE, KEEP) and residuals.fit(stages):
-            group.work.grid, group.work.images = group.layer.grid(context.latent), frames * len(stages)
-            group.work.plan = residuals.plan_of(index, len(stages))
+        attention, stage, residuals = context.kind.attention, context.stage, context.residuals
+        latent = context.latent
+        group.work.grid = group.layer.grid(latent)
+        group.work.images = latent.shape[0] * frames_of(self._config, latent)
+        if residuals is not None and attention in (SHARE, KEEP) and residuals.fit(stage):
+            group.work.plan = residuals.plan_of(index)
         elif attention == FULL or self._is_small(group, context):
             group.work.plan = None
         else:
-            group.begin(context.latent, frames, context.timestep, stages, shared)
+            group.begin(latent, context.timestep, stage, shared)
             if attention == KEEP and group.work.plan is not None:
                 group.work.plan.hold()
 
@@ -228,7 +223,7 @@ class PatchedLayers:
         if context.kind.attention in (SHARE, OPERATOR):
             given = self.settings.keys() - {"early_frac"}
             for group in self.groups:
-                operator = group.stages[context.stages[0] if len(group.stages) > 1 else 0]
+                operator = group.operator(context.stage)
                 runs = group.work.plan is not None and (context.kind.computed or not group.skipped)
                 self._acted |= runs and all(hasattr(operator, name) for name in given)
 
@@ -256,7 +251,7 @@ class PatchedLayers:
                 for state in self.states:
                     state.residual = None if state.residual is None else state.residual.clone()
                 plans = deepcopy(plans)
-            context.residuals.keep(context.sigma, context.stages, plans)
+            context.residuals.keep(context.sigma, context.stage, plans)
 
     def plans(self) -> list[Plan | None]:
         """Those of the call under way, one a group."""

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from .attention import Agents, Downsample, Merge, Operator, ResidualSharing
-from .cache import GuidanceCache, StepCache
+from .cache import StepCache
 from .checks import check, check_types
 from .hosts.files import find_saved
 from .schedule import ByDistance, Phases, Schedule, stages_of, with_setting
@@ -27,7 +27,7 @@ from .yaml_file import read_mapping
 VERSION = 1
 """Of the file format."""
 FILE_NAME = "agentsd.yaml"
-_PARTS: dict[str, Any] = {"steps": StepCache, "guidance": GuidanceCache, "residual": ResidualSharing}
+_PARTS: dict[str, Any] = {"steps": StepCache, "residual": ResidualSharing}
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,6 @@ class Recipe:
         levels: how many attention levels are patched, counted from the model's finest one; None takes two, or
             one where there is one.
         steps: which steps compute the last layers alone; None computes all in each.
-        guidance: which calls compute the conditional pass alone; None computes both in each.
         residual: in which steps attention is full, and leaves to the others what the operators miss of it;
             None runs the operators as they are.
         seed: of the destinations sampled at random, 0 or more: the same pipeline seed gives the same image.
@@ -52,7 +51,6 @@ class Recipe:
     attention: Schedule | None = None
     levels: int | None = None
     steps: StepCache | None = None
-    guidance: GuidanceCache | None = None
     residual: ResidualSharing | None = None
     seed: int = 0
     measured: Mapping[str, Any] = field(default_factory=dict, compare=False)
@@ -74,7 +72,7 @@ class Recipe:
             check("levels", self.levels, self.levels is None, "attention=None patches no level: leave it out")
             way_out = "it is of attention's operators: name some, or leave it out"
             check("residual", self.residual, self.residual is None, way_out)
-            ok = self.steps is not None or self.guidance is not None
+            ok = self.steps is not None
             check("attention", None, ok, "the recipe would do nothing: name what it is to do")
         elif not isinstance(self.attention, Schedule):
             kind = type(self.attention).__name__

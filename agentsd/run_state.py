@@ -72,7 +72,7 @@ class RunState:
         self.unmatched = 0
         self._distance = None
         if isinstance(timing, ByDistance):
-            self._distance = LatentDistance(timing.thresholds, timing.per == "sample")
+            self._distance = LatentDistance(timing.thresholds)
 
     @property
     def scheduler(self) -> Any:
@@ -88,11 +88,11 @@ class RunState:
         """Whether its scheduler is gone or has another list by now, so that no call of it will come."""
         return self._scheduler is not None and not holds(self.scheduler, self.reader.source)
 
-    def stages(self, step: Step, latent: Tensor) -> tuple[int, ...]:
-        """The stage of each image."""
+    def stage(self, step: Step, latent: Tensor) -> int:
+        """Which of the recipe's operators run in a call: 0 is the early one."""
         if self._distance is not None:
             return self._distance.read(latent, step.first_call, step.repeated_timestep)
-        return (0 if step.early or self._timing is None else 1,) * latent.shape[0]
+        return 0 if step.early or self._timing is None else 1
 
     def forget(self) -> None:
         """Let go of all tensors that the run keeps; its next call opens it again."""

@@ -24,7 +24,7 @@ def write_schedule(schedule: Schedule | None) -> Any:
         return {"early": early, "late": late, "early_frac": schedule.early_frac}
     if isinstance(schedule, ByDistance):
         stages = [write_schedule(stage) for stage in schedule.stages]
-        return {"stages": stages, "thresholds": list(schedule.thresholds), "per": schedule.per}
+        return {"stages": stages, "thresholds": list(schedule.thresholds)}
     return write_settings(schedule)
 
 
@@ -53,7 +53,7 @@ def read_schedule(content: Any) -> Any:
     if content is None or content == "full":
         return None
     if isinstance(content, dict) and "stages" in content:
-        check_known(content, {"stages", "thresholds", "per"})
+        check_known(content, {"stages", "thresholds"})
         stages = content["stages"]
         read = [read_schedule(stage) for stage in stages] if isinstance(stages, list) else stages
         return ByDistance(**content | {"stages": read})

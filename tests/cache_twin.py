@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from tiny import training_sigma as sigma
 
 
@@ -22,8 +21,8 @@ def entrance(unet: Any, layers: int = 1) -> Any:
 class Twin:
     """Hooks on a U-Net without agentsd that make each of its calls what a letter of `symbols` says.
 
-    F and f are a full and a cached step (order 0), H and h those of the conditional pass alone. With a
-    scheduler, computed steps make up for the cached ones before them.
+    F and f are a full and a cached step (order 0). With a scheduler, computed steps make up for the cached
+    ones before them.
     """
 
     def __init__(self, unet: Any, symbols: str, layers: int = 1, scheduler: Any = None) -> None:
@@ -31,8 +30,7 @@ class Twin:
         self.kind = ""
         self.scheduler = scheduler
         self.entering: Any = None  # of a cached step that is computed again
-        self.known: list[list[Any]] = [[], []]  # [(sigma, state)] of either half
-        self.difference: Any = None
+        self.known: list[Any] = []  # [(timestep, state)]
         self.cached: list[Any] = []
         self.corrected = 0  # cached steps
         self.hooks = [
@@ -51,72 +49,51 @@ class Twin:
         state = output[0] if isinstance(output, tuple) else output
         if self.entering is not None:
             state = self.entering.clone()
-        elif self.kind in "FH":
-            halves = state.chunk(2) if state.shape[0] % 2 == 0 else (state, state)
-            if self.known[1] and self.known[1][-1][1].shape != halves[1].shape:
-                self.known, self.cached = [[], []], []
-            for known, half in zip(self.known, halves, strict=True):
-                if self.kind == "F" or known is self.known[1]:
-                    known[:] = [*(x for x in known if x[0] != self.timestep), (self.timestep, half.clone())]
+        elif self.kind == "F":
+            if self.known and self.known[-1][1].shape != state.shape:
+                self.known, self.cached = [], []
+            others = [x for x in self.known if x[0] != self.timestep]
+            self.known = [*others, (self.timestep, state.clone())]
             return None
         else:
-            state = self.together(state, [known[-1][1] for known in self.known])
+            state = self.known[-1][1].clone()
         return (state,) if isinstance(output, tuple) else state
 
-    def together(self, like: Any, halves: Any) -> Any:
-        return torch.cat(halves) if like.shape[0] % 2 == 0 else halves[1].clone()
-
-    def line(self, timestep: float) -> list[Any]:
-        """Of either half the state between the last two."""
-        states = []
-        for known in self.known:
-            (before, start), (last, end) = known[-2:] if len(known) > 1 else 2 * known
-            share = (sigma(timestep) - sigma(before)) / ((sigma(last) - sigma(before)) or 1.0)
-            states.append(start + share * (end - start))
-        return states
+    def line(self, timestep: float) -> Any:
+        """The state between the last two."""
+        (before, start), (last, end) = self.known[-2:] if len(self.known) > 1 else 2 * self.known
+        share = (sigma(timestep) - sigma(before)) / ((sigma(last) - sigma(before)) or 1.0)
+        return start + share * (end - start)
 
     def give(self, module: Any, args: Any, kwargs: Any, output: Any) -> Any:
         if self.entering is not None:
             return None
         out = output[0] if isinstance(output, tuple) else output.sample
-        raw, letter = out, self.kind
-        if letter in "Ff":
-            if out.shape[0] % 2 == 0:
-                first, second = out.chunk(2)
-                self.difference = second - first
-        else:
-            second = out.chunk(2)[1]
-            out = torch.cat([second - self.difference, second])
-        if letter in "fh":
-            self.cached.append((letter, self.timestep, args, kwargs, raw))
+        if self.kind == "f":
+            self.cached.append((self.timestep, args, kwargs, out))
         elif self.cached:
-            out = out + self.change(module, out)
+            out = out + self.change(module)
             self.cached = []
         return (out,) if isinstance(output, tuple) else type(output)(sample=out)
 
-    def change(self, unet: Any, out: Any) -> Any:
+    def change(self, unet: Any) -> Any:
         """A computed step's output is changed by what takes its step to where the run would have been."""
         now = self.noise(self.timestep)
         if self.scheduler is None or now is None:
             return 0.0
         self.corrected += len(self.cached)
-        both = self.kind == "F" and all(letter == "f" for letter, *_ in self.cached)
         moved: Any = 0.0  # of the latent at noise level sigma, over alpha
-        for _, timestep, args, kwargs, raw in self.cached:
-            self.entering = self.together(raw, self.line(timestep))
+        for timestep, args, kwargs, given in self.cached:
+            self.entering = self.line(timestep)
             again = unet(*args, **kwargs)
             self.entering = None
-            again = again[0] if isinstance(again, tuple) else again.sample
-            wrong = raw - again
-            if not both and wrong.shape[0] % 2 == 0:
-                wrong = wrong.chunk(2)[1]
+            wrong = given - (again[0] if isinstance(again, tuple) else again.sample)
             here, after = self.noise(timestep)
             clean = moved / (1 + here**2) + self.clean(here) * wrong
             moved = moved + (after / here - 1) * (moved - clean)
         here, after = now
         with_no_change = moved + (after / here - 1) * (moved - moved / (1 + here**2))
-        change = with_no_change / (after / here - 1) / self.clean(here)
-        return change if len(change) == len(out) else torch.cat([change, change])
+        return with_no_change / (after / here - 1) / self.clean(here)
 
     def clean(self, here: float) -> float:
         """How the denoised latent, over alpha, follows the prediction."""

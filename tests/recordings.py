@@ -74,13 +74,6 @@ CASES: dict[str, Case] = {
     "mediators, some of none": Case(
         _MEDIATORS | {"agents": "pool", "ratio": 0.0, "agent_counts": (0, 4, 16)}, noisy=True, steps=8
     ),
-    "mediators, each sample": Case(
-        _MEDIATORS
-        | {"agents": "pool", "ratio": 0.0, "agent_counts": (4, 16, 64), "schedule_per": "sample"}
-        | {"thresholds": (0.99, 0.95)},
-        noisy=True,
-        steps=20,
-    ),
     "merged agents by distance": Case(
         _MEDIATORS | {"agent_counts": (4, 16, 64), "ratio": 0.2}, noisy=True, steps=8
     ),

@@ -13,10 +13,10 @@ from recipes import AGENTS_THEN_KEYS
 from tgate import TgateSDLoader
 from tiny import BETAS
 
-from agentsd import GuidanceCache, Recipe, StepCache, apply_agentsd, remove_agentsd
+from agentsd import Recipe, StepCache, apply_agentsd, remove_agentsd
 from agentsd.recipe import PAPER
 
-CACHES = Recipe(steps=StepCache(2), guidance=GuidanceCache())
+CACHES = Recipe(steps=StepCache(2))
 
 
 def deepcache(pipe):

@@ -1,4 +1,4 @@
-"""Cached and conditional-only steps compiled: no break, a graph a kind of call, none for a second run."""
+"""Cached steps compiled: no break, a graph a kind of call, none for a second run."""
 
 import pytest
 import torch
@@ -6,18 +6,16 @@ from callers import Guided
 from tiny import make_small_unet
 from torch._dynamo.testing import CompileCounter
 
-from agentsd import Agents, Downsample, GuidanceCache, Phases, Recipe, StepCache, apply_agentsd
+from agentsd import Agents, Downsample, Phases, Recipe, StepCache, apply_agentsd
 from agentsd.recipe import STEP_CACHING
 
-BOTH = {"steps": StepCache(2), "guidance": GuidanceCache()}
 RECIPES = {
     "steps": (STEP_CACHING, 2),  # F and f
     "steps, order 0, two layers": (Recipe(steps=StepCache(3, extrapolation_order=0, layers=2)), 2),
-    "guidance": (Recipe(guidance=GuidanceCache()), 2),  # F and H
-    "both, and attention": (
-        Recipe(Phases(Agents(), Downsample(), 0.4), **BOTH),
-        8,
-    ),  # F, f, H, h; early, late
+    "steps and attention": (
+        Recipe(Phases(Agents(), Downsample(), 0.4), steps=StepCache(2)),
+        4,
+    ),  # F, f; early, late
 }
 
 
@@ -59,14 +57,14 @@ def test_fullgraph_with_a_graph_for_each_kind_of_call(name, order):
 
 
 def test_compile_repeated_blocks():
-    """The blocks that are compiled lie inside those left out: a half batch and the last layer are theirs."""
+    """The blocks that are compiled lie inside those left out: only the last layer is theirs."""
     eager, unet, counter, caller = make_small_unet(), make_small_unet(), CompileCounter(), Guided()
     for model in (eager, unet):
-        apply_agentsd(model, recipe=Recipe(**BOTH))
+        apply_agentsd(model, recipe=Recipe(steps=StepCache(2)))
     unet.compile_repeated_blocks(fullgraph=True, backend=counter)
     for out, reference in zip(run(unet, caller), run(eager, caller), strict=True):
         torch.testing.assert_close(out, reference, rtol=0, atol=1e-6)
     graphs = counter.frame_count
-    assert graphs == 2  # of both passes, and of one
+    assert graphs == 1
     run(unet, caller)
     assert counter.frame_count == graphs

@@ -14,9 +14,9 @@ from callers import Guided
 from logs import warned
 from tiny import BETAS, kept, make_small_unet, make_unet, may_skip, snapshot
 
-from agentsd import GuidanceCache, Recipe, StepCache, apply_agentsd, remove_agentsd
+from agentsd import Recipe, StepCache, apply_agentsd, remove_agentsd
 
-BOTH = Recipe(steps=StepCache(2), guidance=GuidanceCache())
+CACHED = Recipe(steps=StepCache(2))
 RUN = {"num_inference_steps": 10}
 
 
@@ -42,7 +42,7 @@ def whole(unet):
     ],
 )
 def test_an_exception_in_a_call_leaves_the_next_run_clean(ddim, sample, place, error, at):
-    handle = apply_agentsd(ddim, recipe=BOTH)
+    handle = apply_agentsd(ddim, recipe=CACHED)
     before, image = snapshot(ddim.unet), sample(ddim, **RUN)
     blocks = {"down": ddim.unet.down_blocks[1], "up": ddim.unet.up_blocks[0], "last": ddim.unet.conv_out}
     calls = []
@@ -66,7 +66,7 @@ def test_an_exception_in_a_call_leaves_the_next_run_clean(ddim, sample, place, e
 
 def test_an_interrupted_call_is_undone_by_removal(ddim, sample):
     before, baseline = snapshot(ddim.unet), sample(ddim, **RUN)
-    handle = apply_agentsd(ddim, recipe=BOTH)
+    handle = apply_agentsd(ddim, recipe=CACHED)
     calls = []
 
     def fail(module, args):
@@ -85,7 +85,7 @@ def test_an_interrupted_call_is_undone_by_removal(ddim, sample):
 
 
 def test_states_are_let_go_when_a_run_ends_or_breaks_off(ddim, sample):
-    handle = apply_agentsd(ddim, recipe=BOTH)
+    handle = apply_agentsd(ddim, recipe=CACHED)
     most = []
     ddim.unet.register_forward_hook(may_skip(lambda *_: most.append(len(kept(handle)))))
     sample(ddim, **RUN)
@@ -102,7 +102,7 @@ def test_states_are_let_go_when_a_run_ends_or_breaks_off(ddim, sample):
 
 def test_no_reference_cycle_holds_the_model():
     unet, caller = make_unet(), Guided()
-    handle = apply_agentsd(unet, recipe=BOTH)
+    handle = apply_agentsd(unet, recipe=CACHED)
     for i in range(4):
         caller(unet, i)
     gone = weakref.ref(unet.down_blocks[0])
@@ -115,13 +115,13 @@ def test_no_reference_cycle_holds_the_model():
 
 
 def test_states_take_the_memory_that_the_docs_say(ddim, sample):
-    """`order + 1` states of the finest level for each image and pass, and one difference."""
-    handle = apply_agentsd(ddim, recipe=BOTH)
+    """`order + 1` states of the finest level for each image and pass."""
+    handle = apply_agentsd(ddim, recipe=CACHED)
     most = []
 
     def count(*_):
         for entry in kept(handle):
-            tensors = [x for known in entry.features for _, features in known._kept for x in features]
+            tensors = [x for _, features in entry.features._kept for x in features]
             most.append(sum(t.untyped_storage().nbytes() for t in tensors))
 
     ddim.unet.register_forward_hook(may_skip(count))
@@ -141,43 +141,42 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_run_knows_nothing_of_the_run_before(make_pipeline, ddim, sample, name):
-    apply_agentsd(ddim, recipe=BOTH)
+    apply_agentsd(ddim, recipe=CACHED)
     sample(ddim, **RUN)
     image = sample(ddim, **RUN | CHANGES[name])
     fresh = make_pipeline(scheduler=ddim.scheduler)
-    apply_agentsd(fresh, recipe=BOTH)
+    apply_agentsd(fresh, recipe=CACHED)
     assert torch.equal(sample(fresh, **RUN | CHANGES[name]), image)
 
 
 def test_a_run_without_guidance_after_one_with_it(make_pipeline, ddim, sample):
     def run(pipe):
         rng = torch.Generator().manual_seed(0)
-        with warned("no guidance of two passes"):
-            return pipe("a cat", guidance_scale=1.0, output_type="latent", generator=rng, **RUN).images
+        return pipe("a cat", guidance_scale=1.0, output_type="latent", generator=rng, **RUN).images
 
     fresh = make_pipeline(scheduler=ddim.scheduler)
     for pipe in (ddim, fresh):
-        apply_agentsd(pipe, recipe=BOTH)
+        apply_agentsd(pipe, recipe=CACHED)
     sample(ddim, **RUN)
     assert torch.equal(run(ddim), run(fresh))
     assert ddim.unet._agentsd.summary().startswith("FfFfFfFfFf ")
 
 
 def test_another_scheduler_dtype_or_list(make_pipeline, ddim, sample):
-    handle = apply_agentsd(ddim, recipe=BOTH)
+    handle = apply_agentsd(ddim, recipe=CACHED)
     sample(ddim, **RUN)
     ddim.scheduler = diffusers.HeunDiscreteScheduler.from_config(ddim.scheduler.config)
     heun = sample(ddim, **RUN)
     fresh = make_pipeline(scheduler=ddim.scheduler)
-    apply_agentsd(fresh, recipe=BOTH)
+    apply_agentsd(fresh, recipe=CACHED)
     assert torch.equal(sample(fresh, **RUN), heun)
     ddim.to(dtype=torch.bfloat16)
     assert sample(ddim, **RUN).isfinite().all()
-    assert set(handle.summary().split()[0]) == set("FfHh")
+    assert set(handle.summary().split()[0]) == set("Ff")
 
 
 def test_a_prompt_that_changes_in_the_middle_is_computed(ddim, sample):
-    handle = apply_agentsd(ddim, recipe=BOTH)
+    handle = apply_agentsd(ddim, recipe=CACHED)
 
     def change(pipe, step, t, tensors):
         if step == 4:
@@ -186,11 +185,11 @@ def test_a_prompt_that_changes_in_the_middle_is_computed(ddim, sample):
 
     callback = {"callback_on_step_end": change, "callback_on_step_end_tensor_inputs": ["prompt_embeds"]}
     sample(ddim, **RUN, **callback)
-    assert handle.summary().startswith("FfHhFFHhFf ")
+    assert handle.summary().startswith("FfFfFFFfFf ")
 
 
 def test_text_that_is_new_in_each_call_keeps_the_run_whole(ddim):
-    handle = apply_agentsd(ddim, recipe=BOTH)
+    handle = apply_agentsd(ddim, recipe=CACHED)
     baseline = make_unet()
     caller = Guided()
 
@@ -207,7 +206,7 @@ def test_text_that_is_new_in_each_call_keeps_the_run_whole(ddim):
 def test_a_run_without_a_list_of_steps_is_whole(sample):
     unet, baseline, caller = make_unet(), make_unet(), Guided()
     caller.timesteps = [int(t) for t in caller.timesteps]
-    apply_agentsd(unet, recipe=BOTH)
+    apply_agentsd(unet, recipe=CACHED)
     with warned(r"pass elements of scheduler.timesteps to the U-Net"):
         outs = [caller(unet, i) for i in range(10)]
     assert all(torch.equal(out, caller(baseline, i)) for i, out in enumerate(outs))
@@ -215,7 +214,7 @@ def test_a_run_without_a_list_of_steps_is_whole(sample):
 
 def test_under_gradients_a_call_is_whole():
     unet, baseline, caller = make_unet(), make_unet(), Guided()
-    handle = apply_agentsd(unet, recipe=BOTH)
+    handle = apply_agentsd(unet, recipe=CACHED)
     for model in (unet, baseline):
         for i in range(3):
             with warned("gradients are on") if (model, i) == (unet, 0) else no_op():
@@ -238,7 +237,7 @@ class no_op:
 @pytest.mark.parametrize(("way", "after"), [("deepcopy", 0), ("deepcopy", 3), ("pickle", 3), ("torch", 3)])
 def test_a_copy_works_on_its_own(way, after):
     unet, caller = make_unet(), Guided()
-    handle = apply_agentsd(unet, recipe=BOTH)
+    handle = apply_agentsd(unet, recipe=CACHED)
     for i in range(after):
         caller(unet, i)
     if way == "deepcopy":
@@ -254,12 +253,12 @@ def test_a_copy_works_on_its_own(way, after):
         for parameter in unet.parameters():
             parameter.zero_()
     expected = make_unet()
-    apply_agentsd(expected, recipe=BOTH)
+    apply_agentsd(expected, recipe=CACHED)
     again = Guided()
     for i in range(10):
         assert torch.equal(again(twin, i), again(expected, i))
     assert twin._agentsd.summary() == expected._agentsd.summary()
-    assert handle.summary().startswith("FfH"[:after] or "no call")
+    assert handle.summary().startswith("FfF"[:after] or "no call")
     remove_agentsd(twin)
     assert whole(twin)
     assert not hasattr(twin, "_reset_stateful_cache")
@@ -269,7 +268,7 @@ def test_two_pipelines_on_one_unet_by_turns(make_pipeline, ddim, sample):
     """Also call by call: neither run gets the other's states."""
     other = make_pipeline(unet=ddim.unet, scheduler=diffusers.EulerDiscreteScheduler(**BETAS))
     alone = [sample(pipe, **RUN) for pipe in (ddim, other)]
-    apply_agentsd(ddim, recipe=BOTH)
+    apply_agentsd(ddim, recipe=CACHED)
     expected = [sample(pipe, **RUN) for pipe in (ddim, other)]
     assert not any(torch.equal(a, b) for a, b in zip(alone, expected, strict=True))
     assert torch.equal(sample(ddim, **RUN), expected[0])
@@ -277,7 +276,7 @@ def test_two_pipelines_on_one_unet_by_turns(make_pipeline, ddim, sample):
     one, two = Guided(), Guided(seed=1)
     alone = []
     for caller in (one, two):
-        with apply_agentsd(unet := make_unet(), recipe=BOTH):
+        with apply_agentsd(unet := make_unet(), recipe=CACHED):
             alone.append([caller(unet, i) for i in range(10)])
     for i in range(10):
         for caller, outputs in zip((one, two), alone, strict=True):
@@ -287,8 +286,8 @@ def test_two_pipelines_on_one_unet_by_turns(make_pipeline, ddim, sample):
 def test_threads_that_take_turns_each_have_their_own_states(make_pipeline):
     unet, lock, made = make_unet(), threading.Lock(), {}
     expected = make_unet()
-    apply_agentsd(expected, recipe=BOTH)
-    apply_agentsd(unet, recipe=BOTH)
+    apply_agentsd(expected, recipe=CACHED)
+    apply_agentsd(unet, recipe=CACHED)
     turn = threading.Barrier(2)
 
     def work(seed):
@@ -315,14 +314,14 @@ def test_applied_and_removed_in_the_middle_of_a_run(ddim, sample):
 
     def step(pipe, i, t, tensors):
         if i == 1:
-            seen.append(apply_agentsd(pipe, recipe=BOTH))
+            seen.append(apply_agentsd(pipe, recipe=CACHED))
         if i == 5:
             seen[0].remove()
             assert whole(pipe.unet)
         return tensors
 
     image = sample(ddim, **RUN, callback_on_step_end=step)
-    assert seen[0].summary().startswith("FfHh ")
+    assert seen[0].summary().startswith("FfFf ")
     assert not torch.equal(image, baseline)
     assert torch.equal(sample(ddim, **RUN), baseline)
 
@@ -338,7 +337,7 @@ def test_forty_runs_leave_no_hook_and_no_tensor():
     counts = []
     for i in range(40):
         if i % 5 == 0:
-            handle = apply_agentsd(unet, recipe=BOTH)
+            handle = apply_agentsd(unet, recipe=CACHED)
         for j in range(8 if i % 3 else 5):  # a third of them break off
             caller(unet, j)
         if i % 5 == 4:

@@ -26,10 +26,10 @@ from tiny import (
     snapshot,
 )
 
-from agentsd import GuidanceCache, Recipe, ResidualSharing, StepCache, apply_agentsd, remove_agentsd
+from agentsd import Recipe, ResidualSharing, StepCache, apply_agentsd, remove_agentsd
 
 STEPS = StepCache(2, extrapolation_order=0)
-BOTH = Recipe(steps=STEPS, guidance=GuidanceCache())
+CACHED = Recipe(steps=STEPS)
 WHOLE = {
     "LCM": "LCMScheduler is for few steps",
     "SD Turbo": "a run of 4 steps has none to spare",
@@ -62,7 +62,7 @@ def check(pipe, run, *more, rounds=1):
     A pipeline may make several runs alike, `rounds`.
     """
     before = snapshot(pipe.unet)
-    handle = apply_agentsd(pipe, recipe=BOTH)
+    handle = apply_agentsd(pipe, recipe=CACHED)
     with silent("adds noise", *more):
         image = run()
     symbols = handle.summary().split()[0]
@@ -83,16 +83,12 @@ def check(pipe, run, *more, rounds=1):
 @pytest.mark.parametrize("name", [*(name for name in HOSTS if name not in WHOLE), *MORE])
 def test_host(build, name):
     pipe, run = build(name)
-    if name == "InstructPix2Pix":  # three passes
-        assert set(check(pipe, run, "no guidance of two passes")) == set("Ff")
-    else:
-        assert set(check(pipe, run)) == set("FfHh")
+    assert set(check(pipe, run)) == set("Ff")
 
 
 SHARING = {
     "residual": ResidualSharing(2, warmup_steps=2),
     "steps": STEPS,
-    "guidance": GuidanceCache(),
 }
 HOSTS_OF_OWN_LAYERS = (
     "SDXL", "inpaint, 9 channels", "ControlNet", "T2I-Adapter", "InstructPix2Pix", "AnimateDiff", "GLIGEN",
@@ -102,10 +98,10 @@ HOSTS_OF_OWN_LAYERS = (
 
 @pytest.mark.parametrize("name", HOSTS_OF_OWN_LAYERS)
 def test_residuals_are_shared_in_each_host(build, name):
-    """An operator whose error stays the same gives what cached and conditional-only steps alone give."""
+    """An operator whose error stays the same gives what cached steps alone give."""
     pipe, run = build(name)
     before, images = snapshot(pipe.unet), []
-    for recipe in (BOTH, Recipe(Off(constant=0.3), **SHARING)):
+    for recipe in (CACHED, Recipe(Off(constant=0.3), **SHARING)):
         handle = apply_agentsd(pipe, recipe=recipe)
         images.append(run())
     assert "attention" in handle.summary()
@@ -120,7 +116,7 @@ def test_residuals_are_shared_in_each_host(build, name):
 def test_few_step_models_stay_whole_and_say_so(build, name):
     pipe, run = build(name)
     baseline = run()
-    for recipe in (BOTH, Recipe(Off(constant=0.3), **SHARING)):
+    for recipe in (CACHED, Recipe(Off(constant=0.3), **SHARING)):
         handle = apply_agentsd(pipe, recipe=recipe)
         with warned(WHOLE[name]):
             assert torch.equal(run(), baseline)
@@ -156,7 +152,7 @@ def image_of(make_pipeline, sample):
         twin = make_pipeline()
         if rounded:
             OFFLOADS["layerwise casting"](twin)
-        apply_agentsd(twin, recipe=BOTH)
+        apply_agentsd(twin, recipe=CACHED)
         return sample(twin, num_inference_steps=10)
 
     return run
@@ -169,7 +165,7 @@ def test_offloaded_weights(make_pipeline, sample, image_of, name, first):
     pipe, expected = make_pipeline(), image_of(name == "layerwise casting")
     if first:
         OFFLOADS[name](pipe)
-    handle = apply_agentsd(pipe, recipe=BOTH)
+    handle = apply_agentsd(pipe, recipe=CACHED)
     if not first:
         OFFLOADS[name](pipe)
     assert torch.equal(sample(pipe, num_inference_steps=10), expected)
@@ -190,14 +186,14 @@ def test_feature(make_pipeline, name):
         rng = torch.Generator().manual_seed(0)
         return pipe("a cat", num_inference_steps=10, output_type="latent", generator=rng, **more).images
 
-    assert set(check(pipe, run)) == set("FfHh")
+    assert set(check(pipe, run)) == set("Ff")
 
 
 def test_freeinit(build):
     """Each of its rounds is a run of its own."""
     pipe, run = build("AnimateDiff")
     pipe.enable_free_init(num_iters=2, use_fast_sampling=False)
-    assert check(pipe, run, rounds=2) == "FfHhFfHhFf"
+    assert check(pipe, run, rounds=2) == "FfFfFfFfFf"
 
 
 @pytest.mark.parametrize("mode", [None, "step-caching"])
@@ -222,7 +218,7 @@ def test_marigold(make_pipeline, mode):
             assert not torch.equal(run(), baseline)
         assert torch.equal(run(), baseline)
     else:
-        assert check(pipe, run, "no guidance of two passes") == "FfFfFfFfFf"
+        assert check(pipe, run) == "FfFfFfFfFf"
 
 
 def test_guidance_that_is_cut_off_in_the_middle(build):
@@ -236,16 +232,16 @@ def test_guidance_that_is_cut_off_in_the_middle(build):
 
     callback = {"callback_on_step_end": cut_off, "callback_on_step_end_tensor_inputs": ["prompt_embeds"]}
     symbols = check(pipe, lambda: run(guidance_rescale=0.0, **callback))
-    assert symbols == "FfHhFFFfFf"  # a batch of its own has no states at first
+    assert symbols == "FfFfFFFfFf"  # a batch of its own has no states at first
 
 
 def test_ddim_inversion(make_pipeline, sample):
     """Timesteps that rise."""
     pipe = make_pipeline(scheduler=diffusers.DDIMInverseScheduler(**BETAS))
-    assert check(pipe, lambda: sample(pipe, num_inference_steps=10)) == "FfHhFfHhFf"
+    assert check(pipe, lambda: sample(pipe, num_inference_steps=10)) == "FfFfFfFfFf"
 
 
-def test_controlnet_xs_has_conditional_only_steps_and_refuses_cached_ones(make_pipeline, tokenizer):
+def test_controlnet_xs_refuses_cached_steps(make_pipeline, tokenizer):
     unet = make_unet(layers_per_block=2)
     torch.manual_seed(0)
     control = diffusers.ControlNetXSAdapter.from_unet(
@@ -254,12 +250,8 @@ def test_controlnet_xs_has_conditional_only_steps_and_refuses_cached_ones(make_p
     pipe = make_pipeline(unet=unet, cls=diffusers.StableDiffusionControlNetXSPipeline, controlnet=control)
     before = snapshot(pipe.unet)
     with pytest.raises(ValueError, match="ControlNetXSCrossAttnDownBlock2D, which no cached step knows"):
-        apply_agentsd(pipe, recipe=BOTH)
+        apply_agentsd(pipe, recipe=CACHED)
     assert snapshot(pipe.unet) == before
-    handle = apply_agentsd(pipe, recipe=Recipe(guidance=GuidanceCache()))
-    rng = torch.Generator().manual_seed(0)
-    pipe("a cat", INPUT_IMAGE, num_inference_steps=10, output_type="latent", generator=rng)
-    assert set(handle.summary().split()[0]) == set("FH")
 
 
 def test_panorama_stays_whole_and_says_so(make_pipeline):
@@ -274,7 +266,7 @@ def test_panorama_stays_whole_and_says_so(make_pipeline):
         return pipe("a cat", num_inference_steps=8, output_type="latent", generator=rng, **sizes).images
 
     baseline = run()
-    handle = apply_agentsd(pipe, recipe=BOTH)
+    handle = apply_agentsd(pipe, recipe=CACHED)
     with warned("nothing more is skipped in this run"):
         assert torch.equal(run(), baseline)
     assert set(handle.summary().split()[0]) == {"F"}
@@ -287,7 +279,7 @@ def test_a_processor_that_looks_at_each_call_keeps_it_whole(pipe, sample):
     attn = pipe.unet.mid_block.attentions[0].transformer_blocks[0].attn2
     attn.set_processor(Watch())
     baseline = sample(pipe, num_inference_steps=8)
-    apply_agentsd(pipe, recipe=BOTH)
+    apply_agentsd(pipe, recipe=CACHED)
     rng = torch.Generator().manual_seed(0)
     with warned("mid_block.*has a Watch, which may have to see each call"):
         image = pipe("a cat", num_inference_steps=8, output_type="latent", generator=rng).images

@@ -19,7 +19,6 @@ from tiny import BETAS, make_unet, may_skip
 from agentsd import (
     Agents,
     Downsample,
-    GuidanceCache,
     Phases,
     Recipe,
     ResidualSharing,
@@ -35,19 +34,14 @@ RECIPES = {
     "step-caching": STEP_CACHING,
     "steps": Recipe(steps=StepCache(2, late_interval=3)),
     "two layers": Recipe(steps=StepCache(3, extrapolation_order=0, layers=2)),
-    "guidance": Recipe(guidance=GuidanceCache(2, start=0.25)),
-    "both": Recipe(steps=StepCache(2), guidance=GuidanceCache()),
-    "intervals": Recipe(
-        steps=StepCache(3, warmup_steps=2, late_interval=4), guidance=GuidanceCache(interval=3)
-    ),
+    "intervals": Recipe(steps=StepCache(3, warmup_steps=2, late_interval=4)),
     "residual": Recipe(Agents(stride=2), residual=ResidualSharing(2, 2)),
     "all": Recipe(
         Phases(Agents(stride=2), Downsample()),
         residual=ResidualSharing(2, 3),
         steps=StepCache(2, warmup_steps=3),
-        guidance=GuidanceCache(),
     ),
-    "attention": Recipe(Phases(None, Downsample()), steps=StepCache(2), guidance=GuidanceCache()),
+    "attention": Recipe(Phases(None, Downsample()), steps=StepCache(2)),
 }
 SAMPLERS = {
     "DDIM": functools.partial(diffusers.DDIMScheduler, clip_sample=False),

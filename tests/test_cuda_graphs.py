@@ -10,7 +10,7 @@ from cuda_graphs import OverwrittenOutputs
 from tiny import make_controlnet, make_unet
 from torch._inductor.cudagraph_trees import MarkStepBox
 
-from agentsd import Agents, Downsample, GuidanceCache, Merge, Phases, Recipe, ResidualSharing, StepCache
+from agentsd import Agents, Downsample, Merge, Phases, Recipe, ResidualSharing, StepCache
 from agentsd import apply_agentsd as patch
 from agentsd.recipe import STEP_CACHING
 
@@ -18,13 +18,12 @@ SHARED = ResidualSharing(2, warmup_steps=1)
 RECIPES = {
     "steps": STEP_CACHING,
     "sharing": Recipe(Merge(0.5), residual=SHARED, steps=StepCache(2)),
-    "guidance": Recipe(steps=StepCache(2, extrapolation_order=0), guidance=GuidanceCache()),
+    "order 0": Recipe(steps=StepCache(2, extrapolation_order=0)),
     "paper": Recipe(Phases(Agents(ranking="layer"), Merge(ranking="layer"))),
     "default": Recipe(
         Phases(Agents(), Downsample(4, at_most=None)),
         residual=SHARED,
         steps=StepCache(2),
-        guidance=GuidanceCache(),
     ),
 }
 

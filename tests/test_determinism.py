@@ -9,7 +9,7 @@ from callers import Guided
 from tiny import call, make_unet
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from agentsd import Agents, Downsample, GuidanceCache, Merge, PooledAgents, Recipe, ResidualSharing, StepCache
+from agentsd import Agents, Downsample, Merge, PooledAgents, Recipe, ResidualSharing, StepCache
 from agentsd import apply_agentsd as patch
 
 SUMS = {
@@ -56,7 +56,7 @@ def test_no_operator_sums_in_an_order_of_its_own(operator):
 
 def test_no_cache_sums_in_an_order_of_its_own():
     unet, caller = make_unet(), Guided(9)
-    recipe = Recipe(Merge(), residual=ResidualSharing(2), steps=StepCache(2), guidance=GuidanceCache())
+    recipe = Recipe(Merge(), residual=ResidualSharing(2), steps=StepCache(2))
     with patch(unet, recipe=recipe) as handle, Asked() as asked:
         for i in range(9):
             caller(unet, i)

@@ -19,7 +19,6 @@ from agentsd import (
     Agents,
     ByDistance,
     Downsample,
-    GuidanceCache,
     Merge,
     Phases,
     PooledAgents,
@@ -39,8 +38,7 @@ RECIPES = {
     "merged": Recipe(Merge(0.5)),
     "downsampled": Recipe(Downsample()),
     "pooled": Recipe(Phases(PooledAgents(5), PooledAgents(5, ratio=0.4))),
-    "by distance": Recipe(ByDistance((PooledAgents(9), PooledAgents(4)), (0.9,), per="sample")),
-    "guidance": Recipe(guidance=GuidanceCache(), steps=StepCache()),
+    "by distance": Recipe(ByDistance((PooledAgents(9), PooledAgents(4)), (0.9,))),
 }
 SAMPLERS = {
     "DDIM": lambda: diffusers.DDIMScheduler(**BETAS),

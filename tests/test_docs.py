@@ -64,7 +64,7 @@ def quantised() -> str:
     """The table of quantised U-Nets."""
     recipes, trained = parameters(test_quantized.test_a_recipe, "name"), "refused; load them, then quantise"
     attention = "yes" if {"paper", "agents, then keys", "downsampled keys"} <= set(recipes) else ""
-    calls = "yes" if {"step-caching", "guidance", "both", "both and attention"} <= set(recipes) else ""
+    calls = "yes" if {"step-caching", "order 0", "steps and attention"} <= set(recipes) else ""
     lines = ["| quantised by | attention | step caching | trained weights |", "|---|---|---|---|"]
     lines += [f"| {name} | {attention} | {calls} | {trained} |" for name in PACKAGES]
     return "\n".join(lines)

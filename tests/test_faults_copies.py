@@ -23,7 +23,7 @@ TRAINED = Recipe(AgentModule())
         (AGENTS_THEN_KEYS, "torch.save"),
         (TRAINED, "torch.save"),
         (Recipe(Merge(ranking="layer"), levels=3), "pickle"),
-        (Recipe(ByDistance((PooledAgents(4), PooledAgents(16)), (0.5,), "sample")), "pickle"),
+        (Recipe(ByDistance((PooledAgents(4), PooledAgents(16)), (0.5,))), "pickle"),
     ],
 )
 def test_a_copy_of_a_patched_unet_has_a_patch_of_its_own(recipe, way):

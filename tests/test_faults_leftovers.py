@@ -22,11 +22,9 @@ from agentsd import (
     Agents,
     ByDistance,
     Downsample,
-    GuidanceCache,
     PooledAgents,
     Recipe,
     ResidualSharing,
-    StepCache,
     apply_agentsd,
     remove_agentsd,
 )
@@ -37,7 +35,6 @@ RECIPES = {
     "paper": PAPER,
     "step-caching": STEP_CACHING,
     "residuals": Recipe(Downsample(), residual=ResidualSharing(2, warmup_steps=1)),
-    "guidance": Recipe(guidance=GuidanceCache(), steps=StepCache()),
     "by distance": Recipe(ByDistance((PooledAgents(9), None), (0.9,))),
 }
 

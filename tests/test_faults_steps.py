@@ -1,6 +1,6 @@
 """Faults that were found and mended, each a test that the old code fails.
 
-Step and guidance caching: whose run a call is of, which step of it, and what may be halved.
+Step caching: whose run a call is of, and which step of it.
 """
 
 import threading
@@ -8,13 +8,11 @@ import threading
 import diffusers
 import pytest
 import torch
-from callers import RUN, Caller, Guided, inputs
+from callers import RUN, Caller, inputs
 from logs import silent, warned
-from pipelines import ip_adapter_weights
-from tiny import BETAS, WIDTH, make_small_unet, make_unet, may_skip
+from tiny import BETAS, make_small_unet, make_unet, may_skip
 
-from agentsd import GuidanceCache, Recipe, StepCache, apply_agentsd, remove_agentsd
-from agentsd.cache.conditional import conditional_arguments
+from agentsd import Recipe, StepCache, apply_agentsd, remove_agentsd
 from agentsd.recipe import STEP_CACHING
 
 STEPS = Recipe(steps=StepCache(2))
@@ -192,63 +190,6 @@ def test_two_images_on_one_list_are_told_apart_if_the_caller_says_so(way_out):
             scheduler.set_timesteps(12)
         t, other = scheduler.timesteps[6], inputs(3)[0]
         assert torch.equal(unet(other, t, text).sample, make_unet()(other, t, text).sample)
-
-
-# D20: what may be halved
-
-
-@pytest.mark.parametrize("masks", [1, 2, 4])
-def test_masks_of_image_prompts_are_not_halved(masks):
-    """They belong to image prompts, not to the batch, however many there are."""
-    unet, twin, caller = make_unet(), make_unet(), Guided()
-    for model in (unet, twin):
-        model._load_ip_adapter_weights([ip_adapter_weights(model)])
-    more = {
-        "added_cond_kwargs": {"image_embeds": [torch.randn(2, masks, WIDTH, generator=torch.manual_seed(1))]},
-        "cross_attention_kwargs": {"ip_adapter_masks": [torch.rand(1, masks, 16, 16)]},
-    }
-    handle = apply_agentsd(unet, recipe=Recipe(guidance=GuidanceCache()))
-    for i in range(4):
-        out, expected = caller(unet, i, **more), caller(twin, i, **more)
-        torch.testing.assert_close(out.chunk(2)[1], expected.chunk(2)[1], rtol=0, atol=1e-5)
-    assert handle.summary().startswith("FHFH")
-
-
-def test_masks_in_one_tensor_are_not_halved():
-    """Of two image prompts, and of four: rows of as many as the batch, or twice as many."""
-    for masks in (torch.rand(2, 1, 16, 16), torch.rand(4, 16, 16)):
-        given = {"sample": torch.rand(2, 4, 16, 16), "cross_attention_kwargs": {"ip_adapter_masks": masks}}
-        halved = conditional_arguments(given)
-        assert halved["sample"].shape[0] == 1
-        assert halved["cross_attention_kwargs"]["ip_adapter_masks"] is masks
-
-
-def test_a_call_with_an_unknown_argument_stays_whole():
-    unet, caller = make_unet(), Guided()
-    handle = apply_agentsd(unet, recipe=Recipe(guidance=GuidanceCache()))
-    seen = []
-    for module in unet.modules():
-        if hasattr(module, "processor"):
-            module.set_processor(type("AttnProcessor2_0", (), {"__call__": _plain(seen)})())
-    more = {"cross_attention_kwargs": {"weights": torch.ones(2, 1)}}
-    caller(unet, 0, **more)
-    with warned(r"cross_attention_kwargs\['weights'\].*stays guided"):
-        caller(unet, 1, **more)
-    caller(unet, 2, **more)
-    assert handle.summary().startswith("FFF")
-    assert set(seen) == {2}
-
-
-def _plain(seen):
-    from diffusers.models.attention_processor import AttnProcessor2_0
-
-    def attend(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, weights=None):
-        seen.append(len(weights))
-        return AttnProcessor2_0()(attn, hidden_states, encoder_hidden_states, attention_mask)
-
-    attend.agentsd_may_skip = True
-
-    return attend
 
 
 # D24: under torch.compile the corrections run compiled too

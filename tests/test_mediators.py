@@ -6,8 +6,7 @@ from tiny import make_small_unet, make_unet
 from torch._dynamo.testing import CompileCounter
 
 from agentsd import Agents, ByDistance, Downsample, PooledAgents, Recipe, apply_agentsd
-from agentsd.attention.formula import agent_attention
-from agentsd.attention.pooling import make_pool, pool_tokens
+from agentsd.attention.pooling import Pool, pool_tokens
 from agentsd.by_distance import LatentDistance
 
 
@@ -21,62 +20,49 @@ def latents(*moves):
 
 
 def test_stages_follow_the_distance():
-    distance = LatentDistance((0.6, 0.3), per_sample=False)
+    distance = LatentDistance((0.6, 0.3))
     stages = [distance.read(x, first_call=i == 0) for i, x in enumerate(latents(10, 7, 6, 5, 3, 2, 8))]
     # the first call has no distance; 10 is the first; 6 and 3 are at their thresholds
-    assert stages == [(0,), (0,), (0,), (1,), (1,), (2,), (2,), (0,)]
+    assert stages == [0, 0, 0, 1, 1, 2, 2, 0]
 
 
 def test_a_new_run_starts_over():
-    distance = LatentDistance((0.5,), per_sample=False)
+    distance = LatentDistance((0.5,))
     a, b, c = latents(10, 1)
-    assert [distance.read(x, first_call=False) for x in (a, b, c)] == [(0,), (0,), (1,)]
-    assert [distance.read(x, first_call=x is a) for x in (a, c, b)] == [(0,), (0,), (1,)]
-    assert distance.read(torch.zeros(2, 1, 2, 2), first_call=False) == (0, 0)  # another batch
+    assert [distance.read(x, first_call=False) for x in (a, b, c)] == [0, 0, 1]
+    assert [distance.read(x, first_call=x is a) for x in (a, c, b)] == [0, 0, 1]
+    assert distance.read(torch.zeros(2, 1, 2, 2), first_call=False) == 0  # another batch
 
 
 def test_a_repeated_timestep_stays_in_its_stage():
-    distance = LatentDistance((0.5,), per_sample=False)
+    distance = LatentDistance((0.5,))
     a, b, c, d, e = latents(10, 1, 2, 9)
     calls = [(a, False), (b, False), (c, True), (d, False), (e, False)]  # PLMS takes its second step twice
     stages = [distance.read(x, first_call=x is a, repeated_timestep=repeated) for x, repeated in calls]
-    assert stages == [(0,), (0,), (0,), (1,), (0,)]
+    assert stages == [0, 0, 0, 1, 0]
 
 
-def test_each_sample_or_the_batch():
+def test_the_mean_of_a_batch_counts():
     still, moving = latents(10, 1), latents(10, 9)
-    both = [torch.cat(pair) for pair in zip(still, moving, strict=True)]
-    each = LatentDistance((0.5,), per_sample=True)
-    whole = LatentDistance((0.5,), per_sample=False)
-    assert [each.read(x, first_call=False) for x in both][-1] == (1, 0)
-    assert [whole.read(x, first_call=False) for x in both][-1] == (1, 1)  # 5 of 10
+    distance = LatentDistance((0.5,))
+    read = [distance.read(torch.cat(pair), first_call=False) for pair in zip(still, moving, strict=True)]
+    assert read[-1] == 1  # 5 of 10
+
+
+def test_guidance_that_is_cut_off_goes_on():
+    distance = LatentDistance((0.5,))
+    a, b, c = latents(10, 1)
+    assert [distance.read(torch.cat([x, x]), first_call=False) for x in (a, b)] == [0, 0]
+    assert distance.read(c, first_call=False) == 1
 
 
 def test_pooling_against_a_loop():
     x = torch.randn(3, 6 * 8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    pool = make_pool(6, 8, (2 * 2, 3 * 4), (12, 4, 12), "cpu")
-    made = pool_tokens(x, pool)
+    made = pool_tokens(x, Pool(6, 8, 3, 4))
     assert made.shape == (3, 12, 5)
-    for image, (rows, cols) in enumerate([(3, 4), (2, 2), (3, 4)]):
-        own = x[image].view(6, 8, 5)
-        high, wide = 6 // rows, 8 // cols
-        loop = [
-            own[r * high : (r + 1) * high, c * wide : (c + 1) * wide].mean((0, 1))
-            for r in range(rows)
-            for c in range(cols)
-        ]
-        torch.testing.assert_close(made[image, : rows * cols], torch.stack(loop))
-        assert pool.mask[image].sum() == rows * cols
-        assert not made[image, rows * cols :].any()
-
-
-def test_masked_agents_do_not_count():
-    rng = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 2, 9, 4, dtype=torch.float64, generator=rng) for _ in range(3))
-    agent = torch.randn(1, 2, 5, 4, dtype=torch.float64, generator=rng)
-    mask = torch.tensor([True, True, True, False, False]).view(1, 1, 1, 5)
-    masked = agent_attention(q, k, v, agent, 0.1, -0.15, mask)
-    torch.testing.assert_close(masked, agent_attention(q, k, v, agent[:, :, :3], 0.1, -0.15))
+    grid = x.view(3, 6, 8, 5)
+    loop = [grid[:, r * 2 : r * 2 + 2, c * 2 : c * 2 + 2].mean((1, 2)) for r in range(3) for c in range(4)]
+    torch.testing.assert_close(made, torch.stack(loop, 1))
 
 
 def run(unet, seen, attention):
@@ -84,25 +70,6 @@ def run(unet, seen, attention):
     text = torch.randn(seen[0].shape[0], 7, 16, generator=torch.Generator().manual_seed(1))
     with apply_agentsd(unet, recipe=Recipe(attention)), torch.no_grad():
         return [unet(x, torch.tensor(900 - 10 * i), text).sample for i, x in enumerate(seen)]
-
-
-@pytest.mark.parametrize("ratio", [0.0, 0.4])
-def test_a_sample_of_a_batch_gets_what_it_gets_alone(ratio):
-    unet = make_unet()
-    rng = torch.Generator().manual_seed(0)
-    start, step = torch.randn(2, 4, 16, 16, generator=rng), torch.randn(2, 4, 16, 16, generator=rng)
-    moves = torch.tensor([[10, 1], [10, 9]]).view(2, 2, 1, 1, 1)  # of each sample
-    seen = [start, start + moves[:, 0] * step, start + moves.sum(1) * step]
-    few, many = (PooledAgents(n, ratio=ratio, destinations="first" if ratio else "auto") for n in (4, 16))
-    together = run(unet, seen, ByDistance((few, many), (0.5,), "sample"))[-1]
-    for i, fixed in enumerate((many, few)):
-        text = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(1))[i : i + 1]
-        with apply_agentsd(unet, recipe=Recipe(fixed)), torch.no_grad():
-            alone = unet(seen[-1][i : i + 1], torch.tensor(880), text).sample
-        torch.testing.assert_close(together[i : i + 1], alone, rtol=0, atol=1e-5)
-    assert not torch.allclose(
-        together, run(unet, seen, ByDistance((few, many), (0.5,)))[-1], atol=1e-5
-    )  # the batch's mean
 
 
 def test_every_token_an_agent_of_pooled_queries():
@@ -140,7 +107,7 @@ def test_merged_agents_follow_the_distance_too(pipe, sample):
         many = sample(pipe)
     with apply_agentsd(pipe, recipe=Recipe(stages[0])) as handle:
         assert torch.equal(sample(pipe), few)
-        handle._layers.groups[0].begin(torch.empty(2, 4, 16, 16), 1, 999.0, (0, 0), {})
+        handle._layers.groups[0].begin(torch.empty(2, 4, 16, 16), 999.0, 0, {})
         assert handle._layers.groups[0].work.plan.partition.dst.numel() == 4  # cells of 8 x 8
     assert not torch.equal(few, many)
 
@@ -148,7 +115,7 @@ def test_merged_agents_follow_the_distance_too(pipe, sample):
 @pytest.mark.parametrize(
     "attention",
     [
-        ByDistance((PooledAgents(4), PooledAgents(16), PooledAgents(32)), (0.6, 0.3), "sample"),
+        ByDistance((PooledAgents(4), PooledAgents(16), PooledAgents(32)), (0.6, 0.3)),
         ByDistance((PooledAgents(4), PooledAgents(16), Downsample()), (0.6, 0.3)),
     ],
 )
@@ -162,4 +129,4 @@ def test_stages_compile_without_a_break(attention):
     unet.compile(backend=counter, fullgraph=True)
     for ours, theirs in zip(run(unet, moves, attention), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
-    assert counter.frame_count <= 3  # the batch in one stage, samples in different ones, none with agents
+    assert counter.frame_count <= 3  # of each stage

@@ -1,9 +1,8 @@
 import pytest
 import torch
 
-from agentsd import Agents
-from agentsd.attention.matching import Ranking, rank_tokens
-from agentsd.attention.merging import join, make_merge_map, merge, merge_rows, of_last, unmerge
+from agentsd.attention.matching import Ranking
+from agentsd.attention.merging import join, make_merge_map, merge, merge_rows, unmerge
 
 # Two images of six tokens; destinations 0 and 3.
 RANKING = Ranking(
@@ -63,18 +62,3 @@ def test_half_precision_sums_are_taken_in_float32_whatever_was_ranked(dtype):
     ranking = Ranking(order, torch.zeros_like(order), src, torch.tensor([0]))
     x = torch.ones(1, n, 1, dtype=torch.float16)
     assert merge(x, make_merge_map(ranking, n, dtype)).item() == 1
-
-
-@pytest.mark.parametrize("images", [1, 2, 3])
-def test_cuts_of_the_last_images_of_a_batch(images):
-    x = torch.randn(4, 64, 6, generator=torch.Generator().manual_seed(0))
-    place = type(
-        "GridContext", (), {"grid": (8, 8), "half": False, "batch": 4, "key": (0, 0, 1.0), "device": "cpu"}
-    )
-    ranking = rank_tokens(x, Agents(destinations="random").sample_partition(place, 4))
-    one, two = make_merge_map(ranking, 20), make_merge_map(ranking, 50)
-    for cut in (one, two):
-        small = of_last(cut, 4, images)
-        assert torch.equal(merge(x[-images:], small), merge(x, cut)[-images:])
-        merged = merge(x, cut)
-        assert torch.equal(unmerge(merged[-images:], small), unmerge(merged, cut)[-images:])

@@ -23,7 +23,6 @@ import agentsd
 from agentsd import (
     Agents,
     Downsample,
-    GuidanceCache,
     Merge,
     Phases,
     PooledAgents,
@@ -63,8 +62,7 @@ RECIPES = {
     "sharing in computed steps too": Recipe(
         Phases(Agents(), KEYS), residual=ResidualSharing(2), steps=StepCache(2)
     ),
-    "guidance": Recipe(guidance=GuidanceCache(2)),
-    "all": Recipe(KEYS, residual=ResidualSharing(2), steps=StepCache(2), guidance=GuidanceCache(2)),
+    "all": Recipe(KEYS, residual=ResidualSharing(2), steps=StepCache(2)),
 }
 
 
@@ -74,10 +72,7 @@ COPIED = {
     "downsample.py:_first_of_cells": "places of keys, once for each operator of a run",
 }
 """What agentsd itself copies to the device, and why."""
-READ = {
-    "conditional.py:is_guided": "whether the two halves of the text differ, once a run of guidance caching",
-    "caching.py:_possible": "whether the two halves of the latent are equal, once such a run",
-}
+READ = {}
 """What agentsd itself reads back, and why."""
 
 
@@ -163,7 +158,6 @@ def test_nothing_is_read_back_and_nothing_copied_but_what_is_named(name):
         traffic = run(unet, given, latents)
         summary = handle.summary()
     check(traffic)
-    assert ("conditional-only" in summary) == (RECIPES[name].guidance is not None)
     corrected = re.search(r"(\d+) corrected", summary)
     again = int(corrected[1]) if corrected else 0
     assert traffic.copies.count("host") == 9 + again  # the timestep, in each call and each correction

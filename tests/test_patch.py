@@ -182,15 +182,12 @@ def test_same_seed_same_bits_and_guidance_branches_share_cells(pipe, sample):
     torch.testing.assert_close(torch.cat(alone), together, rtol=0, atol=2e-6)
 
 
-def test_an_odd_batch_takes_the_first_token_of_each_cell():
-    unet = make_unet()
-    outputs = {}
-    for how in ("auto", "first", "random"):
-        with apply_agentsd(unet, recipe=cells(how)):
-            outputs[how] = [call(unet, batch=batch) for batch in (1, 2)]
-    assert torch.equal(outputs["auto"][0], outputs["first"][0])
-    assert torch.equal(outputs["auto"][1], outputs["random"][1])
-    assert not torch.equal(outputs["auto"][1], outputs["first"][1])
+def test_destinations_are_the_same_in_a_batch_of_any_size():
+    unet, rng = make_unet(), torch.Generator().manual_seed(0)
+    latent, text = torch.randn(2, 4, 16, 16, generator=rng), torch.randn(2, 7, 16, generator=rng)
+    with apply_agentsd(unet, recipe=cells("random")), torch.no_grad():
+        both, alone = (unet(latent[:n], torch.tensor(999), text[:n]).sample for n in (2, 1))
+    torch.testing.assert_close(both[:1], alone, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -15,20 +15,19 @@ from quantized import BLOCK, PACKAGES, STAND_IN, dequantized, wide_unet
 from recipes import AGENTS_THEN_KEYS, TODO
 from tiny import call, snapshot, watch_phases
 
-from agentsd import GuidanceCache, Merge, Recipe, StepCache, apply_agentsd, calibrate, remove_agentsd
+from agentsd import Merge, Recipe, StepCache, apply_agentsd, calibrate, remove_agentsd
 from agentsd.hosts.models import weights_digest
 from agentsd.modules import AgentModule, FocusedLinear
 from agentsd.recipe import PAPER, STEP_CACHING
 
-BOTH = {"steps": StepCache(2, extrapolation_order=0), "guidance": GuidanceCache()}
+STEPS = StepCache(2, extrapolation_order=0)
 RECIPES = {
     "paper": PAPER,
     "agents, then keys": AGENTS_THEN_KEYS,
     "downsampled keys": TODO,
     "step-caching": STEP_CACHING,
-    "guidance": Recipe(guidance=GuidanceCache()),
-    "both": Recipe(**BOTH),
-    "both and attention": Recipe(AGENTS_THEN_KEYS.attention, **BOTH),
+    "order 0": Recipe(steps=STEPS),
+    "steps and attention": Recipe(AGENTS_THEN_KEYS.attention, steps=STEPS),
     "an untrained module": Recipe(AgentModule()),
     "an untrained module of its own weights": Recipe(FocusedLinear()),
 }
@@ -135,7 +134,7 @@ def test_attention_runs_in_each_layer(host):
         assert set(phases) == {"agent", "downsample"}
 
 
-@pytest.mark.parametrize("recipe", [AGENTS_THEN_KEYS, Recipe(**BOTH)])
+@pytest.mark.parametrize("recipe", [AGENTS_THEN_KEYS, Recipe(steps=STEPS)])
 def test_quantised_before_or_after_the_patch(quantize, host, make_pipeline, recipe):
     later = make_pipeline(unet=wide_unet())
     for pipe in (host, later):
@@ -146,17 +145,17 @@ def test_quantised_before_or_after_the_patch(quantize, host, make_pipeline, reci
 
 def test_what_leaves_nothing_out_changes_no_bit(host):
     baseline = run(host)
-    nothing = Recipe(Merge(0.0), steps=StepCache(1), guidance=GuidanceCache(1))
+    nothing = Recipe(Merge(0.0), steps=StepCache(1))
     apply_agentsd(host, recipe=nothing)
     assert torch.equal(run(host), baseline)
 
 
 def test_calls_left_out_are_those_of_a_twin(host):
     """That computes each call of the quantised U-Net in whole."""
-    handle = apply_agentsd(host, recipe=Recipe(**BOTH))
+    handle = apply_agentsd(host, recipe=Recipe(steps=STEPS))
     image = run(host)
     symbols = handle.summary().split()[0]
-    assert set(symbols) == set("FfHh")
+    assert set(symbols) == set("Ff")
     handle.remove()
     twin = Twin(host.unet, symbols, scheduler=host.scheduler)
     expected = run(host)

@@ -17,7 +17,6 @@ from agentsd import (
     Agents,
     ByDistance,
     Downsample,
-    GuidanceCache,
     Merge,
     Phases,
     PooledAgents,
@@ -83,7 +82,6 @@ def test_what_runs_depends_on_the_mode():
         (Recipe, "seed", -1, ValueError, r"2\*\*63"),
         (Recipe, "measured", 3, ValueError, "figures by name"),
         (Recipe, "steps", 3, TypeError, r"pass StepCache\(\) or None"),
-        (Recipe, "guidance", StepCache(), TypeError, r"pass GuidanceCache\(\) or None"),
     ],
 )
 def test_bad_value_names_itself_and_the_way_out(kind, name, value, error, way_out):
@@ -115,18 +113,6 @@ def test_bad_value_names_itself_and_the_way_out(kind, name, value, error, way_ou
         (lambda: ByDistance(POOLED, (math.nan,)), ValueError, "pass falling shares"),
         (lambda: ByDistance(POOLED, ("0.5",)), ValueError, "pass falling shares"),
         (lambda: ByDistance((None, None), (0.5,)), ValueError, "they are all the same"),
-        (lambda: ByDistance(POOLED, (0.5,), "image"), ValueError, "per='image'.*'batch' or 'sample'"),
-        (lambda: ByDistance((*POOLED, None), (0.6, 0.3), "sample"), ValueError, "differ in their count"),
-        (
-            lambda: ByDistance((PooledAgents(4), PooledAgents(16, k=0.1)), (0.6,), "sample"),
-            ValueError,
-            "differ in their count alone",
-        ),
-        (
-            lambda: ByDistance((Agents(), Agents(stride=2)), (0.6,), "sample"),
-            ValueError,
-            "per='sample' needs PooledAgents",
-        ),
         (
             lambda: PooledAgents(destinations="first"),
             ValueError,
@@ -158,12 +144,12 @@ def test_numpy_numbers_and_integers_are_numbers(tmp_path):
         *MODES.values(),
         Recipe(Phases(None, Merge(0.7, destinations="first"), 0.25), levels=3, seed=7),
         Recipe(ByDistance((PooledAgents(4), PooledAgents(16), None), (0.6, 0.3))),
-        Recipe(ByDistance((PooledAgents(4, ratio=0.4), PooledAgents(16, ratio=0.4)), (0.6,), "sample")),
+        Recipe(ByDistance((PooledAgents(4, ratio=0.4), PooledAgents(16, ratio=0.4)), (0.6,))),
         Recipe(Phases(FocusedLinear(convolution=False), Agents(at_most=None))),
         Recipe(Phases(AgentModule(bias=False), None)),
-        Recipe(steps=StepCache(), guidance=GuidanceCache()),
+        Recipe(steps=StepCache()),
         Recipe(steps=StepCache(3, extrapolation_order=0, warmup_steps=2, layers=2)),
-        Recipe(Merge(0.5), steps=StepCache(late_interval=4), guidance=GuidanceCache(start=0.25)),
+        Recipe(Merge(0.5), steps=StepCache(late_interval=4)),
     ],
 )
 def test_saved_and_loaded(tmp_path, recipe):
@@ -231,7 +217,7 @@ def test_ones_own_operator_is_read_and_written(tmp_path, monkeypatch):
         ("version: 1", "mine.yaml: attention=None: the recipe would do nothing"),
         (
             "version: 1\nratio: 0.3",
-            "mine.yaml: 'ratio' is unknown; the settings are attention, guidance",
+            "mine.yaml: 'ratio' is unknown; the settings are attention, levels",
         ),
         ("version: 1\nsteps: 3", "steps: 3 is no mapping of its settings, such as {interval: 2}"),
         ("version: 1\nattention: {agents: {rato: 0.3}}", r"'rato' is unknown; the settings are agent_ratio"),

@@ -37,8 +37,8 @@ FORMULA = {"k": 0.075, "scale": -0.15}
 """AgentSD's."""
 
 
-def _mediators(*stages: Any, thresholds: tuple[float, ...] = (0.98, 0.9), per: str = "batch") -> Recipe:
-    return Recipe(ByDistance(stages, thresholds, per), levels=1)
+def _mediators(*stages: Any, thresholds: tuple[float, ...] = (0.98, 0.9)) -> Recipe:
+    return Recipe(ByDistance(stages, thresholds), levels=1)
 
 
 def _pooled(*counts: int) -> list[PooledAgents]:
@@ -67,15 +67,14 @@ RECIPES: dict[str, Recipe] = {
     "strides": _paper(Merge(0.3, stride=4, ranking="layer"), stride=2, ratio=0.3),
     "first cells": _agents(Merge(destinations="first"), Agents(destinations="first")),
     "random cells, odd batch": _agents(early=Agents(destinations="random")),
-    "odd batch": _agents(Merge()),
+    "odd batch": _agents(Merge(destinations="first"), Agents(destinations="first")),
     "odd grid": _agents(Merge()),
     "seed 3": _agents(seed=3),
-    "bounds": _agents(early=Agents(0.6)),
+    "bounds": _agents(early=Agents(0.6, destinations="first")),
     "pooled agents": Recipe(Phases(PooledAgents(at_most=None, **FORMULA), None), levels=1),
     "pooled agents of merged tokens": _agents(early=PooledAgents(12, ratio=0.4, **FORMULA)),
     "mediators": _mediators(*_pooled(4, 16, 64)),
     "mediators, some of none": _mediators(None, *_pooled(4, 16)),
-    "mediators, each sample": _mediators(*_pooled(4, 16, 64), thresholds=(0.99, 0.95), per="sample"),
     "merged agents by distance": _mediators(
         *(Agents(0.2, stride=2, at_most=n, ranking="layer") for n in (4, 16, 64))
     ),

@@ -16,7 +16,6 @@ from agentsd import (
     Agents,
     ByDistance,
     Downsample,
-    GuidanceCache,
     Merge,
     Phases,
     PooledAgents,
@@ -81,14 +80,11 @@ def patched(operator, residual, **more):
         (1, 4, 1, "FFFFFF", "aaaaaa"),
         (1, 2, 1, "FFFfFF", "akksaa"),
         (4, 2, 0, "FFFFF", "aksss"),
-        (2, 4, 1, "FHFHFHFHFHFf", "kakassksssks"),
-        (1, 1, 0, "FHFhFH", "ksksks"),
     ],
 )
 def test_plan(interval, warmup, order, computed, expected):
     """Residuals (k) are kept where a step shares them (s) before as many newer ones as it takes."""
-    every, whole = [symbol in "FH" for symbol in computed], [symbol in "Ff" for symbol in computed]
-    kinds = ResidualSharing(interval, warmup, order).plan(every, whole)
+    kinds = ResidualSharing(interval, warmup, order).plan([symbol == "F" for symbol in computed])
     made = "".join({"full": "a", "keep": "k", "share": "s"}[kind] for kind in kinds)
     assert made == expected
 
@@ -188,24 +184,18 @@ def denoised(recipe):
     return x, handle and handle.summary()
 
 
-BOTH = ("steps", "guidance")
-
-
 @pytest.mark.parametrize(
-    ("name", "cached"),
-    [*((name, BOTH) for name in OPERATORS), *(("agents", few) for few in ((), *zip(BOTH)))],
+    ("name", "steps"), [*((name, StepCache(**STEPS)) for name in OPERATORS), ("agents", None)]
 )
-def test_sharing_brings_a_run_back_to_full_attention(name, cached):
-    """Beside the same caching: a conditional-only step shares the residual of its own half."""
-    parts, apart = {"steps": StepCache(**STEPS), "guidance": GuidanceCache()}, {}
-    parts = {setting: parts[setting] for setting in cached}
-    expected, _ = denoised(Recipe(**parts) if parts else None)
+def test_sharing_brings_a_run_back_to_full_attention(name, steps):
+    """Beside the same caching."""
+    apart = {}
+    expected, _ = denoised(steps and Recipe(steps=steps))
     for residual in (None, ResidualSharing()):
-        made, summary = denoised(Recipe(OPERATORS[name], residual=residual, **parts))
+        made, summary = denoised(Recipe(OPERATORS[name], residual=residual, steps=steps))
         apart[residual] = (made - expected).norm()
-    assert apart[ResidualSharing()] < (0.3 if "guidance" in parts else 0.2) * apart[None]
+    assert apart[ResidualSharing()] < 0.2 * apart[None]
     assert "s" in summary.split("attention ")[1].split()[0]
-    assert ("H" in summary.split()[0]) == ("guidance" in parts)
 
 
 @pytest.mark.parametrize("operator", [Agents(), Merge(), Agents(ranking="layer")])

@@ -8,7 +8,6 @@ from tiny import make_sdxl_unet, make_unet
 from agentsd import (
     Agents,
     Downsample,
-    GuidanceCache,
     Phases,
     Recipe,
     ResidualSharing,
@@ -61,7 +60,6 @@ def test_layers_that_cached_steps_skip_run_no_operator(operator, attended):
     "recipe",
     [
         Recipe(Downsample(), steps=STEPS, residual=ResidualSharing(2)),
-        Recipe(Downsample(), steps=STEPS, residual=ResidualSharing(1), guidance=GuidanceCache()),
         Recipe(Downsample(), residual=ResidualSharing(2)),
     ],
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..checks import check
 from .formula import agent_attention
 from .matching import Ranking
-from .merging import MergeMap, join, make_merge_map, merge, merge_rows, of_last, unmerge
+from .merging import MergeMap, join, make_merge_map, merge, merge_rows, unmerge
 from .operator import Attend, GridContext, heads, project, project_out
 from .ranking import RankedOperator, RankedPlan
 
@@ -39,8 +39,7 @@ class Agents(RankedOperator):
         agent_ratio: share of the tokens merged away to make the agents, in (0, 1); at least the destination
             tokens stay, which are all that stay with None.
         ranking: "level": one for all layers of a level, or "layer": each its own, as in the paper.
-        destinations: which token of each cell: "random", "first" (top left), or "auto": random for an even
-            batch and first for an odd one, as ToMeSD does.
+        destinations: which token of each cell: "random", or "first" (top left).
     """
 
     name: ClassVar[str] = "agents"
@@ -52,7 +51,7 @@ class Agents(RankedOperator):
     at_most: int | None = 400
     agent_ratio: float | None = None
     ranking: str = "level"
-    destinations: str = "auto"
+    destinations: str = "random"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,14 +96,6 @@ class AgentsPlan(RankedPlan):
         if self.tokens is not None:
             self.joined, self.tokens, self.agents = join(self.tokens, agents)
 
-    def of_last(self, batch: int, images: int) -> AgentsPlan:
-        """The same maps for the last images of a batch."""
-        plan = super().of_last(batch, images)
-        assert isinstance(plan, AgentsPlan)
-        if self.agents is not None:
-            plan._set_agents(of_last(self.agents, batch, images))
-        return plan
-
     def forget(self) -> None:
         """Let go of the agents' map as well."""
         super().forget()
@@ -133,7 +124,6 @@ def attend_agents(
     agents: Tensor,
     k: float,
     scale: float,
-    mask: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
     """The layer's own projections and norms around `agent_attention`: (B, M, C) -> (B, M, C).
@@ -154,5 +144,5 @@ def attend_agents(
     dtype = value.dtype
     if attn.upcast_attention or attn.upcast_softmax:
         query, key, value, agent = (x.float() for x in (query, key, value, agent))
-    out = agent_attention(query, key, value, agent, k, scale, mask)
+    out = agent_attention(query, key, value, agent, k, scale)
     return project_out(attn, out.to(dtype))

@@ -8,13 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def agent_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    agent: Tensor,
-    k: float,
-    scale: float,
-    mask: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, agent: Tensor, k: float, scale: float
 ) -> Tensor:
     """`softmax(d**scale * Q A^T) softmax(d**-0.5 * A K^T) V + k V`, for each head.
 
@@ -23,12 +17,11 @@ def agent_attention(
         agent: (B, heads, n, d) agent tokens, projected as queries.
         k: weight of the residual `k V`.
         scale: exponent of the head width `d` in the broadcast softmax; the paper's is -0.15.
-        mask: (B, 1, 1, n) which agents an image has; None where it has them all.
 
     Returns:
         (B, heads, N, d).
     """
     width = query.shape[-1]
     gathered = scaled_dot_product_attention(agent, key, value, scale=width**-0.5)
-    broadcast = scaled_dot_product_attention(query, agent, gathered, attn_mask=mask, scale=width**scale)
+    broadcast = scaled_dot_product_attention(query, agent, gathered, scale=width**scale)
     return torch.add(broadcast, value, alpha=k)  # one pass; `broadcast + k * value` writes a product as well

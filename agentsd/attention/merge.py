@@ -27,7 +27,7 @@ class Merge(RankedOperator):
     ratio: float = 0.4
     stride: int = 2
     ranking: str = "level"
-    destinations: str = "auto"
+    destinations: str = "random"
 
     def plan(self, context: GridContext) -> MergePlan | None:
         """Sample the destinations; None where no cell is whole, or nothing is to be merged."""

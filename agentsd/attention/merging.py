@@ -52,19 +52,6 @@ def make_merge_map(ranking: Ranking, r: int, dtype: torch.dtype = torch.float32)
     return MergeMap(assignment.flatten(), members, offsets, weights)
 
 
-def of_last(merge_map: MergeMap, batch: int, images: int) -> MergeMap:
-    """The map of the last images of a batch."""
-    assignment, members, offsets, weights = merge_map
-    skipped = batch - images
-    tokens, merged = members.numel() // batch * skipped, (offsets.numel() - 1) // batch * skipped
-    return MergeMap(
-        assignment[tokens:] - merged,
-        members[tokens:] - tokens,
-        offsets[merged:] - tokens,
-        None if weights is None else weights[tokens:],
-    )
-
-
 def join(first: MergeMap, second: MergeMap) -> tuple[MergeMap, MergeMap, MergeMap]:
     """Two maps of the same tokens as one, for a single pass of `merge_rows`, and both as views of that one.
 

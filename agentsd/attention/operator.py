@@ -28,18 +28,14 @@ class GridContext:
     Attributes:
         grid: height and width in tokens.
         downsampling_factor: side of a token, in tokens of the finest patched level.
-        batch: images in the call.
         device: where index tensors go.
         key: (seed, number of the group of layers, timestep) of what is drawn at random.
-        half: the images are the conditional half of a guided call.
     """
 
     grid: tuple[int, int]
     downsampling_factor: int
-    batch: int
     device: Any
     key: tuple[int, int, float]
-    half: bool = False
 
     @property
     def tokens(self) -> int:
@@ -66,10 +62,6 @@ class Plan:
 
     def hold(self) -> None:
         """Keep the map of tokens beyond a layer's own call: others will use the plan."""
-
-    def of_last(self, batch: int, images: int) -> Plan:
-        """The plan for the last images of a batch, with the same map of tokens."""
-        return self
 
     def attend(self, attn: Attention, tokens: Tensor, fallback: Attend) -> Tensor:
         """Self-attention of a layer on (B, N, C)."""

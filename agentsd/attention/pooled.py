@@ -6,8 +6,6 @@ Transformer with Step-wise Dynamic Attention Mediators" (ECCV 2024), Eq. 7 to 9.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,7 +17,7 @@ from .agents import attend_agents, check_formula
 from .matching import Partition
 from .merging import merge, unmerge
 from .operator import Attend, GridContext
-from .pooling import Pool, make_pool, pool_tokens
+from .pooling import Pool, agent_grid, pool_tokens
 from .ranking import RankedOperator, RankedPlan
 
 
@@ -43,36 +41,26 @@ class PooledAgents(RankedOperator):
     stride: int = 4
     at_most: int | None = 400
     ranking: str = "level"
-    destinations: str = "auto"
+    destinations: str = "random"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check("count", self.count, self.count is None or self.count >= 1, "pass 1 or more, or None")
         check_formula(self.k, self.scale)
-        plain = self.ratio > 0 or (self.ranking, self.destinations) == ("level", "auto")
+        plain = self.ratio > 0 or (self.ranking, self.destinations) == ("level", "random")
         check("ratio", self.ratio, plain, "ranking and destinations are of merged tokens: pass more than 0")
 
     def plan(self, context: GridContext) -> PooledPlan | None:
         """Plan the pooling; None where no cell is whole."""
-        return self.plan_each(context, [self] * context.batch)
-
-    def plan_each(
-        self, context: GridContext, each: Sequence[PooledAgents], every: Sequence[PooledAgents] = ()
-    ) -> PooledPlan | None:
-        """The same for images with settings of their own, which differ in `count` alone.
-
-        All of `every` are computed where images differ, so that shapes do not depend on the images.
-        """
         stride = context.stride(self.stride, self.at_most)
         if min(context.grid) < stride:
             return None
-        cells = math.prod(size // stride for size in context.grid)
-        wanted = [settings.count or cells for settings in each]
+        height, width = context.grid
+        count = self.count or (height // stride) * (width // stride)
         kept = context.tokens - int(context.tokens * self.ratio)
         pool = None
-        if 2 * max(wanted) < kept:  # as the reference: else attention stays plain
-            counts = [settings.count or cells for settings in every or each]
-            pool = make_pool(*context.grid, counts, wanted, context.device)
+        if 2 * count < kept:  # as the reference: else attention stays plain
+            pool = Pool(height, width, *agent_grid(count, height, width))
         partition = self.sample_partition(context, stride) if self.ratio else None
         return PooledPlan(self, pool, partition) if partition or pool else None
 
@@ -85,13 +73,6 @@ class PooledPlan(RankedPlan):
         self.settings, self.pool = settings, pool
         self.ranked = partition is None
 
-    def of_last(self, batch: int, images: int) -> PooledPlan:
-        """The same for the last images of a batch."""
-        plan = super().of_last(batch, images)
-        assert isinstance(plan, PooledPlan)
-        plan.pool = None if self.pool is None else self.pool.of_last(images)
-        return plan
-
     def attend(self, attn: Attention, tokens: Tensor, fallback: Attend) -> Tensor:
         """Merge, gather and broadcast, unmerge."""
         merge_map = self.tokens
@@ -102,7 +83,7 @@ class PooledPlan(RankedPlan):
             # Averages of tokens, projected, are averages of queries.
             agents = pool_tokens(tokens, self.pool)
             k, scale = self.settings.k, self.settings.scale
-            out = attend_agents(attn, merged, agents, k, scale, self.pool.mask)
+            out = attend_agents(attn, merged, agents, k, scale)
         if merge_map is None:
             return out
         self.forget()

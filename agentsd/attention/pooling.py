@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import adaptive_avg_pool2d, pad
+from torch.nn.functional import adaptive_avg_pool2d
 
 
 def agent_grid(agents: int, height: int, width: int) -> tuple[int, int]:
@@ -56,56 +55,14 @@ def _weights(size: int, parts: int) -> Tensor:
 
 
 class Pool(NamedTuple):
-    """How the tokens of a grid are pooled into agents.
-
-    Attributes:
-        height, width: the token grid.
-        grids: (rows, cols) of the agents in each stage that an image may be in.
-        stage: for each grid (B, 1, 1), 1 where an image is in that stage and else 0; None for a single grid.
-        mask: (B, 1, 1, n) which agents of the largest grid an image has; None where it has them all.
-    """
+    """How the tokens of a (height, width) grid are pooled into rows x cols agents."""
 
     height: int
     width: int
-    grids: tuple[tuple[int, int], ...]
-    stage: tuple[Tensor, ...] | None = None
-    mask: Tensor | None = None
-
-    def of_last(self, images: int) -> Pool:
-        """The same for the last images."""
-        stage = None if self.stage is None else tuple(part[-images:] for part in self.stage)
-        return self._replace(stage=stage, mask=None if self.mask is None else self.mask[-images:])
-
-
-def make_pool(height: int, width: int, counts: Sequence[int], wanted: Sequence[int], device: Any) -> Pool:
-    """Plan the pooling for images that want so many agents each.
-
-    Args:
-        height, width: the token grid.
-        counts: the numbers of agents of all stages; all are computed where images differ, so that the
-            shapes do not depend on the images.
-        wanted: the number of agents of each image.
-        device: where masks go.
-    """
-    if len(set(wanted)) == 1:
-        return Pool(height, width, (agent_grid(wanted[0], height, width),))
-    stages = sorted({count for count in counts if count})
-    grids = tuple(agent_grid(count, height, width) for count in stages)
-    given = torch.tensor(wanted, device="cpu")
-    stage = tuple((given == count).view(-1, 1, 1).to(device) for count in stages)
-    sizes = {count: rows * cols for count, (rows, cols) in zip(stages, grids, strict=True)}
-    have = torch.tensor([sizes[count] for count in wanted], device="cpu")
-    mask = torch.arange(max(sizes.values()), device="cpu") < have.view(-1, 1, 1, 1)
-    return Pool(height, width, grids, stage, mask.to(device))
+    rows: int
+    cols: int
 
 
 def pool_tokens(x: Tensor, pool: Pool) -> Tensor:
-    """Tokens (B, N, C) -> agents (B, n, C), averages over the grid; an image with fewer has zeros last."""
-    made = [pool_agents(x[:, None], pool.height, pool.width, rows, cols)[:, 0] for rows, cols in pool.grids]
-    if pool.stage is None:
-        return made[0]
-    most = max(agents.shape[1] for agents in made)
-    agents = x.new_zeros(x.shape[0], most, x.shape[2])
-    for some, stage in zip(made, pool.stage, strict=True):
-        agents = agents + stage * pad(some, (0, 0, 0, most - some.shape[1]))
-    return agents
+    """Tokens (B, N, C) -> agents (B, n, C), averages over the grid."""
+    return pool_agents(x[:, None], *pool)[:, 0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from ..checks import check, check_share
 from .matching import Partition, Ranking, rank_tokens, sample_destinations, split_grid
-from .merging import MergeMap, make_merge_map, of_last
+from .merging import MergeMap, make_merge_map
 from .operator import GridContext, Operator, Plan
 
 
@@ -34,8 +33,8 @@ class RankedOperator(Operator):
         check_share("ratio", self.ratio, below_one=True)
         check_stride(self.stride, self.at_most)
         check("ranking", self.ranking, self.ranking in ("level", "layer"), "choose 'level' or 'layer'")
-        ok = self.destinations in ("auto", "random", "first")
-        check("destinations", self.destinations, ok, "choose 'auto' or 'random' or 'first'")
+        ok = self.destinations in ("random", "first")
+        check("destinations", self.destinations, ok, "choose 'random' or 'first'")
 
     @property
     def own_ranking(self) -> bool:
@@ -43,13 +42,9 @@ class RankedOperator(Operator):
         return self.ranking == "layer"
 
     def sample_partition(self, context: GridContext, stride: int) -> Partition:
-        """Sample a destination in each cell: random ones are sampled anew for each (seed, group, step).
-
-        "auto" is random for an even batch and first for an odd one (ToMeSD); a half goes by both halves.
-        """
-        even = context.half or context.batch % 2 == 0
-        random = self.destinations == "random" or (self.destinations == "auto" and even)
-        offsets = sample_destinations(*context.grid, stride, context.key if random else None)
+        """Sample a destination in each cell: random ones are sampled anew for each (seed, group, step)."""
+        key = context.key if self.destinations == "random" else None
+        offsets = sample_destinations(*context.grid, stride, key)
         partition = split_grid(*context.grid, stride, offsets)
         return partition._replace(positions=_to(partition.positions, context.device))
 
@@ -95,13 +90,6 @@ class RankedPlan(Plan):
     def hold(self) -> None:
         """Keep the maps beyond a layer's own call."""
         self.own = False
-
-    def of_last(self, batch: int, images: int) -> RankedPlan:
-        """The same maps for the last images of a batch."""
-        plan = copy(self)
-        if self.tokens is not None:
-            plan.tokens = of_last(self.tokens, batch, images)
-        return plan
 
     def forget(self) -> None:
         """Let go of the maps, where they are one layer's alone: they are large where tokens are many."""

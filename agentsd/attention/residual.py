@@ -26,8 +26,8 @@ class ResidualSharing:
     each layer and image of the batch, and `extrapolation_order + 1` of them are kept.
 
     Attributes:
-        interval: one in so many has full attention of the steps that compute all layers and both passes of
-            guidance; 1 leaves it to all of these.
+        interval: one in so many has full attention of the steps that compute all layers; 1 leaves it to all
+            of these.
         warmup_steps: how many steps that compute all layers have it first.
         extrapolation_order: 0 takes the last residual; 1 extrapolates the last two linearly in sigma.
         least_tokens: attention stays full where the finest patched level has fewer tokens.
@@ -58,17 +58,16 @@ class ResidualSharing:
             "least_tokens", self.least_tokens, self.least_tokens >= 0, "pass 0 (share on every grid) or more"
         )
 
-    def plan(self, computed: Sequence[bool], guided: Sequence[bool]) -> list[str]:
+    def plan(self, computed: Sequence[bool]) -> list[str]:
         """What attention computes in each step of a run.
 
         Args:
             computed: whether each step computes all layers; in the others the last ones share.
-            guided: whether it computes both passes of guidance, where there is guidance.
         """
         warm = [i for i, all_layers in enumerate(computed) if all_layers][: self.warmup_steps]
         ends, gap = [], 0  # the steps of full attention that can leave a residual
-        for i, both in enumerate(zip(computed, guided, strict=True)):
-            if all(both):
+        for i, all_layers in enumerate(computed):
+            if all_layers:
                 gap = 0 if i in warm else (gap + 1) % self.interval
                 ends += [i] if gap == 0 else []
         kinds = [FULL if i in warm else SHARE for i in range(len(computed))]

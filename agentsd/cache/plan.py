@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..attention.residual import OPERATOR, SHARE, ResidualSharing
-from .guidance import GuidanceCache
 from .steps import StepCache
 
 
@@ -16,43 +15,30 @@ class StepKind:
 
     Attributes:
         computed: all layers; else the last ones.
-        guided: both passes of guidance, where there is guidance; else the conditional one.
         attention: what the patched layers compute (`agentsd.attention.residual`).
     """
 
     computed: bool = True
-    guided: bool = True
     attention: str = OPERATOR
 
     @property
     def letter(self) -> str:
-        """F or f for a computed or a cached step of both passes, H or h of the conditional one."""
-        if self.guided:
-            return "F" if self.computed else "f"
-        return "H" if self.computed else "h"
+        """F or f for a computed or a cached step."""
+        return "F" if self.computed else "f"
 
 
 COMPUTED = StepKind()
-_NAMES = {
-    "F": "computed",
-    "f": "cached",
-    "H": "computed, conditional-only",
-    "h": "cached, conditional-only",
-}
+_NAMES = {"F": "computed", "f": "cached"}
 
 
 def plan_run(
-    steps: StepCache | None,
-    guidance: GuidanceCache | None,
-    step_of_call: Sequence[float],
-    residual: ResidualSharing | None = None,
+    steps: StepCache | None, step_of_call: Sequence[float], residual: ResidualSharing | None = None
 ) -> list[StepKind]:
     """The kind of each call of a run, in its order; calls of one step (PLMS, Heun) are of one kind."""
     number = {step: i for i, step in enumerate(dict.fromkeys(step_of_call))}
     computed = [True] * len(number) if steps is None else steps.computed(len(number))
-    guided = [True] * len(number) if guidance is None else guidance.guided(computed)
-    attention = [OPERATOR] * len(number) if residual is None else residual.plan(computed, guided)
-    kinds = list(map(StepKind, computed, guided, attention))
+    attention = [OPERATOR] * len(number) if residual is None else residual.plan(computed)
+    kinds = list(map(StepKind, computed, attention))
     return [kinds[number[step]] for step in step_of_call]
 
 

@@ -25,43 +25,39 @@ class Residuals:
         self._kept = CachedFeatures(order, order + 1)
         self._indices: dict[int, int] = {}  # of the layers that have one: where it is in the list
         self._plans: dict[int, Plan] = {}
-        self._stages: tuple[int, ...] | None = None
+        self._stage: int | None = None
 
-    def fit(self, stages: tuple[int, ...]) -> bool:
-        """Whether there are any, of the operators of these stages, one an image."""
-        return self._stages is not None and self._stages[-len(stages) :] == stages
+    def fit(self, stage: int) -> bool:
+        """Whether there are any, of the operators of this stage."""
+        return self._stage == stage
 
-    def plan_of(self, group: int, images: int) -> Plan | None:
-        """The plan that a group's layers had with the last residual, for the last images of those."""
-        plan, all_images = self._plans.get(group), len(self._stages or ())
-        return plan if plan is None or images == all_images else plan.of_last(all_images, images)
+    def plan_of(self, group: int) -> Plan | None:
+        """The plan that a group's layers had with the last residual."""
+        return self._plans.get(group)
 
-    def keep(self, sigma: float | None, stages: tuple[int, ...], plans: dict[int, Plan]) -> None:
-        """Take in what the layers found in a call at a noise level, on images in these stages."""
+    def keep(self, sigma: float | None, stage: int, plans: dict[int, Plan]) -> None:
+        """Take in what the layers found in a call at a noise level, in this stage of the run."""
         found = {
             index: layer.residual for index, layer in enumerate(self._layers) if layer.residual is not None
         }
         indices = {layer: i for i, layer in enumerate(found)}
-        if (self._stages, self._indices) != (stages, indices):  # another operator's, or of other layers
+        if (self._stage, self._indices) != (stage, indices):  # another operator's, or of other layers
             self._kept = CachedFeatures(self._order, self._order + 1)
         self._kept.keep(sigma, list(found.values()))
-        self._indices, self._stages, self._plans = indices, stages, plans
+        self._indices, self._stage, self._plans = indices, stage, plans
 
-    def give(self, sigma: float | None, images: int, interpolate: bool, computed: Sequence[bool]) -> None:
+    def give(self, sigma: float | None, interpolate: bool, computed: Sequence[bool]) -> None:
         """Hand each layer that is computed its residual at a noise level; without one attention is full.
 
         Args:
             sigma: the noise level.
-            images: of the call, the last of those that residuals are known of.
             interpolate: the level is between the last two, whatever the order.
             computed: whether the call computes each layer.
         """
         given = [index for index in self._indices if computed[index]]
-        every = len(self._stages or ())
 
         def select(residuals: list[Tensor]) -> list[Tensor]:
-            wanted = [residuals[self._indices[index]] for index in given]
-            return wanted if images == every else [x[-(len(x) * images // every) :] for x in wanted]
+            return [residuals[self._indices[index]] for index in given]
 
         found = (self._kept.interpolate if interpolate else self._kept.extrapolate)(sigma, select)
         residuals = dict(zip(given, found, strict=True))

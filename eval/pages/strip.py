@@ -2,12 +2,7 @@
 
 from html import escape
 
-KINDS = {
-    "F": ("computed", "#1f5fa8"),
-    "f": ("cached", "#a9cbee"),
-    "H": ("computed, conditional-only", "#c4600c"),
-    "h": ("cached, conditional-only", "#f6c79a"),
-}
+KINDS = {"F": ("computed", "#1f5fa8"), "f": ("cached", "#a9cbee")}
 """Of each letter of `AgentSDHandle.summary`: its name and colour."""
 
 
