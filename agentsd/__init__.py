@@ -3,7 +3,6 @@
 from .attention import Agents, Downsample, Merge, PooledAgents, ResidualSharing
 from .by_distance import ByDistance
 from .cache import StepCache
-from .calibration import calibrate
 from .handle import AgentSDHandle
 from .patch import apply_agentsd, remove_agentsd
 from .recipe import Recipe
@@ -23,6 +22,5 @@ __all__ = [
     "ResidualSharing",
     "StepCache",
     "apply_agentsd",
-    "calibrate",
     "remove_agentsd",
 ]

@@ -48,7 +48,7 @@ def apply_agentsd(
             in place of agents. "step-caching": step caching alone, on every grid. "paper": AgentSD to the
             letter of the paper, agents in the early steps and merged tokens later, in every step.
         recipe: in place of all the others, a `Recipe`, or a file, folder or hub repository that holds one
-            (`agentsd.yaml`; trained weights beside it, `agentsd.safetensors`, are loaded).
+            (`agentsd.json`; trained weights beside it, `agentsd.safetensors`, are loaded).
         seed: of the destinations sampled at random.
 
     Returns:

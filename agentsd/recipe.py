@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from .attention import Agents, Downsample, Merge, Operator, ResidualSharing
 from .cache import StepCache
@@ -16,17 +15,16 @@ from .hosts.files import find_saved
 from .schedule import ByDistance, Phases, Schedule, stages_of, with_setting
 from .serialization import (
     check_known,
-    plain_values,
     read_schedule,
     read_settings,
     write_changed,
     write_schedule,
 )
-from .yaml_file import read_mapping
 
 VERSION = 1
 """Of the file format."""
-FILE_NAME = "agentsd.yaml"
+FILE_NAME = "agentsd.json"
+_LARGEST = 1_000_000  # bytes of a file of settings
 _PARTS: dict[str, Any] = {"steps": StepCache, "residual": ResidualSharing}
 
 
@@ -120,8 +118,8 @@ class Recipe:
             content["seed"] = self.seed
         if self.measured:
             content["measured"] = dict(self.measured)
-        values: dict[str, Any] = plain_values(content)
-        return values
+        plain: dict[str, Any] = json.loads(json.dumps(content, default=lambda number: number.item()))
+        return plain  # without numpy's numbers
 
     @classmethod
     def from_mapping(cls, content: Mapping[Any, Any], where: str = "recipe") -> Recipe:
@@ -149,7 +147,7 @@ class Recipe:
             raise ValueError(f"{where}: {error}") from None
 
     def save(self, path: str | Path) -> Path:
-        """Write a YAML file, `agentsd.yaml` where the path is a folder; returns its path.
+        """Write a JSON file, `agentsd.json` where the path is a folder; returns its path.
 
         Raises:
             FileExistsError: there is a file that is no recipe, which is left as it is.
@@ -160,34 +158,47 @@ class Recipe:
                 Recipe.load(path)
             except ValueError:
                 raise FileExistsError(f"{path} is no recipe and stays as it is: pass another name") from None
-        text = yaml.safe_dump(self.to_mapping(), sort_keys=False, width=110)
-        path.write_text(text, encoding="utf-8")
+        path.write_text(json.dumps(self.to_mapping(), indent=2) + "\n", encoding="utf-8")
         return path
 
     @classmethod
     def load(cls, source: str | Path) -> Recipe:
-        """Read what `save` wrote: a file, or the `agentsd.yaml` of a folder or hub repository.
+        """Read what `save` wrote: a file, or the `agentsd.json` of a folder or hub repository.
 
         Args:
             source: a path, or "name/repository" on the hub.
 
         Raises:
             FileNotFoundError: there is no such file, folder or repository.
-            ValueError: it is not YAML, or not a recipe.
+            ValueError: it is not JSON, or not a recipe.
         """
         path = find_saved(source, [FILE_NAME])
         try:
             file = _file(path)
-            content = read_mapping(file)
+            content = _read(file)
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{error.filename}: no such file; Recipe.save(path) writes one") from None
         except OSError as error:  # a name that is too long, links in a circle, a folder that may not be read
             raise ValueError(f"{path} can't be read: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is no recipe: {error}; Recipe.save(path) writes one") from None
         return cls.from_mapping(content, str(file))
 
 
 def _file(path: str | Path) -> Path:
     return Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What a JSON file of settings holds, whoever wrote it."""
+    if path.exists() and not path.is_file():
+        raise ValueError("it is no regular file")
+    if path.stat().st_size > _LARGEST:
+        raise ValueError(f"it is larger than {_LARGEST:,} bytes")
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds a {type(content).__name__}")
+    return content
 
 
 PAPER = Recipe(

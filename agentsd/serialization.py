@@ -39,15 +39,6 @@ def write_changed(settings: Any) -> dict[str, Any]:
     return {name: value for name, (value, default) in values.items() if value != default}
 
 
-def plain_values(content: Any) -> Any:
-    """The same without numpy's numbers, which YAML has none of."""
-    if isinstance(content, Mapping):
-        return {plain_values(key): plain_values(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [plain_values(value) for value in content]
-    return content.item() if hasattr(content, "item") else content
-
-
 def read_schedule(content: Any) -> Any:
     """A schedule of plain values: {agents: {ratio: 0.4}}, "full", or phases or stages of these."""
     if content is None or content == "full":

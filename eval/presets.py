@@ -74,7 +74,7 @@ def presets() -> dict[str, Preset]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    from agentsd.yaml_file import read_mapping  # agentsd loads torch, which --help has no use for
+    from agentsd.dreambooth.yaml_file import read_mapping  # agentsd loads torch, which --help has no use for
 
     try:
         values = read_mapping(path)

@@ -237,7 +237,7 @@ class CalibrateSettings(ShowSettings):
     such as 0.05."""
     cost: Literal["macs", "seconds"] = "macs"
     """What is to become cheaper. Seconds need a machine that does nothing else."""
-    out: Path = Path("outputs/calibrated.yaml")
+    out: Path = Path("outputs/calibrated.json")
     """The YAML file to write. What was measured is kept beside it (.jsonl), and the same command goes on."""
 
     @model_validator(mode="after")

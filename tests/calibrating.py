@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from agentsd_eval.cost.macs import macs
 from tiny import may_skip
 
 from agentsd import Downsample, Recipe, ResidualSharing, StepCache
-from agentsd.calibration.cost import macs
 
 STEPS = 8
 SETTINGS = {"num_inference_steps": STEPS, "guidance_scale": 7.5}

@@ -156,7 +156,7 @@ def calibrated(make_plain: Callable[..., Any], tmp_path_factory: pytest.TempPath
     """The file of a calibration, and its recipe."""
     from calibrating import COUNTED
 
-    from agentsd import calibrate
+    from agentsd_eval import calibrate
 
     path = tmp_path_factory.mktemp("calibrated") / "figures.jsonl"
     return path, calibrate(make_plain(), ["a cat"], speedup=1.3, resume=path, **COUNTED)

@@ -9,17 +9,17 @@ from contextlib import suppress
 
 import pytest
 import torch
+from agentsd_eval.calibration import search
+from agentsd_eval.calibration.candidates import CANDIDATES as USUAL
+from agentsd_eval.calibration.runs import Metrics
+from agentsd_eval.calibration.search import calibrate, distance_between
 from calibrating import CANDIDATES, COUNTED, SETTINGS, STEPS, distance, run, work
 from diffusers import StableDiffusionControlNetPipeline
 from logs import warned
 from PIL import Image
 from tiny import make_controlnet, may_skip, snapshot
 
-from agentsd import Downsample, Recipe, apply_agentsd, calibrate
-from agentsd.calibration import search
-from agentsd.calibration.candidates import CANDIDATES as USUAL
-from agentsd.calibration.runs import Metrics
-from agentsd.calibration.search import distance_between
+from agentsd import Downsample, Recipe, apply_agentsd
 from agentsd.recipe import AGENTSD, DOWNSAMPLE, STEP_CACHING
 
 
@@ -42,7 +42,7 @@ def test_no_other_candidate_that_is_fast_enough_ends_nearer(plain, calibrated, t
     with apply_agentsd(plain, recipe=found) as handle:
         run(plain)
         assert found.measured["steps"] == handle.summary().split()[0]
-    again = Recipe.load(found.save(tmp_path / "mine.yaml"))
+    again = Recipe.load(found.save(tmp_path / "mine.json"))
     assert (again, again.measured) == (found, found.measured)
 
 

@@ -7,6 +7,8 @@ import copy
 import accelerate
 import pytest
 import torch
+from agentsd_eval.calibration.runs import Runs
+from agentsd_eval.calibration.search import calibrate
 from calibrating import SETTINGS, STEPS, run
 from diffusers import (
     LCMScheduler,
@@ -14,8 +16,7 @@ from diffusers import (
 from recipes import AGENTS_THEN_KEYS
 from tiny import BETAS, make_unet, may_skip, snapshot
 
-from agentsd import Merge, Recipe, StepCache, apply_agentsd, calibrate
-from agentsd.calibration.runs import Runs
+from agentsd import Merge, Recipe, StepCache, apply_agentsd
 from agentsd.modules import FocusedLinear
 
 

@@ -3,12 +3,12 @@
 import math
 
 import pytest
+from agentsd_eval.cost.macs import macs
 from diffusers.models.attention_processor import AttnProcessor
 from recipes import AGENTS_THEN_KEYS
 from tiny import call, make_unet
 
 from agentsd import Agents, Downsample, Merge, Recipe, apply_agentsd
-from agentsd.calibration.cost import macs
 from agentsd.recipe import PAPER
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from agentsd_eval.cost.macs import macs
 from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
 from tiny import call, make_unet
 
 from agentsd import Agents, Downsample, Merge, Phases, Recipe, apply_agentsd
 from agentsd.attention import downsample
-from agentsd.calibration.cost import macs
 
 LATER = Recipe(Phases(Agents(), Downsample()))
 UNBOUNDED = Recipe(Phases(Agents(), Downsample(at_most=None)), levels=1)

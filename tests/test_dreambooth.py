@@ -95,7 +95,7 @@ def test_the_three_ways_to_apply_differ_as_they_should(settings, tmp_path):
     for apply in ("train+generate", "generate", "none"):
         out = tmp_path / apply
         Run(settings(apply=apply, output_dir=out)).train()
-        results[apply] = weights(out), (out / "grid.png").read_bytes(), (out / "agentsd.yaml").exists()
+        results[apply] = weights(out), (out / "grid.png").read_bytes(), (out / "agentsd.json").exists()
     assert equal(results["generate"][0], results["none"][0])
     assert not equal(results["generate"][0], results["train+generate"][0])
     assert results["generate"][1] != results["none"][1]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from agentsd_eval.calibration.search import calibrate
 from agentsd_eval.cli import main
 from agentsd_eval.images import models
 from agentsd_eval.studies import calibration
 from agentsd_eval.studies.calibration import note
 from click.testing import CliRunner
 
-from agentsd import Recipe, calibrate
+from agentsd import Recipe
 
 RUN = ("--steps", 8, "--scheduler", "ddim", "--cost", "seconds")
 
@@ -23,7 +24,7 @@ def invoke(*arguments: object, code: int = 0) -> str:
 
 
 def test_the_command_saves_what_the_call_finds_and_goes_on(model_folder: str, tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
+    path = tmp_path / "mine.json"
     arguments = ("--model", model_folder, "--prompt", "a cat", "--prompt", "a dog", "--held-out", 1, *RUN)
     arguments = (*arguments, "--reference-steps", 10)
     goal = ("--max-distance", 10, "--out", path)
@@ -66,7 +67,7 @@ def test_prompts_are_the_embedded_models_if_none_are_given(monkeypatch, model_fo
         raise ValueError("enough")
 
     monkeypatch.setattr(calibration, "calibrate", keep)
-    path = tmp_path / "calls.yaml"
+    path = tmp_path / "calls.json"
     arguments = ("--images", 3, "--held-out", 1, "--speedup", 1.3)
     assert "enough" in invoke("--model", model_folder, *arguments, "--out", path, code=2)
     assert (len(given["prompts"]), len(given["held_out"])) == (2, 1)
@@ -94,7 +95,7 @@ def test_fewer_steps_are_advised_where_they_win() -> None:
 def test_a_wrong_goal_is_one_message(
     arguments: tuple[object, ...], message: str, model_folder: str, tmp_path: Path
 ) -> None:
-    printed = invoke("--model", model_folder, *arguments, "--out", tmp_path / "mine.yaml", code=2)
+    printed = invoke("--model", model_folder, *arguments, "--out", tmp_path / "mine.json", code=2)
     assert message in printed
     assert not list(tmp_path.iterdir())
 
@@ -102,4 +103,4 @@ def test_a_wrong_goal_is_one_message(
 @pytest.mark.parametrize("goal", [(), ("--speedup", 1.1, "--max-distance", 0.1)])
 def test_the_goal_is_looked_at_before_the_model_is_loaded(goal, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(models, "load_pipeline", lambda settings: pytest.fail("loaded"))
-    assert "give one goal" in invoke(*goal, "--out", tmp_path / "mine.yaml", code=2)
+    assert "give one goal" in invoke(*goal, "--out", tmp_path / "mine.json", code=2)

@@ -25,7 +25,7 @@ def invoke(*arguments: object, code: int = 0) -> str:
 def test_one_command_leaves_a_page_and_results_to_send(
     model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine = Recipe(steps=StepCache(extrapolation_order=0, interval=3)).save(tmp_path / "mine.yaml")
+    mine = Recipe(steps=StepCache(extrapolation_order=0, interval=3)).save(tmp_path / "mine.json")
     out = tmp_path / "private" / "run"
     arguments = ("--model", model_folder, "--calibrated", mine, *RUN, "--out", out)
     printed = invoke(*arguments)
@@ -75,12 +75,12 @@ def test_what_gains_over_fewer_steps_is_said() -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "mine.yaml isn't there; agentsd-eval calibrate makes one"), ("[", "mine.yaml is not valid YAML")],
+    [(None, "mine.json isn't there; agentsd-eval calibrate makes one"), ("[", "mine.json is no recipe")],
 )
 def test_a_wrong_file_is_one_message_before_any_image(
     content: str | None, message: str, model_folder: str, tmp_path: Path
 ) -> None:
-    path = tmp_path / "mine.yaml"
+    path = tmp_path / "mine.json"
     if content is not None:
         path.write_text(content)
     printed = invoke("--model", model_folder, "--calibrated", path, *RUN, "--out", tmp_path / "run", code=2)
@@ -89,7 +89,7 @@ def test_a_wrong_file_is_one_message_before_any_image(
 
 
 def test_a_file_is_not_called_as_a_method_is(tmp_path: Path) -> None:
-    Recipe(steps=StepCache()).save(tmp_path / "step-caching.yaml")
+    Recipe(steps=StepCache()).save(tmp_path / "step-caching.json")
     assert "'step-caching' is the name of another row: rename the file" in invoke(
-        "--calibrated", tmp_path / "step-caching.yaml", code=2
+        "--calibrated", tmp_path / "step-caching.json", code=2
     )

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from agentsd_eval.calibration.search import calibrate
 from agentsd_eval.cli import main
 from agentsd_eval.errors import EvalError
 from agentsd_eval.images.models import load_pipeline
@@ -22,7 +23,6 @@ from click.testing import CliRunner
 from PIL import Image
 from sd_folder import save_sd15, save_sd21, save_sdxl, stand_in_for_inception
 
-from agentsd import calibrate
 from agentsd.recipe import AGENTSD, STEP_CACHING
 
 SMALL = ("--height", 64, "--width", 64)
@@ -148,10 +148,10 @@ def test_calibrate_takes_shipped_prompts(sd15: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr("agentsd_eval.studies.calibration.calibrate", few)
     printed = invoke(
         "calibrate", "--model", sd15, "--images", 1, "--steps", 8, "--speedup", 1.05,
-        *SMALL, "--out", tmp_path / "calibrated.yaml",
+        *SMALL, "--out", tmp_path / "calibrated.json",
     )  # fmt: skip
     assert "a photograph of a fox in the snow" in printed
-    assert (tmp_path / "calibrated.yaml").exists()
+    assert (tmp_path / "calibrated.json").exists()
 
 
 def test_check(sd15: Path, tmp_path: Path) -> None:

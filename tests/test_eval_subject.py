@@ -150,7 +150,7 @@ def test_the_command_trains_once_and_goes_on(
     with Image.open(out / "subject.png") as image:
         assert image.format == "PNG"
     assert isinstance(Recipe.load(out / "agents-prior" / "model").attention, Agents)
-    assert not (out / "baseline" / "model" / "agentsd.yaml").exists()
+    assert not (out / "baseline" / "model" / "agentsd.json").exists()
     assert not list(out.glob("*/model/checkpoint-*"))
 
     made = []

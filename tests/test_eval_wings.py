@@ -7,8 +7,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "eval"
 BASE = {"errors", "names", "settings", "files", "run_file", "environment", "log"}
-WINGS = BASE | {"pages", "images", "cost", "quality", "studies"}
+WINGS = BASE | {"pages", "images", "cost", "quality", "calibration", "studies"}
 MAY_IMPORT = {
+    "__init__": {"calibration"},
     "errors": set(),
     "log": set(),
     "names": set(),
@@ -21,6 +22,7 @@ MAY_IMPORT = {
     "images": BASE,
     "cost": BASE | {"images"},
     "quality": BASE | {"images"},
+    "calibration": BASE | {"cost"},
     "studies": WINGS,
     "options": BASE | {"presets"},
     "cli": BASE | {"presets", "options"},

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from agentsd_demo.pipeline_io import check_export
+from agentsd_eval.cost.macs import name_of_device
 from agentsd_eval.errors import EvalError
 from agentsd_eval.files import check_own_image, save_image
 from devices import LikeMPS
@@ -21,7 +22,6 @@ from torch.nn.functional import interpolate
 
 from agentsd import Agents, PooledAgents, Recipe, apply_agentsd
 from agentsd.attention.pooling import agent_grid
-from agentsd.calibration.cost import name_of_device
 from agentsd.modules import AgentModule, AttnZero, FocusedLinear
 from agentsd.modules.agent import AgentAttention, resize_agents
 from agentsd.modules.focused import FocusedLinearAttention
@@ -158,11 +158,11 @@ def test_an_output_folder_with_something_in_it_is_refused(settings):
 
 
 def test_a_recipe_is_not_written_over_another_file(tmp_path):
-    notes = tmp_path / "notes.yaml"
-    notes.write_text("shopping: [milk]\n")
-    with pytest.raises(FileExistsError, match=r"notes\.yaml is no recipe and stays as it is"):
+    notes = tmp_path / "notes.json"
+    notes.write_text('{"shopping": ["milk"]}')
+    with pytest.raises(FileExistsError, match=r"notes\.json is no recipe and stays as it is"):
         PAPER.save(notes)
-    assert notes.read_text() == "shopping: [milk]\n"
+    assert notes.read_text() == '{"shopping": ["milk"]}'
     mine = PAPER.save(tmp_path)
     Recipe(PooledAgents(4)).save(mine)  # one's own recipe may change
     assert Recipe.load(mine) == Recipe(PooledAgents(4))

@@ -164,10 +164,10 @@ def test_loaded_weights_are_taken_out_once_offloading_ends(pipe, sample, tmp_pat
 def test_weights_beside_a_recipes_file_are_loaded(pipe, make_pipeline, sample, tmp_path):
     folder, twin = trained_folder(tmp_path), make_pipeline()
     apply_agentsd(pipe, recipe=folder)
-    apply_agentsd(twin, recipe=str(folder / "agentsd.yaml"))
+    apply_agentsd(twin, recipe=str(folder / "agentsd.json"))
     assert torch.equal(sample(pipe), sample(twin))
     (folder / "agentsd.safetensors").unlink()
-    for path in (folder, folder / "agentsd.yaml"):
+    for path in (folder, folder / "agentsd.json"):
         with pytest.raises(
             ValueError, match=r"trained, and .* holds no agentsd.safetensors: AgentSDHandle.save"
         ):

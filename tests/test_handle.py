@@ -73,7 +73,7 @@ def test_a_model_of_which_no_call_can_be_left_out_is_told_the_way_out(pipe):
 def test_settings_from_a_recipe_or_its_folder(pipe, tmp_path):
     recipe = Recipe(Phases(Agents(0.2), Downsample(), early_frac=1.0))
     recipe.save(tmp_path)
-    for source in (recipe, tmp_path, str(tmp_path), tmp_path / "agentsd.yaml"):
+    for source in (recipe, tmp_path, str(tmp_path), tmp_path / "agentsd.json"):
         assert apply_agentsd(pipe, recipe=source).recipe == recipe
 
 

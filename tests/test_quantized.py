@@ -9,13 +9,14 @@ import logging
 import diffusers
 import pytest
 import torch
+from agentsd_eval.calibration.search import calibrate
 from cache_twin import Twin
 from calibrating import distance
 from quantized import BLOCK, PACKAGES, STAND_IN, dequantized, wide_unet
 from recipes import AGENTS_THEN_KEYS, TODO
 from tiny import call, snapshot, watch_phases
 
-from agentsd import Merge, Recipe, StepCache, apply_agentsd, calibrate, remove_agentsd
+from agentsd import Merge, Recipe, StepCache, apply_agentsd, remove_agentsd
 from agentsd.hosts.models import weights_digest
 from agentsd.modules import AgentModule, FocusedLinear
 from agentsd.recipe import PAPER, STEP_CACHING

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from agentsd_eval.calibration.search import calibrate
 from agentsd_eval.cost import architectures, latency
 from agentsd_eval.images.methods import expand
 from agentsd_eval.images.prompts import ImageSpec
@@ -13,7 +14,7 @@ from agentsd_eval.settings import CompareSettings, LatencySettings
 from random_state import untouched
 from tiny import make_unet
 
-from agentsd import Recipe, apply_agentsd, calibrate, remove_agentsd
+from agentsd import Recipe, apply_agentsd, remove_agentsd
 from agentsd.modules import AgentModule, AttnZero, FocusedLinear
 from agentsd.recipe import STEP_CACHING
 

@@ -1,6 +1,7 @@
 """Recipes: what is checked when they are made, their files, and layers that run each its own."""
 
 import copy
+import json
 import math
 import os
 import pickle
@@ -9,7 +10,6 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-import yaml
 from recipes import AGENTS_THEN_KEYS
 from tiny import make_unet
 
@@ -154,7 +154,7 @@ def test_numpy_numbers_and_integers_are_numbers(tmp_path):
 )
 def test_saved_and_loaded(tmp_path, recipe):
     path = recipe.save(tmp_path)
-    assert path == tmp_path / "agentsd.yaml"
+    assert path == tmp_path / "agentsd.json"
     assert Recipe.load(path) == Recipe.load(tmp_path) == Recipe.load(str(tmp_path)) == recipe
     assert Recipe.from_mapping(recipe.to_mapping()) == recipe
 
@@ -172,8 +172,8 @@ def test_a_recipe_is_hashed_copied_and_pickled(recipe):
 def test_a_file_holds_what_differs_and_reads_back_the_same(tmp_path):
     pooled = Phases(PooledAgents(9, ratio=0.4), Downsample())
     recipe = Recipe(pooled, levels=1, measured={"error": 0.01, "cost": "time"})
-    path = recipe.save(tmp_path / "mine.yaml")
-    assert yaml.safe_load(path.read_text()) == {
+    path = recipe.save(tmp_path / "mine.json")
+    assert json.loads(path.read_text()) == {
         "version": 1,
         "attention": {
             "early": {"pooled_agents": {"count": 9, "ratio": 0.4}},
@@ -188,10 +188,10 @@ def test_a_file_holds_what_differs_and_reads_back_the_same(tmp_path):
 
 
 def test_a_file_by_hand_needs_no_settings_and_no_figures(tmp_path):
-    path = tmp_path / "mine.yml"
-    path.write_text("version: 1\nattention: {early: agents, late: full}\n")
+    path = tmp_path / "mine.json"
+    path.write_text('{"version": 1, "attention": {"early": "agents", "late": "full"}}')
     assert Recipe.load(path) == Recipe(Phases(Agents(), None))
-    path.write_text("version: 1\nattention: {merge: }\n")
+    path.write_text('{"version": 1, "attention": {"merge": null}}')
     assert Recipe.load(path) == Recipe(Merge())
 
 
@@ -209,34 +209,45 @@ def test_ones_own_operator_is_read_and_written(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("attention: [", "is not valid YAML"),
-        ("", "mine.yaml: version None of a recipe is not read here, only 1"),
-        ("- 1", "mine.yaml holds a list: write `name: value` lines"),
-        ("attention: agents", "version None of a recipe is not read here"),
-        ("version: 2", "version 2 of a recipe is not read here, only 1"),
-        ("version: 1", "mine.yaml: attention=None: the recipe would do nothing"),
         (
-            "version: 1\nratio: 0.3",
-            "mine.yaml: 'ratio' is unknown; the settings are attention, levels",
+            '{"attention": ',
+            "mine.json is no recipe: Expecting value: line 1.*Recipe.save\\(path\\) writes one",
         ),
-        ("version: 1\nsteps: 3", "steps: 3 is no mapping of its settings, such as {interval: 2}"),
-        ("version: 1\nattention: {agents: {rato: 0.3}}", r"'rato' is unknown; the settings are agent_ratio"),
-        ("version: 1\nattention: {agents: {ratio: 3}}", r"mine.yaml: ratio=3: pass a share"),
-        ("version: 1\nattention: {agents: {ratio: x}}", r"mine.yaml: ratio='x' is a str: pass a float"),
-        ("version: 1\nattention: {agents: 3}", "agents: 3 is no mapping of its settings"),
-        ("version: 1\nattention: {agents: {}, merge: {}}", "name one of agents, pooled_agents"),
-        ("version: 1\nattention: {early: agents, lat: merge}", "'lat' is unknown; the settings are early"),
-        ("version: 1\nattention: {early: agents, late: agents}", "early and late are both"),
-        ("version: 1\nattention: {stages: [agents, full]}", "thresholds"),
-        ("version: 1\nattention: {stages: 3, thresholds: [0.5]}", "stages=3: pass a list or a tuple"),
-        ("version: 1\nattention: agent", r"\['agent'\]: name one of agents, pooled_agents, merge"),
-        ("version: 1\nattention: 5", "5: name an operator"),
-        ("version: 1\nattention: agents\nmeasured: 3", "measured=3: it holds figures by name"),
+        ("", "mine.json is no recipe: Expecting value"),
+        ("{}", "mine.json: version None of a recipe is not read here, only 1"),
+        ("[1]", "mine.json is no recipe: it holds a list"),
+        ("[" * 100_000, "mine.json is no recipe"),
+        ({"attention": "agents"}, "version None of a recipe is not read here"),
+        ({"version": 2}, "version 2 of a recipe is not read here, only 1"),
+        ({"version": 1}, "mine.json: attention=None: the recipe would do nothing"),
+        ({"version": 1, "ratio": 0.3}, "mine.json: 'ratio' is unknown; the settings are attention, levels"),
+        ({"version": 1, "steps": 3}, "steps: 3 is no mapping of its settings, such as {interval: 2}"),
+        (
+            {"version": 1, "attention": {"agents": {"rato": 0.3}}},
+            "'rato' is unknown; the settings are agent_ratio",
+        ),
+        ({"version": 1, "attention": {"agents": {"ratio": 3}}}, "mine.json: ratio=3: pass a share"),
+        (
+            {"version": 1, "attention": {"agents": {"ratio": "x"}}},
+            "mine.json: ratio='x' is a str: pass a float",
+        ),
+        ({"version": 1, "attention": {"agents": 3}}, "agents: 3 is no mapping of its settings"),
+        ({"version": 1, "attention": {"agents": {}, "merge": {}}}, "name one of agents, pooled_agents"),
+        (
+            {"version": 1, "attention": {"early": "agents", "lat": "merge"}},
+            "'lat' is unknown; the settings are early",
+        ),
+        ({"version": 1, "attention": {"early": "agents", "late": "agents"}}, "early and late are both"),
+        ({"version": 1, "attention": {"stages": ["agents", "full"]}}, "thresholds"),
+        ({"version": 1, "attention": {"stages": 3, "thresholds": [0.5]}}, "stages=3: pass a list or a tuple"),
+        ({"version": 1, "attention": "agent"}, "\\['agent'\\]: name one of agents, pooled_agents, merge"),
+        ({"version": 1, "attention": 5}, "5: name an operator"),
+        ({"version": 1, "attention": "agents", "measured": 3}, "measured=3: it holds figures by name"),
     ],
 )
 def test_a_wrong_file_is_named_with_the_way_out(tmp_path, content, message):
-    path = tmp_path / "mine.yaml"
-    path.write_text(content)
+    path = tmp_path / "mine.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(ValueError, match=message) as caught:
         Recipe.load(path)
     assert str(path) in str(caught.value)
@@ -244,9 +255,9 @@ def test_a_wrong_file_is_named_with_the_way_out(tmp_path, content, message):
 
 def test_a_missing_file_says_how_to_make_one(tmp_path, pipe):
     for make in (Recipe.load, lambda path: apply_agentsd(pipe, recipe=path)):
-        with pytest.raises(FileNotFoundError, match=r"none.yaml: no such file; Recipe.save\(path\) wr"):
-            make(tmp_path / "none.yaml")
-    with pytest.raises(FileNotFoundError, match=r"agentsd.yaml: no such file"):
+        with pytest.raises(FileNotFoundError, match=r"none.json: no such file; Recipe.save\(path\) wr"):
+            make(tmp_path / "none.json")
+    with pytest.raises(FileNotFoundError, match=r"agentsd.json: no such file"):
         Recipe.load(tmp_path)
 
 
@@ -264,7 +275,7 @@ def test_a_repository_of_the_hub_is_a_folder(tmp_path, monkeypatch, pipe):
     assert (
         Recipe.load("someone/fast") == apply_agentsd(pipe, recipe="someone/fast").recipe == Recipe(Merge(0.3))
     )
-    assert asked[1] == ("someone/fast", ["agentsd.yaml", "agentsd.safetensors"])
+    assert asked[1] == ("someone/fast", ["agentsd.json", "agentsd.safetensors"])
     with pytest.raises(
         FileNotFoundError, match="no/such: no such file or folder, nor a repository of the hub"
     ):
@@ -291,12 +302,12 @@ def test_the_door_refuses_what_a_recipe_has_not(pipe, settings, message):
 
 
 def test_only_regular_files_are_read(tmp_path):
-    fifo, loop = tmp_path / "fifo.yaml", tmp_path / "loop.yaml"
+    fifo, loop = tmp_path / "fifo.json", tmp_path / "loop.json"
     os.mkfifo(fifo)
     loop.symlink_to(loop)
     for path, message in {
-        fifo: "is no regular file",
-        "/dev/zero": "is no regular file",
+        fifo: "is no recipe: it is no regular file",
+        "/dev/zero": "is no recipe: it is no regular file",
         loop: "can't be read: Too many levels of symbolic links",
         tmp_path / ("x" * 300): "can't be read: File name too long",
     }.items():

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..yaml_file import read_mapping
 from .config import DreamBoothConfig
+from .yaml_file import read_mapping
 
 _SHOWN = 120  # characters of a wrong value
 

@@ -255,7 +255,7 @@ class Run:
         accelerator.wait_for_everyone()
 
     def _save(self) -> None:
-        """The model (or LoRA weights), `agentsd.yaml` and `grid.png`."""
+        """The model (or LoRA weights), `agentsd.json` and `grid.png`."""
         config, pipe = self.config, self.pipe
         prompt = config.validation_prompt or config.instance_prompt
         with self.accelerator.autocast():

@@ -20,7 +20,7 @@ def find_saved(source: str | Path, names: Sequence[str]) -> Path:
     Raises:
         FileNotFoundError: it can be a repository alone, and none can be had.
     """
-    is_file = isinstance(source, Path) or source.endswith((".yaml", ".yml"))
+    is_file = isinstance(source, Path) or source.endswith(".json")
     if is_file or not _REPOSITORY.fullmatch(str(source)) or Path(source).exists():
         return Path(source)
     try:

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from agentsd.calibration.cost import macs
-
 from ..images.methods import Method, check_schedulers, fewer, parse_method
 from ..images.models import find_device, load_pipeline, set_scheduler
 from ..images.sampling import Seconds, Stopwatch
 from ..settings import Backend, CostSettings, LatencySettings
 from .architectures import build, normal, random_embeds
+from .macs import macs
 from .memory import memory_per_image
 
 PHASES = {"forward early": 999, "forward late": 1}

@@ -80,10 +80,10 @@ class Method:
 
     @property
     def within_a_call(self) -> bool:
-        """Whether what it saves shows in one U-Net call: no call is left out, or halved."""
+        """Whether what it saves shows in one U-Net call: no call is left out."""
         recipes = [MODES[part] for part in self.parts if part in MODES]
         recipes += [self.recipe] if self.recipe else []
-        calls_left_out = any(recipe.steps or recipe.guidance for recipe in recipes)
+        calls_left_out = any(recipe.steps for recipe in recipes)
         return not self._numbered and self.steps is None and not calls_left_out
 
     @property

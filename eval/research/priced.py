@@ -82,10 +82,10 @@ def recipe_of(method: Method) -> Recipe | None:
         return Recipe(steps=StepCache(interval=method.interval, extrapolation_order=0, correct=False))
     mode = next((MODES[part] for part in method.parts if part in MODES), None)
     recipe = method.recipe or mode
-    if method.parts and (recipe is None or len(method.parts) > 1 or recipe.guidance):
+    if method.parts and (recipe is None or len(method.parts) > 1):
         raise EvalError(
-            f"{method.label}: a run is priced for the baseline, DeepCache and recipes without guidance "
-            "caching; time this one with agentsd-eval latency --scopes pipeline"
+            f"{method.label}: a run is priced for the baseline, DeepCache and recipes; "
+            "time this one with agentsd-eval latency --scopes pipeline"
         )
     settings = dict(method.agent) | ({} if method.ratio is None else {"ratio": method.ratio})
     return recipe.with_settings(**settings) if recipe and mode and settings else recipe
@@ -101,7 +101,7 @@ def calls_of(recipe: Recipe | None, timesteps: Sequence[float]) -> Counter[Kind]
     """Return how many calls of each kind a run on these timesteps makes, corrections among them."""
     if recipe is None:
         return Counter({Kind(): len(timesteps)})
-    plan = plan_run(recipe.steps, recipe.guidance, timesteps, recipe.residual)
+    plan = plan_run(recipe.steps, timesteps, recipe.residual)
     timing = recipe.timing
     early = round(timing.early_frac * len(timesteps)) if isinstance(timing, Phases) else 0
     found: Counter[Kind] = Counter()
@@ -135,7 +135,7 @@ def unit_costs(pipe: Any, recipe: Recipe | None, call: Any) -> dict[Kind, Second
         residual = recipe.residual and replace(recipe.residual, interval=1 if steps else 2, warmup_steps=1)
         probe = replace(recipe, attention=operator, steps=steps, residual=residual)
         pipe.scheduler.set_timesteps(PROBED)
-        plan = plan_run(steps, None, [float(t) for t in pipe.scheduler.timesteps], residual)
+        plan = plan_run(steps, [float(t) for t in pipe.scheduler.timesteps], residual)
         with apply_agentsd(pipe, recipe=probe):
             probed = pipe.scheduler.timesteps[: 2 if steps or residual else 1]
             for kind, timestep in zip(plan, probed, strict=False):

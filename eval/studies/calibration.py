@@ -6,9 +6,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from agentsd import Recipe, calibrate
+from agentsd import Recipe
 from agentsd.cache.plan import describe
 
+from ..calibration.search import calibrate
 from ..errors import EvalError
 from ..files import check_writable, explain_os_error
 from ..images.methods import parse_method
@@ -22,7 +23,7 @@ _CLOCKS = {"seconds": "time", "macs": "MACs"}
 
 
 def command(settings: CalibrateSettings, console: Console) -> None:
-    """Calibrate, write the YAML file, print what was found."""
+    """Calibrate, write the recipe, print what was found."""
     check_writable(settings.out)
     if settings.out.exists():
         try:
@@ -65,7 +66,7 @@ def run(pipe: Any, settings: CalibrateSettings) -> Recipe:
 
 
 def save(found: Recipe, path: Path) -> None:
-    """Write the YAML file. Raises EvalError if that can't be done."""
+    """Write the recipe. Raises EvalError if that can't be done."""
     try:
         found.save(path)
     except OSError as error:

@@ -11,8 +11,7 @@ import torch
 from accelerate import PartialState
 from rich.console import Console
 
-from agentsd.calibration.cost import macs
-
+from ..cost.macs import macs
 from ..cost.memory import PipelineMemory, growth
 from ..environment import describe_environment, describe_run
 from ..files import check_writable, write_bytes

@@ -12,14 +12,14 @@ from typing import Any
 
 from diffusers.utils import logging
 
-from ..cache.support import unsupported_reason
-from ..checks import check
-from ..hosts.models import find_model, is_quantized, weights_digest
-from ..hosts.schedulers import Sampler
-from ..patch import apply_agentsd
-from ..recipe import Recipe
+from agentsd import Recipe, apply_agentsd
+from agentsd.cache.support import unsupported_reason
+from agentsd.checks import check
+from agentsd.hosts.models import find_model, is_quantized, weights_digest
+from agentsd.hosts.schedulers import Sampler
+
+from ..cost.macs import Cost, name_of_device
 from .candidates import CANDIDATES
-from .cost import Cost, name_of_device
 from .measurements import Measurements, json_safe
 from .runs import Metrics, Runs
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from itertools import product
 
-from ..attention import Agents, Downsample, ResidualSharing
-from ..cache import StepCache
-from ..recipe import AGENTSD, DOWNSAMPLE, STEP_CACHING, Recipe
-from ..schedule import Phases, Schedule
+from agentsd import Agents, Downsample, Phases, Recipe, ResidualSharing, StepCache
+from agentsd.recipe import AGENTSD, DOWNSAMPLE, STEP_CACHING
+from agentsd.schedule import Schedule
 
 INTERVALS = ((2, 2), (2, 3), (2, 4), (3, 3), (3, 4), (4, 4))
 """Of step caching: one computed step in so many, and in the later half of the run."""

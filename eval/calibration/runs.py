@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..patch import apply_agentsd
-from ..recipe import Recipe
-from .cost import Cost, cost_of
+from agentsd import Recipe, apply_agentsd
+
+from ..cost.macs import Cost, cost_of
 from .measurements import Measurements
 
 
@@ -132,6 +132,7 @@ class Runs:
             )
             return outputs[0]
 
+        forward.agentsd_may_skip = True  # type: ignore[attr-defined]
         before = vars(self.pipe.unet).get("forward")
         self.pipe.unet.forward = forward
         try:

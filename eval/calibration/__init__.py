@@ -1,0 +1,1 @@
+"""The recipe that meets a goal on a user's own model and prompts."""
