@@ -154,9 +154,8 @@ def plain(make_plain: Callable[..., Any]) -> Any:
 @pytest.fixture(scope="session")
 def calibrated(make_plain: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """The file of a calibration, and its recipe."""
-    from calibrating import COUNTED
-
     from agentsd_eval import calibrate
+    from calibrating import COUNTED
 
     path = tmp_path_factory.mktemp("calibrated") / "figures.jsonl"
     return path, calibrate(make_plain(), ["a cat"], speedup=1.3, resume=path, **COUNTED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from functools import partialmethod
 from pathlib import Path
@@ -12,7 +13,6 @@ import pytest
 import test_cache_hosts
 import test_placement
 import test_quantized
-import yaml
 from pipelines import FEATURES, HOSTS, MORE
 from quantized import PACKAGES
 from sampling import SAMPLERS
@@ -96,7 +96,7 @@ def said(folder: str) -> str:
 def test_messages_that_are_explained_are_those_of_the_code() -> None:
     page = (ROOT / "docs/how_to/troubleshoot.md").read_text(encoding="utf-8")
     quoted = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
-    code = said("agentsd")
+    code = said("agentsd") + said("eval")
     assert len(quoted) > 20
     assert not [words for words in quoted if words not in code]
 
@@ -143,11 +143,11 @@ def test_the_app_py_of_a_hosted_space_reaches_the_apps_settings(monkeypatch: Any
 
 def test_the_recipes_file_of_the_page_is_read() -> None:
     page = (ROOT / "docs/reference/recipe.md").read_text(encoding="utf-8")
-    [written] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    [written] = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     [block] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict[str, Any] = {}
     exec(block.partition("recipe.save")[0], names)
-    assert Recipe.from_mapping(yaml.safe_load(written)) == names["recipe"]
+    assert Recipe.from_mapping(json.loads(written)) == names["recipe"]
 
 
 def test_the_modes_of_the_page_are_those_of_the_code() -> None:

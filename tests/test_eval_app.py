@@ -71,7 +71,7 @@ def test_the_strip_has_a_box_for_each_call_in_order() -> None:
         ("3", "computed"),
         ("4", "cached"),
     ]
-    assert html.count("</span>") == 4
+    assert html.count("</span>") == 2
     assert strip_of(describe("FFF")).count("</span>") == 1
     assert strip_of(describe("FFF")).count("title=") == 3
     assert "title=" not in strip_of(describe(""))

@@ -98,5 +98,4 @@ def test_the_last_run_is_told_step_by_step(make_pipeline, sample):
     sample(pipe, num_inference_steps=12)
     letters = handle.summary().split()[0]
     assert [kind.computed for kind in handle.last_run] == [letter == "F" for letter in letters]
-    assert all(kind.guided for kind in handle.last_run)
     assert [kind.attention == "share" for kind in handle.last_run] == [letter == "f" for letter in letters]

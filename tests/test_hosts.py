@@ -167,7 +167,7 @@ def test_masks_and_cross_attention_are_untouched():
     baseline = outputs()
     cross = {n: p for n, p in unet.attn_processors.items() if "attn2" in n}
     handle = apply_agentsd(unet, recipe=AGENTS_THEN_KEYS)
-    handle._layers.groups[0].begin(torch.empty(2, 4, 16, 16), 1, 999.0, (0, 0), {})
+    handle._layers.groups[0].begin(torch.empty(2, 4, 16, 16), 999.0, 0, {})
     assert handle._layers.states[0].work.plan is not None
     assert all(torch.equal(a, b) for a, b in zip(outputs(), baseline, strict=True))
     assert {n: p for n, p in unet.attn_processors.items() if "attn2" in n} == cross

@@ -66,7 +66,7 @@ def test_a_recipe_takes_the_levels_there_are():
     ("side", "agents"), [(16, 4 * 4), (64, 16 * 16), (65, 16 * 16), (96, 19 * 19), (256, 19 * 19)]
 )
 def test_agents_are_bounded(side, agents):
-    plan = Agents().plan(GridContext((side, side), 1, 2, "cpu", (0, 0, 999.0)))
+    plan = Agents().plan(GridContext((side, side), 1, "cpu", (0, 0, 999.0)))
     assert plan.partition.dst.numel() == agents
     tokens = torch.randn(1, side * side, 2, generator=torch.Generator().manual_seed(0))
     plan.rank(tokens)
@@ -76,7 +76,7 @@ def test_agents_are_bounded(side, agents):
 def test_the_papers_mode_bounds_no_agents():
     early, late = PAPER.attention.stages
     for operator, strides in ((early, 4), (late, 2)):
-        plan = operator.plan(GridContext((96, 96), 1, 2, "cpu", (0, 0, 999.0)))
+        plan = operator.plan(GridContext((96, 96), 1, "cpu", (0, 0, 999.0)))
         assert plan.partition.dst.numel() == (96 // strides) ** 2
 
 
