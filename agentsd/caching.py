@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from .attention.processor import LayerState
 from .attention.residual import FULL, KEEP, OPERATOR, SHARE, ResidualSharing
-from .cache.correction import correction
+from .cache.correction import Corrections
 from .cache.features import CachedFeatures
 from .cache.plan import COMPUTED, StepKind, plan_run
 from .cache.residuals import Residuals
@@ -21,9 +21,9 @@ from .cache.steps import StepCache
 from .cache.support import unsupported_reason
 from .context import CacheEntry, StepContext
 from .hosts.foreign import Changes, foreign_outside
-from .hosts.schedulers import Sampler
 from .hosts.timesteps import Step
 from .run_state import RunState
+from .sampler import ImpulseResponse, Sampler, impulse_response
 
 _SKIPS_TIMESTEPS = (
     "agentsd: the U-Net is called on timesteps that skip some of the scheduler's list; what is left of the "
@@ -99,9 +99,9 @@ class Caching:
         if entry is None:
             return
         context.kind = self._possible(run.kinds[step_index], entry, context)
-        context.entry, context.sigma = entry, run.sampler.coordinate(step_index)
+        context.entry = entry
+        context.sigma = run.sampler.sigmas[step_index] if run.sampler.sigmas else None
         context.is_last = step_index + reader.stride >= len(reader.timesteps)
-        context.sampler_step = run.sampler_steps[step_index] if run.sampler_steps else None
         entry.step_index = step_index
 
     def skip(self, context: StepContext) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class Caching:
             return context.inputs
         self.skipped.begin(context.entry.features.extrapolate(context.sigma)[0])
         context.inputs = self.skipped.without_residuals(context.inputs)
-        if context.sampler_step is not None:
+        if context.entry.corrections is not None:
             context.inputs = copy_inputs(context.inputs)
         return context.inputs
 
@@ -125,49 +125,46 @@ class Caching:
             run.forget()
         if context is None or output is None or context.entry is None:
             return output
-        entry, kind = context.entry, context.kind
-        self._keep(context, entry, computed, output)
-        if kind.computed and entry.cached:
-            output = self._correct(run, context, entry, output, recompute)
+        entry = context.entry
+        if computed is not None and context.kind.computed:
+            entry.features.keep(context.sigma, [computed.clone()])
+        if entry.corrections is not None:
+            output = self._correct(run, context, entry, entry.corrections, output, recompute)
         if context.is_last:
             run.entries = {key: other for key, other in run.entries.items() if other is not entry}
             run.changes = run.changes if run.entries else None
         return output
 
-    def _keep(self, context: StepContext, entry: CacheEntry, computed: Tensor | None, output: Any) -> None:
-        """Keep what a call leaves for those after it."""
-        kind = context.kind
-        if kind.computed and computed is not None:
-            entry.features.keep(context.sigma, [computed.clone()])
-        if not kind.computed and context.sampler_step is not None:
-            # without its entry, which holds it: both are let go as soon as the entry is
-            entry.cached.append(replace(context, entry=None, prediction=sample_of(output).clone()))
-
     def _correct(
-        self, run: RunState, context: StepContext, entry: CacheEntry, output: Any, recompute: Recompute
+        self,
+        run: RunState,
+        context: StepContext,
+        entry: CacheEntry,
+        corrections: Corrections,
+        output: Any,
+        recompute: Recompute,
     ) -> Any:
-        """A computed step's output, made to make up for the cached steps before it."""
-        cached, entry.cached = entry.cached, []
-        if context.sampler_step is None or self.skipped is None:
-            return output
+        """What a call gives, so that the sampler gets to where it would have been."""
+        assert self.skipped is not None
         sample = sample_of(output)
-        if self.skipped.feature_hook.compiled:  # as a CUDA graph, whose next call overwrites it
+        if not context.kind.computed:
+            given = corrections.make_up(context.index, sample).clone()
+            # without its entry, which holds it: both are let go as soon as the entry is
+            entry.cached.append(replace(context, entry=None, given=given))
+            return with_sample(output, given)
+        cached, entry.cached = entry.cached, []
+        if cached and self.skipped.feature_hook.compiled:  # as a CUDA graph, whose next call overwrites it
             sample = sample.clone()
-        steps, errors = [], []
         try:
             for one in cached:
-                assert one.sampler_step is not None
-                assert one.prediction is not None
-                steps.append(one.sampler_step)
-                errors.append(one.prediction - self._recompute(one, entry, recompute))
+                assert one.given is not None
+                corrections.note(one.index, one.given, self._recompute(one, entry, recompute))
         except BaseException:
             run.forget()
             raise
-        change = correction(steps, errors, context.sampler_step)
-        if change is None:
-            return output
         run.history.corrected += len(cached)
-        return with_sample(output, sample + change)
+        corrected = corrections.correct(context.index, sample)
+        return output if corrected is sample and not cached else with_sample(output, corrected)
 
     def _recompute(self, cached: StepContext, entry: CacheEntry, recompute: Recompute) -> Tensor:
         """(B, ...) what a cached step would have given on the features that are known now."""
@@ -184,11 +181,11 @@ class Caching:
         reader, scheduler = run.reader, run.scheduler
         run.is_open, run.unmatched = True, 0
         run.entries.clear()
-        run.kinds, run.sampler_steps, run.changes = {}, [], None
+        run.kinds, run.response, run.changes, run.begin = {}, None, None, reader.step_index
         run.sampler = sampler = Sampler(scheduler, reader.timesteps)
         ahead = range(len(reader.timesteps))[reader.step_index :: reader.stride]
         step_of_call = [sampler.step_of_call[index] for index in ahead]
-        reason = unsupported_reason(unet, len(set(step_of_call)), sampler)
+        reason = unsupported_reason(unet, len(set(step_of_call)), scheduler)
         if reader.guesses:
             reason = (
                 "the run's steps are not known (pass elements of scheduler.timesteps to the U-Net, or apply "
@@ -208,13 +205,22 @@ class Caching:
             elif watcher := foreign_outside(unet):
                 self._warn(f"agentsd: {watcher}, which would see calls twice; cached steps are not corrected")
             elif reader.stride == 1:  # else its steps are not from one call to the next
-                steps = sampler.steps()
-                run.sampler_steps = steps if any(steps) else []
-        if sampler.adds_noise():
+                run.response = self._response(scheduler, run.begin)
+
+    def _response(self, scheduler: Any, begin: int) -> ImpulseResponse | None:
+        """The sampler's, where it has one; says what it means for cached steps."""
+        response, name = impulse_response(scheduler, begin), type(scheduler).__name__
+        if response is None:
             self._warn(
-                f"agentsd: {sampler.name} adds noise in each step, under which caching changes images "
+                f"agentsd: {name} is not linear in what the U-Net gives (clip_sample, thresholding), "
+                "so cached steps are not corrected"
+            )
+        elif response.noisy:
+            self._warn(
+                f"agentsd: {name} adds noise in each step, under which caching changes images "
                 "more; a deterministic sampler loses less"
             )
+        return response
 
     def _may_keep(self, run: RunState) -> bool:
         if not torch.is_grad_enabled():
@@ -252,8 +258,10 @@ class Caching:
             )
             return None
         order = 0 if self._steps is None else self._steps.extrapolation_order
-        count = 1 + max(order, bool(run.sampler_steps))
+        count = 1 + max(order, run.response is not None)
         run.entries[key] = entry = CacheEntry(text, CachedFeatures(order, count))
+        if run.response is not None and self.skipped is not None:
+            entry.corrections = Corrections(run.sampler, run.response, run.begin)
         if self._residual is not None:
             entry.residuals = Residuals(self._layers, self._residual.extrapolation_order)
         return entry

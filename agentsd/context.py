@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from .cache.correction import Corrections
 from .cache.features import CachedFeatures
 from .cache.plan import COMPUTED, StepKind
 from .cache.residuals import Residuals
-from .hosts.schedulers import SigmaStep
 
 
 @dataclass
@@ -21,13 +21,15 @@ class CacheEntry:
         text: held, so that no other tensor gets its address.
         features: where the last layers begin.
         residuals: of attention, where they are shared.
-        cached: the cached steps since the last computed one that are to be corrected.
+        corrections: of what cached calls got wrong, where the sampler's response is known.
+        cached: the cached calls since the last computed one that are to be corrected.
         step_index: in the scheduler's list, of its last call.
     """
 
     text: Any
     features: CachedFeatures
     residuals: Residuals | None = None
+    corrections: Corrections | None = None
     cached: list[StepContext] = field(default_factory=list)
     step_index: int = -1
 
@@ -39,26 +41,26 @@ class StepContext:
     Attributes:
         latent: (B, ..., H, W) what it is called on.
         timestep: its noise level, in training timesteps.
+        index: its place on the run's list of timesteps.
         stage: which of the recipe's operators run in it.
         inputs: its arguments by name, where something is cached.
         kind: what it computes.
         sigma: its noise level, as features are kept by.
-        sampler_step: what its sampler's step makes of it, where cached steps are corrected.
         entry: where its features are kept; None if they are not.
         is_last: it is in the last step of its run.
-        prediction: (B, ...) what a cached step gave, until it is corrected.
+        given: (B, ...) what a cached call gave, until it is corrected.
     """
 
     latent: Tensor
     timestep: float
+    index: int
     stage: int
     inputs: dict[str, Any] = field(default_factory=dict)
     kind: StepKind = COMPUTED
     sigma: float | None = None
-    sampler_step: SigmaStep | None = None
     entry: CacheEntry | None = None
     is_last: bool = False
-    prediction: Tensor | None = None
+    given: Tensor | None = None
 
     @property
     def residuals(self) -> Residuals | None:

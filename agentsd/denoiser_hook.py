@@ -23,16 +23,15 @@ from .caching import Caching
 from .checkpointing import PendingBackward
 from .context import StepContext
 from .hosts.models import latent_and_timestep, named_arguments, regroup
-from .hosts.schedulers import find_scheduler, schedulers_of
 from .hosts.timesteps import Step, list_of, own_list
 from .layers import PatchedLayers
 from .recipe import Recipe
 from .run_state import History, Runs, RunState
+from .sampler import holds, schedulers_of
 from .schedule import Phases
 
 logger = logging.get_logger(__name__)
 _NUMBER = re.compile(r"\d+([.,]\d+)*")
-_MET = 8
 _TRACED = (
     "agentsd: the U-Net is being traced; the trace is the model's own, as no patch comes out of it again"
 )
@@ -72,7 +71,6 @@ class DenoiserHook:
         self, recipe: Recipe, unet: Module, pipe: Any, layers: PatchedLayers, warn: Callable[[str], None]
     ) -> None:
         self._patched = None if pipe is unet else weakref.ref(pipe)
-        self._schedulers: list[weakref.ref[Any]] = []  # those met last
         self._layers, self._warn = layers, warn
         self.cache = None
         if recipe.steps or recipe.residual:
@@ -90,7 +88,7 @@ class DenoiserHook:
 
     def __getstate__(self) -> dict[str, Any]:
         gone = {"_patched": None, "_run": None, "_context": None, "_recomputes": False}
-        return self.__dict__ | gone | {"_owner": {}, "_schedulers": []}
+        return self.__dict__ | gone | {"_owner": {}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DenoiserHook:
         copy = type(self).__new__(type(self))
@@ -151,17 +149,16 @@ class DenoiserHook:
             )
         pipe = None if isinstance(self.pipe, Module) else self.pipe
         known = [] if pipe is None else schedulers_of(pipe)
-        known += [scheduler for reference in self._schedulers if (scheduler := reference()) is not None]
         listed = own_list(timestep)
         if listed is None and known:
             listed = list_of(known[0])
         run = self._run = self.runs.of(listed if isinstance(listed, Tensor) else None)
         step = run.reader.read(timestep, listed)
         self._warn_of_early_steps(step)
-        context = StepContext(latent, step.timestep, run.stage(step, latent))
+        context = StepContext(latent, step.timestep, run.reader.step_index, run.stage(step, latent))
         if self.cache is not None:
             if step.first_call:
-                run.scheduler = self._meet(find_scheduler(run.reader.source, known))
+                run.scheduler = next((one for one in known if holds(one, run.reader.source)), None)
             context.inputs = named_arguments(unet, args, kwargs)
             self.cache.begin(unet, run, context, step)
         if step.first_call:
@@ -169,13 +166,6 @@ class DenoiserHook:
         self._context = context
         self._layers.plan(context)
         return None if self.cache is None else regroup(self.cache.skip(context), len(args))
-
-    def _meet(self, scheduler: Any) -> Any:
-        """Note a scheduler as one of the last few that were met: later numbers may be of its list."""
-        if scheduler is not None:
-            others = [one for one in self._schedulers if one() is not None and one() is not scheduler]
-            self._schedulers = [*others, weakref.ref(scheduler)][-_MET:]
-        return scheduler
 
     def _leave_alone(self, message: str) -> None:
         """Let the call that begins be the model's own."""

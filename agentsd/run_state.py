@@ -14,8 +14,8 @@ from .by_distance import LatentDistance
 from .cache.plan import StepKind, describe
 from .context import CacheEntry
 from .hosts.foreign import Changes
-from .hosts.schedulers import Sampler, SigmaStep, holds
 from .hosts.timesteps import RunReader, Step
+from .sampler import ImpulseResponse, Sampler, holds
 from .schedule import ByDistance, Phases
 
 _MOST_CALLS = 4096
@@ -48,11 +48,12 @@ class RunState:
     Attributes:
         reader: places a call in the run by its timestep.
         scheduler: of the run, where it is known.
-        sampler: what that can do.
+        sampler: what is known of that.
         is_open: the run's kinds of steps are planned.
         kinds: of its calls, by their place on the list of timesteps; empty where nothing is cached.
         changes: tells whether weights or scales change in it.
-        sampler_steps: what each step of the sampler makes of a prediction, where cached steps are corrected.
+        response: of the sampler to each call's output, where cached steps are corrected.
+        begin: the index of the first call that is planned.
         entries: the cache, by text and shape of latents.
         history: what its calls were.
         unmatched: how many calls in succession came on a text of their own.
@@ -66,7 +67,8 @@ class RunState:
         self.is_open = False
         self.kinds: dict[int, StepKind] = {}
         self.changes: Changes | None = None
-        self.sampler_steps: list[SigmaStep | None] = []
+        self.response: ImpulseResponse | None = None
+        self.begin = 0
         self.entries: dict[Any, CacheEntry] = {}
         self.history = History()
         self.unmatched = 0

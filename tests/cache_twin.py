@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from typing import Any
 
+import torch
 from tiny import training_sigma as sigma
 
 
@@ -27,10 +30,15 @@ class Twin:
 
     def __init__(self, unet: Any, symbols: str, layers: int = 1, scheduler: Any = None) -> None:
         self.left = list(symbols)
+        self.wrong: dict[int, Any] = {}  # by call: what it gave less what was right
+        self.call = -1
         self.kind = ""
-        self.scheduler = scheduler
+        # what is not linear is not corrected
+        config = getattr(scheduler, "config", {})
+        linear = not (config.get("clip_sample") or config.get("thresholding"))
+        self.scheduler = scheduler if linear else None
         self.entering: Any = None  # of a cached step that is computed again
-        self.known: list[Any] = []  # [(timestep, state)]
+        self.known: list[Any] = []  # [(noise level, state)]
         self.cached: list[Any] = []
         self.corrected = 0  # cached steps
         self.hooks = [
@@ -44,6 +52,15 @@ class Twin:
             self.kind = self.left.pop(0)
             timestep = args[1] if len(args) > 1 else kwargs["timestep"]
             self.timestep = float(timestep)
+            if self.scheduler is not None:
+                self.begin_run()
+
+    def begin_run(self) -> None:
+        """Note a scheduler as it is before its run's first step."""
+        levels = [float(t) for t in self.scheduler.timesteps]
+        if self.call < 0 or self.call >= len(levels):
+            self.fresh, self.wrong = copy.deepcopy(self.scheduler), {}
+            self.first = self.call = levels.index(self.timestep)
 
     def enter(self, module: Any, args: Any, output: Any) -> Any:
         state = output[0] if isinstance(output, tuple) else output
@@ -51,67 +68,85 @@ class Twin:
             state = self.entering.clone()
         elif self.kind == "F":
             if self.known and self.known[-1][1].shape != state.shape:
-                self.known, self.cached = [], []
-            others = [x for x in self.known if x[0] != self.timestep]
-            self.known = [*others, (self.timestep, state.clone())]
+                self.known, self.cached, self.wrong = [], [], {}
+            level = self.level(self.call, self.timestep)
+            others = [x for x in self.known if x[0] != level]
+            self.known = [*others, (level, state.clone())]
             return None
         else:
             state = self.known[-1][1].clone()
         return (state,) if isinstance(output, tuple) else state
 
-    def line(self, timestep: float) -> Any:
+    def line(self, level: float) -> Any:
         """The state between the last two."""
         (before, start), (last, end) = self.known[-2:] if len(self.known) > 1 else 2 * self.known
-        share = (sigma(timestep) - sigma(before)) / ((sigma(last) - sigma(before)) or 1.0)
+        share = (level - before) / ((last - before) or 1.0)
         return start + share * (end - start)
 
     def give(self, module: Any, args: Any, kwargs: Any, output: Any) -> Any:
         if self.entering is not None:
             return None
         out = output[0] if isinstance(output, tuple) else output.sample
-        if self.kind == "f":
-            self.cached.append((self.timestep, args, kwargs, out))
-        elif self.cached:
-            out = out + self.change(module)
-            self.cached = []
+        if self.scheduler is not None:
+            out = self.cached_call(args, kwargs, out) if self.kind == "f" else self.computed_call(module, out)
+            self.call += 1
         return (out,) if isinstance(output, tuple) else type(output)(sample=out)
 
-    def change(self, unet: Any) -> Any:
-        """A computed step's output is changed by what takes its step to where the run would have been."""
-        now = self.noise(self.timestep)
-        if self.scheduler is None or now is None:
-            return 0.0
-        self.corrected += len(self.cached)
-        moved: Any = 0.0  # of the latent at noise level sigma, over alpha
-        for timestep, args, kwargs, given in self.cached:
-            self.entering = self.line(timestep)
+    def cached_call(self, args: Any, kwargs: Any, out: Any) -> Any:
+        """A cached call's output makes up for what multistep samplers have kept of those before it."""
+        out = out + self.change(out)
+        self.cached.append((self.call, self.timestep, args, kwargs, out))
+        return out
+
+    def computed_call(self, unet: Any, out: Any) -> Any:
+        """A computed call's output is changed by what takes its step to where the run would have been."""
+        for call, timestep, args, kwargs, given in self.cached:
+            self.entering = self.line(self.level(call, timestep))
             again = unet(*args, **kwargs)
             self.entering = None
-            wrong = given - (again[0] if isinstance(again, tuple) else again.sample)
-            here, after = self.noise(timestep)
-            clean = moved / (1 + here**2) + self.clean(here) * wrong
-            moved = moved + (after / here - 1) * (moved - clean)
-        here, after = now
-        with_no_change = moved + (after / here - 1) * (moved - moved / (1 + here**2))
-        return with_no_change / (after / here - 1) / self.clean(here)
+            again = again[0] if isinstance(again, tuple) else again.sample
+            self.wrong[call] = given - self.right(call, timestep, again)
+            self.corrected += 1
+        self.cached = []
+        best = self.right(self.call, self.timestep, out)
+        change = self.wrong[self.call] = self.change(best)
+        return best + change
 
-    def clean(self, here: float) -> float:
-        """How the denoised latent, over alpha, follows the prediction."""
-        alpha = (1 + here**2) ** -0.5
-        return {"epsilon": -here, "sample": 1.0, "v_prediction": -here * alpha}[
-            self.scheduler.config.prediction_type
-        ]
+    def right(self, call: int, timestep: float, out: Any) -> Any:
+        """An output on the right latent: as Gaussian data of unit variance answer to a latent."""
+        level, off = self.level(call, timestep), self.latent_error(call, out, scaled=True)
+        slope = {"epsilon": level, "sample": 1.0, "v_prediction": 0.0}[self.scheduler.config.prediction_type]
+        return out - slope / (1 + level**2) ** 0.5 * off
 
-    def noise(self, timestep: float) -> tuple[float, float] | None:
-        """Its noise level and that of the next step."""
-        levels = self.scheduler and [float(t) for t in self.scheduler.timesteps]
-        name = type(self.scheduler).__name__
-        if not levels or name in ("PNDMScheduler", "HeunDiscreteScheduler", "DDIMInverseScheduler"):
-            return None
-        place = min(range(len(levels)), key=lambda i: abs(levels[i] - timestep))
+    def change(self, out: Any) -> Any:
+        """What takes the next latent to where right outputs would have taken it."""
+        off = self.latent_error(self.call + 1, out)
+        unit = self.latent_error(self.call + 1, out, {self.call: torch.ones_like(out)})
+        return torch.where(unit == 0, torch.zeros_like(out), -off / unit)
+
+    def latent_error(self, at: int, like: Any, wrong: Any = None, scaled: bool = False) -> Any:
+        """How far wrong outputs move the latent of a call, or what the model sees of it.
+
+        By the sampler itself, stepped twice.
+        """
+        ends = []
+        for outputs in (self.wrong if wrong is None else wrong, {}):
+            scheduler, latent = copy.deepcopy(self.fresh), torch.zeros_like(like)
+            more = {}
+            if "generator" in inspect.signature(scheduler.step).parameters:
+                more = {"generator": torch.Generator().manual_seed(0)}
+            for i in range(self.first, at):
+                t, out = scheduler.timesteps[i], outputs.get(i, torch.zeros_like(like))
+                scheduler.scale_model_input(latent, t)
+                latent = scheduler.step(out, t, latent, return_dict=False, **more)[0]
+            ends.append(scheduler.scale_model_input(latent, scheduler.timesteps[at]) if scaled else latent)
+        return ends[0] - ends[1]
+
+    def level(self, call: int, timestep: float) -> float:
+        """Its noise level."""
         own = getattr(self.scheduler, "sigmas", None)
-        noise = [sigma(t) for t in levels] + [0.0] if own is None else [float(x) for x in own]
-        return noise[place], noise[place + 1]
+        known = own is not None and len(own) == len(self.scheduler.timesteps) + 1
+        return float(own[call]) if known else sigma(timestep)
 
     def remove(self) -> None:
         for hook in self.hooks:

@@ -24,16 +24,28 @@ def inputs(seed=0, batch=2):
     return torch.randn(batch, 4, 16, 16, generator=rng), torch.randn(batch, 7, WIDTH, generator=rng)
 
 
+class Host:
+    """All of a pipeline that a patch reads; a patch does not hold it."""
+
+    def __init__(self, unet, scheduler=None):
+        self.unet, self.scheduler = unet, scheduler
+
+
 class Caller:
     """Calls a U-Net as a pipeline does, with elements of a scheduler's list."""
 
     def __init__(self, steps=10, batch=2, size=(16, 16), seed=0):
-        self.scheduler = diffusers.DDIMScheduler(**BETAS)
+        self.scheduler = diffusers.DDIMScheduler(**BETAS, clip_sample=False)
         self.scheduler.set_timesteps(steps)
         self.timesteps = self.scheduler.timesteps
         rng = torch.Generator().manual_seed(seed)
         self.latents = torch.randn(steps, batch, 4, *size, generator=rng)
         self.text = torch.randn(batch, 7, 16, generator=rng)
+
+    def pipe(self, unet):
+        """What to patch so that the scheduler is known."""
+        self.host = Host(unet, self.scheduler)
+        return self.host
 
     def __call__(self, unet, i, **more):
         with torch.no_grad():

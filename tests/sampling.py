@@ -38,7 +38,6 @@ def _of(name, says="corrected", predictions=_ALL, scaled=False, **config):
     return Sampling(lambda **more: kind(**common | config | more), says, predictions, scaled)
 
 
-_SHARED = "not corrected: a step is several calls"
 _NOISE = "corrected; says that noise is added"
 SAMPLERS = {
     "DDIM": _of("DDIMScheduler", clip_sample=False),
@@ -51,8 +50,8 @@ SAMPLERS = {
     ),
     "DDIM, linspace": _of("DDIMScheduler", clip_sample=False, timestep_spacing="linspace"),
     "DDPM": _of("DDPMScheduler", _NOISE, clip_sample=False),
-    "PLMS": _of("PNDMScheduler", _SHARED, _EPS_V, skip_prk_steps=True),
-    "PNDM": _of("PNDMScheduler", _SHARED, _EPS_V),
+    "PLMS": _of("PNDMScheduler", predictions=_EPS_V, skip_prk_steps=True),
+    "PNDM": _of("PNDMScheduler", predictions=_EPS_V),
     "Euler": _of("EulerDiscreteScheduler", scaled=True),
     "Euler, Karras": _of("EulerDiscreteScheduler", scaled=True, use_karras_sigmas=True),
     "Euler, exponential, to sigma_min": _of(
@@ -62,11 +61,9 @@ SAMPLERS = {
         "EulerDiscreteScheduler", scaled=True, timestep_type="continuous", use_karras_sigmas=True
     ),
     "Euler a": _of("EulerAncestralDiscreteScheduler", _NOISE, _EPS_V, scaled=True),
-    "Heun": _of("HeunDiscreteScheduler", _SHARED, scaled=True),
-    "KDPM2": _of("KDPM2DiscreteScheduler", _SHARED, _EPS_V, scaled=True),
-    "KDPM2 a": _of(
-        "KDPM2AncestralDiscreteScheduler", f"{_SHARED}; says that noise is added", _EPS_V, scaled=True
-    ),
+    "Heun": _of("HeunDiscreteScheduler", scaled=True),
+    "KDPM2": _of("KDPM2DiscreteScheduler", predictions=_EPS_V, scaled=True),
+    "KDPM2 a": _of("KDPM2AncestralDiscreteScheduler", _NOISE, _EPS_V, scaled=True),
     "DPM++ 2M": _of("DPMSolverMultistepScheduler"),
     "DPM++ 2M, Karras": _of("DPMSolverMultistepScheduler", use_karras_sigmas=True),
     "DPM++ 2M, leading": _of("DPMSolverMultistepScheduler", timestep_spacing="leading"),
@@ -76,18 +73,16 @@ SAMPLERS = {
     "DPM++ 3M": _of("DPMSolverMultistepScheduler", solver_order=3),
     "DPM++ 2M SDE": _of("DPMSolverMultistepScheduler", _NOISE, algorithm_type="sde-dpmsolver++"),
     "DPM++ 2M, flow": _of(
-        "DPMSolverMultistepScheduler", "not corrected", _FLOW, use_flow_sigmas=True, flow_shift=3.0
+        "DPMSolverMultistepScheduler", predictions=_FLOW, use_flow_sigmas=True, flow_shift=3.0
     ),
-    "DPM++ 2S": _of("DPMSolverSinglestepScheduler", _SHARED),
+    "DPM++ 2S": _of("DPMSolverSinglestepScheduler"),
     "DEIS": _of("DEISMultistepScheduler"),
     "UniPC": _of("UniPCMultistepScheduler"),
     "UniPC, Karras": _of("UniPCMultistepScheduler", use_karras_sigmas=True),
     "SA-Solver": _of("SASolverScheduler", _NOISE),
     "EDM Euler": _of("EDMEulerScheduler", predictions=_EDM),
     "EDM DPM++ 2M": _of("EDMDPMSolverMultistepScheduler", predictions=_EDM),
-    "DDIM inversion": _of(
-        "DDIMInverseScheduler", "not corrected: noise levels rise", ("epsilon",), clip_sample=False
-    ),
+    "DDIM inversion": _of("DDIMInverseScheduler", predictions=("epsilon",), clip_sample=False),
     "LCM": _of("LCMScheduler", "off, with a warning", ("epsilon",)),
     "TCD": _of("TCDScheduler", "off, with a warning", ("epsilon",)),
     "consistency models": Sampling(
@@ -172,7 +167,7 @@ def errors(sampling, prediction, recipes, seeds=(0,)):
         model = Denoiser(sampling, prediction)
         expected, summaries = model.run(seed), []
         for j, recipe in enumerate(recipes):
-            handle = apply_agentsd(model.unet, recipe=recipe)
+            handle = apply_agentsd(model, recipe=recipe)
             found[i, j] = (model.run(seed) - expected).norm() / expected.norm()
             summaries.append(handle.summary())
     return found.square().mean(0).sqrt().tolist(), summaries

@@ -1,6 +1,6 @@
-"""What cached steps got wrong, made up for by the computed step after them."""
+"""What cached steps got wrong, made up for by the computed steps after them."""
 
-import copy
+import inspect
 from dataclasses import replace
 
 import diffusers
@@ -8,110 +8,160 @@ import pytest
 import torch
 from cache_twin import entrance
 from callers import RUN, Caller, deep_unet
+from logs import warned
+from sampling import SAMPLERS, Denoiser
 from tiny import BETAS, may_skip
 from tiny import training_sigma as sigma
 
 from agentsd import Recipe, StepCache, apply_agentsd
-from agentsd.cache.correction import correction
-from agentsd.hosts.schedulers import Sampler
+from agentsd.cache.correction import Corrections
+from agentsd.sampler import Sampler, impulse_response
 
-SAMPLERS = {
-    "DDIM": lambda **more: diffusers.DDIMScheduler(**BETAS, clip_sample=False, set_alpha_to_one=True, **more),
-    "Euler": lambda **more: diffusers.EulerDiscreteScheduler(**BETAS, **more),
-    "Karras": lambda **more: diffusers.EulerDiscreteScheduler(**BETAS, use_karras_sigmas=True, **more),
-    "DPM-Solver++": lambda **more: diffusers.DPMSolverMultistepScheduler(**BETAS, solver_order=1, **more),
-}
+LINEAR = [name for name, sampling in SAMPLERS.items() if not sampling.says.startswith("off")]
 
 
-class Gaussian:
-    """The exact model of normal data of unit variance, in any form of prediction."""
-
-    def __init__(self, scheduler, mean):
-        self.scheduler, self.mean = scheduler, mean
-        self.kept = scheduler.alphas_cumprod.double()
-
-    def __call__(self, sample, t):
-        sample = self.scheduler.scale_model_input(sample, t)
-        sigmas = getattr(self.scheduler, "sigmas", None)
-        if sigmas is None:
-            kept = self.kept[int(t)]
-        else:
-            kept = 1 / (1 + float(sigmas[self.scheduler.timesteps.tolist().index(float(t))]) ** 2)
-            kept = torch.tensor(kept, dtype=torch.float64)
-        clean = kept.sqrt() * sample + (1 - kept) * self.mean
-        noise = (sample - kept.sqrt() * clean) / (1 - kept).sqrt()
-        kind = self.scheduler.config.prediction_type
-        velocity = kept.sqrt() * noise - (1 - kept).sqrt() * clean
-        return {"epsilon": noise, "sample": clean, "v_prediction": velocity}[kind]
+def made(name):
+    sampling = SAMPLERS[name]
+    return sampling.make(prediction_type=sampling.predictions[0])
 
 
-@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_on_a_gaussian_the_latent_is_where_it_would_have_been(name, prediction_type):
-    """After each corrected step, whatever the steps before it predicted wrong."""
+class Latents:
+    """The latents of a run under a sampler, each call of which gives what it is told."""
+
+    def __init__(self, name, steps):
+        self.scheduler = made(name)
+        self.scheduler.set_timesteps(steps)
+        self.now = torch.randn(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        self.now = self.now.float().view(1, 1, 3, 4)
+        self.more = {}
+        if "generator" in inspect.signature(self.scheduler.step).parameters:
+            self.more = {"generator": torch.Generator().manual_seed(2)}
+
+    def model_input(self, i):
+        return self.scheduler.scale_model_input(self.now, self.scheduler.timesteps[i])
+
+    def step(self, i, output):
+        t = self.scheduler.timesteps[i]
+        self.now = self.scheduler.step(output, t, self.now, return_dict=False, **self.more)[0]
+
+
+@pytest.mark.parametrize("steps", [13, 20])
+@pytest.mark.parametrize("name", LINEAR)
+def test_the_latent_is_where_every_step_computed_would_have_taken_it(name, steps):
+    """After each computed call, whatever the cached ones before it gave; the model answers to its input as
+    Gaussian data do."""
     rng = torch.Generator().manual_seed(0)
-    latents, mean = torch.randn(2, 3, 4, generator=rng, dtype=torch.float64)
-    runs, cached = [], {3, 5, 6, 8, 9, 10}
-    for wrong in (0.0, 0.5):
-        scheduler = SAMPLERS[name](prediction_type=prediction_type)
-        scheduler.set_timesteps(13)
-        model, now = Gaussian(scheduler, mean), latents * scheduler.init_noise_sigma
-        levels, seen = Sampler(scheduler, scheduler.timesteps.tolist()).steps(), []
-        steps: list = []
-        errors: list = []
-        for i, t in enumerate(scheduler.timesteps):
-            out = model(now, t)
-            if i in cached:
-                error = wrong * torch.randn(out.shape, generator=rng, dtype=torch.float64)
-                out = out + error
-                steps.append(levels[i])
-                errors.append(error)
-            elif errors:
-                out = out + correction(steps, errors, levels[i])
-                steps, errors = [], []
-            now = scheduler.step(out, t, now, return_dict=False)[0]
-            seen.append(now)
-        runs.append(seen)
-    for i, (one, other) in enumerate(zip(*runs, strict=True)):
-        off = (one - other).abs().max()
-        assert off > 1e-3 if i in cached else off < 1e-5
+    right, run = Latents(name, steps), Latents(name, steps)
+    scheduler = run.scheduler
+    timesteps = scheduler.timesteps.tolist()
+    sampler, response = Sampler(scheduler, timesteps), impulse_response(scheduler)
+    assert response is not None
+    corrections, pending, seen = Corrections(sampler, response, 0), [], []
+    for i in range(len(timesteps)):
+        output = torch.randn(1, 1, 3, 4, generator=rng)
+        moved = sampler.gain(i) * (run.model_input(i) - right.model_input(i))
+        if i > 2 and i % 4 != 1:
+            given = corrections.make_up(i, output + moved + torch.randn(1, 1, 3, 4, generator=rng))
+            pending.append((i, given, output + moved))
+        else:
+            for cached in pending:
+                corrections.note(*cached)
+            pending, given = [], corrections.correct(i, output + moved)
+        right.step(i, output)
+        run.step(i, given)
+        off = float((run.now - right.now).abs().max() / right.now.abs().max())
+        seen.append((bool(pending), off))
+    moves = [bool(abs(row).max()) for row in response.outputs[1:] - response.outputs[:-1]]
+    assert max(off for cached, off in seen if cached) > 0.01
+    ends = [off for (cached, off), any_move in zip(seen, moves, strict=True) if any_move and not cached]
+    assert max(ends) < 1e-4
 
 
-def test_no_step_before_is_no_correction():
-    scheduler = SAMPLERS["DDIM"]()
+@pytest.mark.parametrize("name", ["DDIM", "Euler, Karras", "EDM Euler", "DPM++ 2M, flow", "Heun"])
+def test_how_an_error_of_the_latent_moves_the_output(name):
+    """Against the exact model of Gaussian data of unit variance, in each form of prediction."""
+    for prediction in SAMPLERS[name].predictions:
+        model = Denoiser(SAMPLERS[name], prediction)
+        model.mean = torch.zeros(1, 1, 1, 1, dtype=torch.float64)
+        sampler = Sampler(model.scheduler, model.scheduler.timesteps.tolist())
+        for i in (0, 7, 19):
+            ends = []
+            for value in (0.0, 1.0):
+                x = torch.full((1, 1, 1, 1), value, dtype=torch.float64)
+                model._exact(None, (x, model.scheduler.timesteps[i]))
+                ends.append(float(model.exact))
+            assert sampler.gain(i) == pytest.approx(ends[1] - ends[0], abs=1e-4)
+
+
+def test_the_response_is_that_of_a_first_order_sampler():
+    """DDIM's weights, written out (Song et al. 2021, Eq. 12)."""
+    scheduler = made("DDIM")
     scheduler.set_timesteps(10)
-    assert correction([], [], Sampler(scheduler, scheduler.timesteps.tolist()).steps()[0]) is None
+    response, kept = impulse_response(scheduler), scheduler.alphas_cumprod
+    for i, t in enumerate(scheduler.timesteps.tolist()):
+        now, then = kept[t], kept[t - 100] if t >= 100 else scheduler.final_alpha_cumprod
+        own = (1 - then) ** 0.5 - (then / now) ** 0.5 * (1 - now) ** 0.5
+        assert response.outputs[i + 1, i] == pytest.approx(float(own), abs=1e-5)
+        grown = response.latent[i + 1] / response.latent[i]
+        assert grown == pytest.approx(float((then / now) ** 0.5), rel=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "corrected"),
+    "scheduler",
     [
-        (diffusers.DDIMScheduler(**BETAS), True),
-        (diffusers.UniPCMultistepScheduler(**BETAS), True),
-        (diffusers.DEISMultistepScheduler(**BETAS), True),
-        (diffusers.EulerDiscreteScheduler(**BETAS), True),
-        (diffusers.DPMSolverMultistepScheduler(**BETAS, use_karras_sigmas=True), True),
-        (diffusers.DPMSolverSinglestepScheduler(**BETAS), False),
-        (diffusers.HeunDiscreteScheduler(**BETAS), False),
-        (diffusers.KDPM2DiscreteScheduler(**BETAS), False),
-        (diffusers.PNDMScheduler(**BETAS, skip_prk_steps=True), False),
-        (diffusers.DDIMInverseScheduler(**BETAS), False),
+        diffusers.DDIMScheduler(**BETAS, clip_sample=False, thresholding=True),
+        diffusers.DPMSolverMultistepScheduler(**BETAS, thresholding=True),
     ],
 )
-def test_samplers(make_pipeline, sample, scheduler, corrected):
-    pipe = make_pipeline(scheduler=copy.deepcopy(scheduler))
-    handle = apply_agentsd(pipe, mode="step-caching")
-    image = sample(pipe, **RUN)
-    assert ("corrected" in handle.summary()) == corrected
+def test_a_sampler_that_is_not_linear_is_not_corrected(make_pipeline, sample, scheduler):
+    pipe = make_pipeline(scheduler=scheduler)
+    handle = apply_agentsd(pipe, recipe=Recipe(steps=StepCache()))
+    with warned("is not linear in what the U-Net gives"):
+        rng = torch.Generator().manual_seed(0)
+        image = pipe("a cat", generator=rng, output_type="latent", **RUN).images
+    assert "corrected" not in handle.summary()
     apply_agentsd(pipe, recipe=Recipe(steps=replace(handle.recipe.steps, correct=False)))
-    assert torch.equal(sample(pipe, **RUN), image) != corrected
+    assert torch.equal(sample(pipe, **RUN), image)
 
 
-def test_without_a_scheduler_noise_levels_are_stable_diffusions_and_nothing_is_corrected():
+def test_clipping_is_not_linear():
+    scheduler = diffusers.DDIMScheduler(**BETAS, clip_sample=True)
+    scheduler.set_timesteps(10)
+    assert impulse_response(scheduler) is None
+
+
+def test_a_scheduler_that_cannot_be_stepped_alone_is_not_corrected():
+    class Own(diffusers.DDIMScheduler):
+        def step(self, model_output, timestep, sample, latents_of_a_user):
+            raise AssertionError
+
+    scheduler = Own(**BETAS, clip_sample=False)
+    scheduler.set_timesteps(10)
+    assert impulse_response(scheduler) is None
+
+
+def test_a_look_at_a_sampler_leaves_it_and_the_users_random_state():
+    for name in ("Euler a", "UniPC", "PLMS"):
+        scheduler = made(name)
+        scheduler.set_timesteps(10)
+        before, state = torch.get_rng_state(), {k: str(v) for k, v in vars(scheduler).items()}
+        assert impulse_response(scheduler) is not None
+        assert torch.equal(torch.get_rng_state(), before)
+        assert {k: str(v) for k, v in vars(scheduler).items()} == state
+
+
+def test_img2img_begins_in_the_middle_of_the_list():
+    scheduler = made("UniPC")
+    scheduler.set_timesteps(20)
+    scheduler.set_begin_index(8)
+    response = impulse_response(scheduler, 8)
+    assert not response.outputs[:9].any()
+    assert response.outputs[9, 8]
+
+
+def test_without_a_scheduler_noise_levels_are_stable_diffusions():
     timesteps = [901.0, 601.0, 301.0, 1.0]
-    sampler = Sampler(None, timesteps)
-    assert [sampler.coordinate(i) for i in range(4)] == [sigma(t) for t in timesteps]
-    assert sampler.steps() == [None] * 4
+    assert Sampler(None, timesteps).sigmas == pytest.approx([sigma(t) for t in timesteps])
 
 
 @pytest.mark.parametrize("order", [0, 1])
@@ -125,7 +175,9 @@ def test_states_on_a_line_between_computed_steps_need_no_correction_of_order_1(o
         entrance(model).register_forward_hook(
             may_skip(lambda m, args, out: (base + now["sigma"] * slope,) if not now["again"] else None)
         )
-    handle = apply_agentsd(unet, recipe=Recipe(steps=StepCache(3, extrapolation_order=order, warmup_steps=2)))
+    handle = apply_agentsd(
+        caller.pipe(unet), recipe=Recipe(steps=StepCache(3, extrapolation_order=order, warmup_steps=2))
+    )
     hook = handle._hook
     for i, kind in enumerate("FFffFffFffFf"):
         now["sigma"], now["again"] = sigma(float(caller.timesteps[i])), False

@@ -91,9 +91,10 @@ def test_states_are_let_go_when_a_run_ends_or_breaks_off(ddim, sample):
     sample(ddim, **RUN)
     assert set(most) == {0, 1}
     assert most[-1] == 0  # at the last timestep
-    unet = ddim.unet
+    caller = Guided()
+    ddim.scheduler = caller.scheduler
     for i in range(3):
-        Guided()(unet, i)
+        caller(ddim.unet, i)
     assert kept(handle)
     ddim.maybe_free_model_hooks()
     assert not kept(handle)
@@ -267,6 +268,7 @@ def test_a_copy_works_on_its_own(way, after):
 def test_two_pipelines_on_one_unet_by_turns(make_pipeline, ddim, sample):
     """Also call by call: neither run gets the other's states."""
     other = make_pipeline(unet=ddim.unet, scheduler=diffusers.EulerDiscreteScheduler(**BETAS))
+    ddim.another = other.scheduler  # known, so that nothing is to be said
     alone = [sample(pipe, **RUN) for pipe in (ddim, other)]
     apply_agentsd(ddim, recipe=CACHED)
     expected = [sample(pipe, **RUN) for pipe in (ddim, other)]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from callers import Host
 from diffusers import DDIMScheduler, UNet2DConditionModel
 from launches import Launches
 
@@ -23,12 +24,13 @@ def unet():
 @torch.no_grad()
 def run(unet, recipe, calls):
     """The launches of each call of a guided run."""
-    scheduler = DDIMScheduler()
+    scheduler = DDIMScheduler(clip_sample=False)
     scheduler.set_timesteps(20)
     rng = torch.Generator().manual_seed(0)
     latents = torch.cat([torch.randn(calls, 1, 4, 16, 16, generator=rng)] * 2, dim=1)
     text, counts = torch.randn(2, 77, 32, generator=rng), []
-    with apply_agentsd(unet, recipe=recipe) as handle:
+    host = Host(unet, scheduler)
+    with apply_agentsd(host, recipe=recipe) as handle:
         for latent, t in zip(latents, scheduler.timesteps, strict=False):
             with Launches() as mode:
                 unet(latent, t, text)
@@ -50,10 +52,11 @@ def test_launches_of_a_correction(unet, cached):
     """The last layers once more for each cached step, and a few."""
     symbols, counts = run(unet, Recipe(steps=StepCache(cached + 1)), 2 * cached + 3)
     assert symbols == "F" + 2 * ("f" * cached + "F")
-    assert counts[-2].total() == LAST_LAYERS + 3  # a line; the latent and the prediction cloned
-    # One state kept; for each cached step a line, subtracted, a factor; between two a factor and a sum; at
-    # the end a factor and a sum.
-    assert counts[-1].total() == BASELINE + 1 + cached * (LAST_LAYERS + 3) + (cached - 1) * 2 + 2
+    assert counts[-2].total() == LAST_LAYERS + 3  # a line; the latent and the output cloned
+    # One state kept; for each cached step a line, and subtracted. An error of the latent is a term for each
+    # error before, and a sum: in the second cached step's output, in the own one, and in what makes up for it.
+    errors = sum(n + 1 for n in range(1, cached)) + 2 * (cached + 1)
+    assert counts[-1].total() == BASELINE + 1 + cached * (LAST_LAYERS + 2) + errors
 
 
 @pytest.mark.parametrize("order", [0, 1])

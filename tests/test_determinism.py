@@ -57,7 +57,7 @@ def test_no_operator_sums_in_an_order_of_its_own(operator):
 def test_no_cache_sums_in_an_order_of_its_own():
     unet, caller = make_unet(), Guided(9)
     recipe = Recipe(Merge(), residual=ResidualSharing(2), steps=StepCache(2))
-    with patch(unet, recipe=recipe) as handle, Asked() as asked:
+    with patch(caller.pipe(unet), recipe=recipe) as handle, Asked() as asked:
         for i in range(9):
             caller(unet, i)
     assert "corrected" in handle.summary()

@@ -150,23 +150,23 @@ def test_a_hook_that_edits_states_keeps_its_effect(name):
 
 @pytest.mark.parametrize("way", ["forward hook", "pre-hook", "partial"])
 def test_who_counts_calls_of_the_unet_sees_no_corrections(way):
-    unet, seen = make_unet(), Seen()
-    handle = apply_agentsd(unet, recipe=STEP_CACHING)
+    unet, seen, caller = make_unet(), Seen(), Caller(STEPS)
+    handle = apply_agentsd(caller.pipe(unet), recipe=STEP_CACHING)
     WAYS[way](unet, seen)
     with warned("has a hook .*cached steps are not corrected"):
-        run(unet)
+        run(unet, caller)
     assert len(seen.shapes) == STEPS
     assert "f" in handle.summary()
     assert "corrected" not in handle.summary()
 
 
 def test_a_hook_may_say_that_it_can_miss_calls():
-    unet, seen = make_unet(), Seen()
-    handle = apply_agentsd(unet, recipe=STEP_CACHING)
+    unet, seen, caller = make_unet(), Seen(), Caller(STEPS)
+    handle = apply_agentsd(caller.pipe(unet), recipe=STEP_CACHING)
     unet.conv_in.register_forward_hook(may_skip(lambda *args: seen(*args)))
     unet.register_forward_hook(may_skip(lambda *args: None))
     with silent():
-        run(unet)
+        run(unet, caller)
     assert "corrected" in handle.summary()
     assert len(seen.shapes) > STEPS
 

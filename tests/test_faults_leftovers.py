@@ -14,7 +14,7 @@ from functools import partial
 import diffusers
 import pytest
 import torch
-from callers import inputs
+from callers import Host, inputs
 from logs import logged, silent
 from tiny import BETAS, make_small_unet, make_unet, snapshot
 
@@ -198,14 +198,16 @@ def test_requests_that_died_in_other_threads_keep_nothing():
 
 def test_a_run_dies_with_its_scheduler():
     """Without a word to the handle: when the next run begins."""
-    apply_agentsd(unet := make_unet(), recipe=STEP_CACHING)
+    host = Host(unet := make_unet(), ddim())
+    apply_agentsd(host, recipe=STEP_CACHING)
     latent, text = inputs()
-    kept, scheduler = weakref.ref(text), ddim()
-    calls(unet, scheduler.timesteps[:6], latent, text)
-    del latent, text, scheduler
+    kept = weakref.ref(text)
+    calls(unet, host.scheduler.timesteps[:6], latent, text)
+    host.scheduler = ddim()
+    del latent, text
     gc.collect()
     assert kept() is not None
-    calls(unet, ddim().timesteps[:1], *inputs(1))
+    calls(unet, host.scheduler.timesteps[:1], *inputs(1))
     gc.collect()
     assert kept() is None
 

@@ -8,7 +8,7 @@ import threading
 import diffusers
 import pytest
 import torch
-from callers import RUN, Caller, inputs
+from callers import RUN, Caller, Host, inputs
 from logs import silent, warned
 from tiny import BETAS, make_small_unet, make_unet, may_skip
 
@@ -41,34 +41,24 @@ def same(outs, others):
     return all(torch.equal(a, b) for a, b in zip(outs, others, strict=True))
 
 
-# D13: the scheduler is the run's, whichever pipeline was patched
+# D13: the scheduler is the run's
 
 
-@pytest.mark.parametrize("known", ["of a pipeline that is gone", "of no pipeline"])
-def test_lcm_is_known_by_its_own_list(make_pipeline, sample, known):
-    pipe = make_pipeline(scheduler=diffusers.LCMScheduler(**BETAS))
-    expected = pipe("a cat", generator=torch.manual_seed(0), output_type="latent", **RUN).images
-    apply_agentsd(pipe.unet if known == "of no pipeline" else pipe, recipe=STEPS)
-    other = diffusers.StableDiffusionPipeline.from_pipe(pipe)
-    del pipe
-    with warned("LCMScheduler is for few steps"):
-        made = other("a cat", generator=torch.manual_seed(0), output_type="latent", **RUN).images
-    assert torch.equal(made, expected)
-
-
-def test_a_shared_unet_is_corrected_by_each_pipelines_own_scheduler(make_pipeline, sample):
+def test_corrections_are_by_the_schedulers_of_the_pipeline_that_is_patched(make_pipeline):
     pipe = make_pipeline(scheduler=ddim())
     other = diffusers.StableDiffusionPipeline.from_pipe(pipe)
     other.scheduler = diffusers.PNDMScheduler(**BETAS, skip_prk_steps=True)
     third = diffusers.StableDiffusionPipeline.from_pipe(pipe)
     third.scheduler = diffusers.DDIMScheduler(**BETAS, clip_sample=False, prediction_type="v_prediction")
     made = {}
-    for patched in (pipe, other, third, pipe.unet):
+    for patched in (pipe, other, third):
         handle = apply_agentsd(patched, recipe=STEPS)
-        for name, run in {"eps": pipe, "PLMS": other, "v": third}.items():
-            image = sample(run, **RUN)
-            assert torch.equal(made.setdefault(name, image), image)
-            assert ("corrected" in handle.summary()) == (name != "PLMS")
+        with warned("not those of a scheduler that is known"):
+            for name, run in {"eps": pipe, "PLMS": other, "v": third}.items():
+                image = run("a cat", generator=torch.manual_seed(0), output_type="latent", **RUN).images
+                own = run is patched
+                assert torch.equal(made.setdefault((name, own), image), image)
+                assert ("corrected" in handle.summary()) == own
     remove_agentsd(pipe)
 
 
@@ -129,9 +119,12 @@ def test_a_list_that_is_walked_in_another_order(order):
 def test_runs_that_take_turns_in_a_thread_are_runs_of_their_own():
     """As in an async server: each call is as in a run alone, and nothing is said."""
     unet, (one, other) = make_unet(), (ddim(10), ddim(12))
-    handle = apply_agentsd(unet, recipe=STEP_CACHING)
+    host = Host(unet, one)
+    host.another = other
+    handle = apply_agentsd(host, recipe=STEP_CACHING)
     twins, summaries = [make_unet(), make_unet()], []
-    alone = [apply_agentsd(twin, recipe=STEP_CACHING) for twin in twins]
+    hosts = [Host(twin, scheduler) for twin, scheduler in zip(twins, (one, other), strict=True)]
+    alone = [apply_agentsd(each, recipe=STEP_CACHING) for each in hosts]
     given = [inputs(0), inputs(1)]
     with silent(), torch.no_grad():
         for steps in zip(one.timesteps, other.timesteps, strict=False):
@@ -195,9 +188,7 @@ def test_two_images_on_one_list_are_told_apart_if_the_caller_says_so(way_out):
 # D24: under torch.compile the corrections run compiled too
 
 
-@pytest.mark.parametrize(
-    "way", ["pipe.unet, then apply", "apply, then pipe.unet", "in place", "blocks", "bare"]
-)
+@pytest.mark.parametrize("way", ["pipe.unet, then apply", "apply, then pipe.unet", "in place", "blocks"])
 def test_a_compiled_unets_corrections_run_compiled(make_pipeline, sample, way):
     torch.compiler.reset()
     ran, eager = [], []
@@ -206,25 +197,20 @@ def test_a_compiled_unets_corrections_run_compiled(make_pipeline, sample, way):
         return lambda *args: (ran.append(1), graph(*args))[1]
 
     pipe = make_pipeline(unet=make_small_unet(), scheduler=ddim())
-    unet, compiled = pipe.unet, None
+    unet = pipe.unet
     if way == "apply, then pipe.unet":
         handle = apply_agentsd(pipe, recipe=STEPS)
-    if way in ("pipe.unet, then apply", "apply, then pipe.unet", "bare"):
-        compiled = torch.compile(unet, backend=backend, fullgraph=True)
-        pipe.unet = compiled if way != "bare" else unet
+    if way in ("pipe.unet, then apply", "apply, then pipe.unet"):
+        pipe.unet = torch.compile(unet, backend=backend, fullgraph=True)
     elif way == "in place":
         unet.compile(backend=backend, fullgraph=True)
     else:
         unet.compile_repeated_blocks(backend=backend, fullgraph=True)
     if way != "apply, then pipe.unet":
-        handle = apply_agentsd(compiled if way == "bare" else pipe, recipe=STEPS)
+        handle = apply_agentsd(pipe, recipe=STEPS)
     if way == "blocks":  # which lie inside of what cached steps leave out
         unet.conv_in.register_forward_hook(may_skip(lambda *_: eager.append(1)))
-    if way == "bare":
-        scheduler = ddim(10)
-        loop(compiled, scheduler, scheduler.timesteps)
-    else:
-        sample(pipe, **RUN)
+    sample(pipe, **RUN)
     torch.compiler.reset()
     assert "4 corrected" in handle.summary()
     if way == "blocks":

@@ -1,15 +1,17 @@
 """Faults that were found and mended: what is told of a run, its noise levels, settings without effect."""
 
+from itertools import pairwise
+
 import diffusers
 import pytest
 import torch
-from callers import Caller, inputs
+from callers import Caller, Host, inputs
 from logs import silent, warned
 from tiny import BETAS, make_sdxl_unet, make_unet
 
 from agentsd import Agents, Downsample, Merge, Phases, Recipe, ResidualSharing, apply_agentsd
-from agentsd.hosts.schedulers import Sampler
 from agentsd.recipe import MODES, STEP_CACHING
+from agentsd.sampler import Sampler
 
 
 @pytest.mark.parametrize(
@@ -44,14 +46,13 @@ def test_noise_levels_are_the_schedulers_own(name, last):
         **LEVELS[name], clip_sample=False, set_alpha_to_one=last, steps_offset=1, prediction_type="epsilon"
     )
     scheduler.set_timesteps(12)
-    steps = Sampler(scheduler, scheduler.timesteps.tolist()).steps()
-    for t, step in zip(scheduler.timesteps, steps, strict=True):
+    sigmas = Sampler(scheduler, scheduler.timesteps.tolist()).sigmas
+    for t, (sigma, following) in zip(scheduler.timesteps, pairwise(sigmas), strict=False):
         one = torch.ones(1, 1, 1, 1, dtype=torch.float64)
         # epsilon moves y by sigma' - sigma, and y is x sqrt(1 + sigma**2)
-        moved = [float(scheduler.step(k * one, t, 0 * one).prev_sample) for k in (0, 1)]
-        before, after = (1 + step.sigma**2) ** 0.5, (1 + step.sigma_next**2) ** 0.5
-        assert moved[0] == 0
-        assert moved[1] * after == pytest.approx(step.sigma_next - step.sigma, rel=1e-3)
+        before, after = (1 + sigma**2) ** 0.5, (1 + following**2) ** 0.5
+        moved = float(scheduler.step(one, t, 0 * one).prev_sample)
+        assert moved * after == pytest.approx(following - sigma, rel=1e-3)
         grown = float(scheduler.step(0 * one, t, one).prev_sample)
         assert grown * after == pytest.approx(before, rel=1e-3)
 
@@ -69,7 +70,8 @@ def test_rounded_timesteps_that_repeat_are_steps_of_their_own(name, steps):
     scheduler = KARRAS[name]()
     scheduler.set_timesteps(steps)
     assert len(set(scheduler.timesteps.tolist())) < steps
-    handle = apply_agentsd(unet := make_unet(), recipe=STEP_CACHING)
+    host = Host(unet := make_unet(), scheduler)
+    handle = apply_agentsd(host, recipe=STEP_CACHING)
     latent, text = inputs()
     with silent(), torch.no_grad():
         for t in scheduler.timesteps:
@@ -134,13 +136,12 @@ def test_a_setting_acts_or_is_refused_on_every_model(name):
                     apply_agentsd(unet, **given, mode=mode)
                 assert not hasattr(unet, "_agentsd")
                 continue
-            handle = apply_agentsd(unet, **given, mode=mode)
-            assert handle.recipe != recipe
             caller = Caller(12, size=(48, 48))  # 2,304 tokens; the fifth step is early and cached
+            handle = apply_agentsd(caller.pipe(unet), **given, mode=mode)
+            assert handle.recipe != recipe
             with silent():
                 made = [caller(unet, i) for i in range(12)]
-            apply_agentsd(other := make(), recipe=recipe)
-            caller = Caller(12, size=(48, 48))
+            apply_agentsd(caller.pipe(other := make()), recipe=recipe)
             assert not all(map(torch.equal, made, [caller(other, i) for i in range(12)])), (mode, make)
 
 
@@ -148,12 +149,12 @@ def test_a_setting_acts_or_is_refused_on_every_model(name):
 def test_a_setting_without_effect_in_a_run_is_told(steps, size):
     """On a small grid, and where no early step is cached."""
     for given in ({"ratio": 0.7}, {"k": 0.9, "scale": -1.0}):
-        apply_agentsd(unet := make_unet(), **given)
+        caller = Caller(steps, size=(size, size))
+        apply_agentsd(caller.pipe(unet := make_unet()), **given)
         with warned(f'{given} did nothing in this run.*mode="paper"'):
-            caller = Caller(steps, size=(size, size))
             for i in range(steps):
                 caller(unet, i)
-    apply_agentsd(unet := make_unet())
+    apply_agentsd(caller.pipe(unet := make_unet()))
     with silent():
         for i in range(steps):
             caller(unet, i)

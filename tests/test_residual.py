@@ -237,9 +237,12 @@ def test_small_grids_keep_full_attention():
 
 @pytest.mark.parametrize("broken", ["step", "run", "text"])
 def test_nothing_is_left_of_a_run(broken):
-    unet, handle = patched(Agents(), ResidualSharing(), steps=StepCache(**STEPS))
-    twin, _ = patched(Agents(), ResidualSharing(), steps=StepCache(**STEPS))
-    before, caller, other = snapshot(unet), Caller(steps=12), Caller(steps=12, seed=3)
+    recipe = Recipe(Agents(), residual=ResidualSharing(), steps=StepCache(**STEPS))
+    unet, twin, caller, other = make_unet(), make_unet(), Caller(steps=12), Caller(steps=12, seed=3)
+    host = caller.pipe(unet)
+    handle = apply_agentsd(host, recipe=recipe)
+    apply_agentsd(other.pipe(twin), recipe=recipe)
+    before = snapshot(unet)
     expected = outputs(twin, other)
     for i in range(7):
         caller(unet, i)
@@ -250,7 +253,7 @@ def test_nothing_is_left_of_a_run(broken):
         hook.remove()
     elif broken == "text":
         caller(unet, 7)
-    caller = None  # a run is over when its scheduler is
+    host.scheduler, caller = other.scheduler, None  # a run is over when its scheduler is
     assert same(outputs(unet, other), expected)
     assert not kept(handle)
     assert snapshot(unet) == before
@@ -333,6 +336,8 @@ def test_what_is_trained_shares_nothing():
 
 
 def test_no_word_where_there_is_nothing_to_say():
-    unet, _ = patched(Phases(Agents(), Downsample()), ResidualSharing(), steps=StepCache(**STEPS))
+    unet, caller = make_unet(), Caller(steps=12)
+    recipe = Recipe(Phases(Agents(), Downsample()), residual=ResidualSharing(), steps=StepCache(**STEPS))
+    apply_agentsd(caller.pipe(unet), recipe=recipe)
     with silent():
-        outputs(unet, Caller(steps=12))
+        outputs(unet, caller)

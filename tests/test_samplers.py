@@ -1,18 +1,13 @@
 """Every sampler that Stable Diffusion's pipelines take: what cached steps lose, and what corrections mend."""
 
 import functools
-import gc
 from statistics import geometric_mean
 
-import diffusers
 import pytest
-import torch
 from logs import logged
 from sampling import SAMPLERS, errors
-from tiny import BETAS
 
 from agentsd import Recipe, StepCache
-from agentsd.hosts.schedulers import Sampler, find_scheduler
 
 CACHE = {"interval": 2, "warmup_steps": 4}  # the last of 20 steps is computed, and corrects those before
 FAMILIES = ("DDIM", "Euler", "DPM++ 2M", "EDM Euler", "PLMS")  # whose every prediction is tried each time
@@ -59,24 +54,3 @@ def test_corrections_pay():
     cases = [case.values for case in CASES if SAMPLERS[case.values[0]].says.startswith("corrected")]
     runs = [losses(*case) for case in cases if case[1] == SAMPLERS[case[0]].predictions[0]]
     assert geometric_mean(corrected / plain for corrected, plain, *_ in runs) < 0.8
-
-
-def test_a_look_at_a_samplers_noise_leaves_the_users_random_state():
-    scheduler = SAMPLERS["Euler a"].make()
-    before = torch.get_rng_state()
-    assert Sampler(scheduler, [1.0]).adds_noise()
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_scheduler_of_a_list_is_found_among_those_known_first():
-    one, other = (diffusers.DDIMScheduler(**BETAS) for _ in range(2))
-    for scheduler in (one, other):
-        scheduler.set_timesteps(10)
-    other.timesteps = one.timesteps
-    assert find_scheduler(one.timesteps[3:], [other]) is other
-    assert find_scheduler(one.timesteps, [None, one, other]) is one
-    del other
-    gc.collect()
-    assert find_scheduler(one.timesteps, []) is one
-    assert find_scheduler(one.timesteps.clone(), [one]) is None
-    assert find_scheduler([1.0], [one]) is None

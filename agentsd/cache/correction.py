@@ -1,44 +1,75 @@
-"""What cached steps got wrong, and the computed step after them that makes up for it.
+"""What the outputs given in a run are wrong by, and what takes the sampler to where it would have been.
 
 A cached step's hidden state is extrapolated from computed steps before it. The next computed step shows the
-state on the other side: on the state between, the same layers tell how wrong the prediction was. By then the
-sampler has moved the latent by it. So the computed step's prediction is changed to take its own step to where
-the sampler would have been.
+state on the other side: on the state between, the same layers tell how wrong the output was. By then the
+sampler has moved the latent by it. With R the sampler's impulse response (`agentsd.sampler`), the latent of
+call n is off by the sum of R[n, j] wrong[j]. So call n gives
 
-Predictions are turned into denoised latents D, and latents into y = x / alpha, whose noise level is sigma.
-A first-order step from sigma to sigma' is y' = rho y + (1 - rho) D with rho = sigma' / sigma (DDIM;
-DPM-Solver++, Lu et al. 2022, Eq. 9). So an error e of D moves y by (1 - rho) e, and an error of y is carried
-through a step by rho + (1 - rho) dD/dy, where dD/dy = v / (v + sigma**2) for Gaussian data of variance v
-(`agentsd.hosts.schedulers.SigmaStep`).
+    best - sum_{j<n} R[n + 1, j] wrong[j] / R[n + 1, n]
+
+and the next latent is right, to rounding, whatever the sampler; so does every call after it, as multistep
+samplers keep what they were given. What was wrong with the latent of call n itself has moved its output: by
+dF/dx of Gaussian data, which `best` is without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import numpy as np
 from torch import Tensor
 
-from ..hosts.schedulers import SigmaStep
+from ..sampler import ImpulseResponse, Sampler
 
 
-def correction(steps: Sequence[SigmaStep], errors: Sequence[Tensor], now: SigmaStep) -> Tensor | None:
-    """What a computed step's prediction (B, ...) changes by to make up for the cached steps just before it.
-
-    With rho = sigma' / sigma and a = rho + (1 - rho) v / (v + sigma**2) of each step (DPM-Solver++, Eq. 9),
-    the latent is off by m = (1 - rho) c_out error + a m, and the change is -a m / ((1 - rho) c_out) of `now`.
+class Corrections:
+    """The errors of one text's outputs in a run.
 
     Args:
-        steps: the sampler's cached steps, in their order.
-        errors: (B, ...) each step's prediction minus the right one.
-        now: the computed step.
-
-    Returns:
-        None where there were no steps.
+        sampler: of the run.
+        response: its impulse response.
+        begin: the index of the run's first call.
     """
-    latent_error: Tensor | None = None
-    for step, error in zip(steps, errors, strict=True):
-        own = (1 - step.kept) * step.c_out * error
-        latent_error = own if latent_error is None else own + step.carried * latent_error
-    if latent_error is None:
-        return None
-    return -now.carried / (1 - now.kept) / now.c_out * latent_error
+
+    def __init__(self, sampler: Sampler, response: ImpulseResponse, begin: int) -> None:
+        self._sampler, self._response = sampler, response
+        self._since = begin  # the last call whose latent was right
+        self._wrong: dict[int, Tensor] = {}  # (B, ...) by call: what it gave less what is right
+
+    def note(self, call: int, given: Tensor, output: Tensor) -> None:
+        """Take in what a cached call gave, and what its layers give on the features that are known now."""
+        self._wrong[call] = given - self._best(call, output)
+
+    def correct(self, call: int, output: Tensor) -> Tensor:
+        """What a computed call (B, ...) gives, all calls before it being noted: the next latent is right."""
+        best, change = self._best(call, output), self._change(call)
+        if change is None:
+            return best
+        self._wrong[call] = change
+        self._since = call + 1
+        shown = np.any(self._response.weights(slice(call + 2, None), self._since), axis=0)
+        self._wrong = {one: wrong for one, wrong in self._wrong.items() if shown[one]}
+        return best + change
+
+    def make_up(self, call: int, output: Tensor) -> Tensor:
+        """What a cached call (B, ...) gives: its output, less what is wrong in the sampler's history."""
+        change = self._change(call)
+        return output if change is None else output + change
+
+    def _best(self, call: int, output: Tensor) -> Tensor:
+        """An output as it would be on the right latent."""
+        gain = self._sampler.gain(call) * float(self._response.input_scale[call])
+        error = self._sum(gain * self._response.weights(call, self._since))
+        return output if error is None else output - error
+
+    def _change(self, call: int) -> Tensor | None:
+        """What a call's output changes by to make up for all that is wrong before it."""
+        weights = self._response.weights(call + 1, self._since)
+        own, weights[call] = weights[call], 0.0
+        return self._sum(weights / -own) if own else None  # a last step may move nothing
+
+    def _sum(self, weights: np.ndarray) -> Tensor | None:
+        """The errors so far, weighted; None where there are none."""
+        total: Tensor | None = None
+        for call, wrong in self._wrong.items():
+            if weight := float(weights[call]):
+                total = wrong * weight if total is None else total.add(wrong, alpha=weight)
+        return total

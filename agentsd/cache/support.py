@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from ..hosts.foreign import foreign_inside
-from ..hosts.schedulers import Sampler
+from ..sampler import is_for_few_steps
 
 FEWEST = 8
 """Steps of a run in which anything is skipped."""
 
 
-def unsupported_reason(unet: Any, count: int, sampler: Sampler) -> str:
+def unsupported_reason(unet: Any, count: int, scheduler: Any) -> str:
     """Why nothing can be skipped in a run of so many steps, or nothing."""
-    if sampler.for_few_steps:
-        return f"{sampler.name} is for few steps, none of which can be spared"
+    if is_for_few_steps(scheduler):
+        return f"{type(scheduler).__name__} is for few steps, none of which can be spared"
     if count < FEWEST:
         return f"a run of {count} steps has none to spare (fewer than {FEWEST})"
     if other := foreign_inside(unet):

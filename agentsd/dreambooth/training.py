@@ -18,8 +18,8 @@ from diffusers.training_utils import cast_training_params
 from rich.progress import Progress
 
 from ..hosts.files import load_pretrained
-from ..hosts.schedulers import Sampler
 from ..patch import apply_agentsd, remove_agentsd
+from ..sampler import Sampler
 from .checkpoints import check_space, find_checkpoint, list_checkpoints, save_checkpoint, step_of
 from .config import DreamBoothConfig
 from .data import SubjectImages, find_images

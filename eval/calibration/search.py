@@ -16,7 +16,6 @@ from agentsd import Recipe, apply_agentsd
 from agentsd.cache.support import unsupported_reason
 from agentsd.checks import check
 from agentsd.hosts.models import find_model, is_quantized, weights_digest
-from agentsd.hosts.schedulers import Sampler
 
 from ..cost.macs import Cost, name_of_device
 from .candidates import CANDIDATES
@@ -256,7 +255,7 @@ def _free_unet(pipe: Any, num_inference_steps: int, cost: Cost) -> Any:
         )
     if hasattr(unet, "_agentsd"):
         raise ValueError("the pipeline is patched: call remove_agentsd(pipe) first")
-    if reason := unsupported_reason(unet, num_inference_steps, Sampler(pipe.scheduler, ())):
+    if reason := unsupported_reason(unet, num_inference_steps, pipe.scheduler):
         raise ValueError(f"nothing can be cached in these runs: {reason}")
     return unet
 
