@@ -69,7 +69,7 @@ class Caching:
         if not hasattr(unet, "up_blocks"):
             raise ValueError(
                 f"{type(unet).__name__} is no U-Net, and no layer of it can be skipped: "
-                'pass mode="paper", or a recipe without steps and residual'
+                'pass mode="agentsd", or a recipe without steps and residual'
             )
         self._steps, self._residual, self._layers = steps, residual, layers
         self.skipped = None if steps is None else SkippedLayers(unet, steps.layers)

@@ -229,8 +229,6 @@ class DenoiserHook:
             if run is not None and output is not None and context is not None:
                 run.history.kinds.append(replace(context.kind, attention=self._layers.ran(context.kind)))
                 self._layers.keep_residuals(context)
-                if context.is_last:
-                    self._layers.tell_settings()
             self._layers.let_go(raised=output is None)
             self._backward.leave(output, self._layers)
             if self.cache is None or run is None:

@@ -23,6 +23,7 @@ from .modules.adapter import (
     weights_of,
 )
 from .recipe import Recipe
+from .serialization import changed_text
 
 
 class AgentSDHandle:
@@ -54,22 +55,6 @@ class AgentSDHandle:
         self._entered = self._left = False
         self._hooks: list[Any] = []
         self._loaded: LoadedWeights | None = None
-
-    def check_settings(self, settings: dict[str, Any], mode: str) -> None:
-        """Raise ValueError where settings of operators would do nothing on the model; on its small grids that
-        is told in the run.
-
-        Args:
-            settings: what differs from the mode's own.
-            mode: its name.
-        """
-        given = {name: value for name, value in settings.items() if name != "seed"}
-        if given and self._layers.never_run:
-            raise ValueError(
-                f'{given}: mode="{mode}" is step caching alone on this model, whose last layers have no '
-                'self-attention; leave them out, or pass mode="paper"'
-            )
-        self._layers.settings = given
 
     def _patched(self) -> Any:
         """The U-Net, where this handle is in force on it."""
@@ -164,7 +149,7 @@ class AgentSDHandle:
                 outer._attach(unet)
 
     def __repr__(self) -> str:
-        return f"AgentSDHandle({self.recipe}, {len(self.layer_names)} layers)"
+        return f"AgentSDHandle({changed_text(self.recipe)}, {len(self.layer_names)} layers)"
 
     def __getstate__(self) -> dict[str, Any]:
         unet = self._unet() if self._unet is not None else None

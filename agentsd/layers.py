@@ -86,7 +86,6 @@ class PatchedLayers:
         states: what each knows.
         groups: those that share a plan.
         modules: the trained module of each, where it has one.
-        settings: of the operators that the user gave.
 
     Raises:
         ValueError: the model lacks such a layer, or another package holds it.
@@ -103,8 +102,6 @@ class PatchedLayers:
         residual = recipe.residual
         self._least_tokens = residual.least_tokens if residual else 0
         self._cached_alone = residual is not None and residual.interval == 1
-        self.settings: dict[str, Any] = {}
-        self._acted = False
         self._hooks: list[Any] = []
         self._limits: ExitStack | None = None  # what is set for the call under way
         stages = stages_of(recipe.attention)
@@ -176,7 +173,6 @@ class PatchedLayers:
         for index, group in enumerate(self.groups):
             if not group.skipped or (computed and not unused):
                 self._plan_group(index, group, context, shared)
-        self._note_settings(context)
         for layer, state, gone in zip(self.attention_layers, self.states, self._skipped, strict=True):
             state.held = self._claim(layer.attn, state)
             state.attention, state.residual = FULL if gone and unused else attention, None
@@ -212,30 +208,6 @@ class PatchedLayers:
         """Whether the grid is too small for residuals to be shared."""
         tokens = math.prod(group.layer.grid(context.latent)) * group.downsampling_factor**2
         return context.kind.attention == KEEP and tokens < self._least_tokens
-
-    @property
-    def never_run(self) -> bool:
-        """Whether no call runs the operators: cached steps alone would, and they skip all these layers."""
-        return self._cached_alone and all(self._skipped)
-
-    def _note_settings(self, context: StepContext) -> None:
-        """Note whether an operator that has the user's settings runs in a call."""
-        if context.kind.attention in (SHARE, OPERATOR):
-            given = self.settings.keys() - {"early_frac"}
-            for group in self.groups:
-                operator = group.operator(context.stage)
-                runs = group.work.plan is not None and (context.kind.computed or not group.skipped)
-                self._acted |= runs and all(hasattr(operator, name) for name in given)
-
-    def tell_settings(self) -> None:
-        """Say where the user's settings did nothing in the run that ends."""
-        if self.settings and not self._acted:
-            self._warn(
-                f"agentsd: {self.settings} did nothing in this run: its operators run in cached steps alone, "
-                f"agents in early ones, on grids of {self._least_tokens} tokens or more; "
-                'mode="paper" runs them everywhere'
-            )
-        self._acted = False
 
     def ran(self, kind: StepKind) -> str:
         """What the layers computed, all in all, in the call of that kind that ends."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import inspect
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
+from diffusers.utils import logging
+
 from .attention import Agents
 from .handle import AgentSDHandle
-from .hosts.files import find_saved
 from .hosts.models import find_model
 from .modules.adapter import FILE_NAME as WEIGHTS
 from .recipe import FILE_NAME, MODES, Recipe
 from .schedule import Phases
 
+logger = logging.get_logger(__name__)
 _handles: WeakSet[AgentSDHandle] = WeakSet()
 """All that live: a pipeline's U-Net may have been exchanged since it was patched."""
 
@@ -30,7 +33,7 @@ def apply_agentsd(
     recipe: Recipe | str | Path | None = None,
     seed: int = 0,
 ) -> AgentSDHandle:
-    """Make a Stable Diffusion U-Net faster by step caching and agent attention on shared residuals.
+    """Swap a U-Net's self-attention for AgentSD ("Agent Attention", ECCV 2024, Eq. 9), or do what is faster.
 
     No training, no change to the weights. A pipeline that is patched already gets the new recipe. A setting
     at its default changes nothing, whatever the mode; one that differs is an error where the mode or recipe
@@ -42,13 +45,13 @@ def apply_agentsd(
         k: weight of the `+ kV` residual, 0 to 1000.
         scale: exponent of the head width in the broadcast softmax, 0 or less.
         early_frac: share of the steps with agent attention, in [0, 1].
-        mode: "agentsd": step caching, whose cached steps run agent attention early in a run and downsampled
-            keys later, each on the residual that it had to full attention in the last computed steps; on
-            grids of fewer than 2,304 tokens step caching alone. "downsample": the same with downsampled keys
-            in place of agents. "step-caching": step caching alone, on every grid. "paper": AgentSD to the
-            letter of the paper, agents in the early steps and merged tokens later, in every step.
-        recipe: in place of all the others, a `Recipe`, or a file, folder or hub repository that holds one
-            (`agentsd.json`; trained weights beside it, `agentsd.safetensors`, are loaded).
+        mode: "agentsd": AgentSD to the letter of the paper, agents in the early steps and merged tokens
+            later, in every step; images change as the paper's do. "fast": the recommended one, which keeps
+            them: step caching, whose cached steps attend to downsampled keys on the residual that these
+            had to full attention in the last computed steps; on grids of fewer than 2,304 tokens step
+            caching alone. It has none of the four settings.
+        recipe: in place of all the others, a `Recipe`, or a file or folder that holds one (`agentsd.json`;
+            trained weights beside it, `agentsd.safetensors`, are loaded).
         seed: of the destinations sampled at random.
 
     Returns:
@@ -56,8 +59,8 @@ def apply_agentsd(
 
     Raises:
         TypeError: `pipe` has no U-Net, or a setting has a wrong type.
-        ValueError: a setting is out of range, unknown to the mode, beside a recipe, or would do nothing on
-            the model; the model has no layer to patch, or something else holds its self-attention (tomesd, a
+        ValueError: a setting is out of range, unknown to the mode, beside a recipe, or would do nothing;
+            the model has no layer to patch, or something else holds its self-attention (tomesd, a
             processor of another kind), or trained weights are to be loaded into quantised layers. The
             pipeline is left as it was.
     """
@@ -67,7 +70,6 @@ def apply_agentsd(
     recipe, trained = _recipe_of(recipe, mode, changed)
     unet = find_model(pipe)
     handle = AgentSDHandle(recipe, pipe, unet, trained)
-    handle.check_settings(changed, mode)
     outer: AgentSDHandle | None = getattr(unet, "_agentsd", None)
     if outer is not None:
         outer._detach(unet)
@@ -90,7 +92,13 @@ def _recipe_of(recipe: Any, mode: str, changed: dict[str, Any]) -> tuple[Recipe,
     if recipe is None:
         if changed.pop("mode", mode) not in MODES:
             raise ValueError(f"mode={mode!r}: choose {' or '.join(map(repr, MODES))}")
-        return MODES[mode].with_settings(**changed), None
+        recipe = MODES[mode].with_settings(**changed)
+        of_agents = [name for name in ("k", "scale") if name in changed]
+        if of_agents and changed.get("early_frac") == 0:
+            raise ValueError(f"{of_agents[0]}={changed[of_agents[0]]!r}: early_frac=0 runs no agents")
+        if mode == "agentsd":
+            _say_what_it_does()
+        return recipe, None
     if changed:
         raise ValueError(f"{changed} beside recipe={recipe!r}, which holds all settings: pass it alone")
     if not isinstance(recipe, Recipe | str | Path):
@@ -98,7 +106,14 @@ def _recipe_of(recipe: Any, mode: str, changed: dict[str, Any]) -> tuple[Recipe,
         raise TypeError(f"recipe={recipe!r} is a {kind}: pass a Recipe, or its file or folder")
     if isinstance(recipe, Recipe):
         return recipe, None
-    return _load(find_saved(recipe, [FILE_NAME, WEIGHTS]))
+    return _load(Path(recipe))
+
+
+@lru_cache(maxsize=1)  # once
+def _say_what_it_does() -> None:
+    logger.warning(
+        'agentsd: AgentSD changes images, as in the paper; mode="fast" keeps them nearer to the model\'s own'
+    )
 
 
 def _equal(value: Any, other: Any) -> bool:

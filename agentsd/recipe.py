@@ -11,7 +11,6 @@ from typing import Any
 from .attention import Agents, Downsample, Merge, Operator, ResidualSharing
 from .cache import StepCache
 from .checks import check, check_types
-from .hosts.files import find_saved
 from .schedule import ByDistance, Phases, Schedule, stages_of, with_setting
 from .serialization import (
     check_known,
@@ -163,25 +162,24 @@ class Recipe:
 
     @classmethod
     def load(cls, source: str | Path) -> Recipe:
-        """Read what `save` wrote: a file, or the `agentsd.json` of a folder or hub repository.
+        """Read what `save` wrote: a file, or the `agentsd.json` of a folder.
 
         Args:
-            source: a path, or "name/repository" on the hub.
+            source: a path.
 
         Raises:
-            FileNotFoundError: there is no such file, folder or repository.
+            FileNotFoundError: there is no such file or folder.
             ValueError: it is not JSON, or not a recipe.
         """
-        path = find_saved(source, [FILE_NAME])
         try:
-            file = _file(path)
+            file = _file(source)
             content = _read(file)
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{error.filename}: no such file; Recipe.save(path) writes one") from None
         except OSError as error:  # a name that is too long, links in a circle, a folder that may not be read
-            raise ValueError(f"{path} can't be read: {error.strerror}") from None
+            raise ValueError(f"{source} can't be read: {error.strerror}") from None
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is no recipe: {error}; Recipe.save(path) writes one") from None
+            raise ValueError(f"{source} is no recipe: {error}; Recipe.save(path) writes one") from None
         return cls.from_mapping(content, str(file))
 
 
@@ -201,24 +199,18 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-PAPER = Recipe(
+AGENTSD = Recipe(
     Phases(Agents(at_most=None, agent_ratio=0.95, ranking="layer"), Merge(ranking="layer")), levels=1
 )
-"""AgentSD, as in the paper."""
-STEP_CACHING = Recipe(steps=StepCache(interval=2, warmup_steps=4, late_interval=3))
-"""Full attention; after four steps one in two is computed, and of the second half of those one in three."""
-AGENTSD = Recipe(
-    Phases(Agents(), Downsample(stride=4, at_most=None)),
+"""AgentSD to the letter of the paper: agents in the early steps, merged tokens later, in every step."""
+FAST = Recipe(
+    Downsample(stride=4, at_most=None),
     levels=1,  # cached steps compute no other
     residual=ResidualSharing(interval=1, least_tokens=2304),
-    steps=STEP_CACHING.steps,
+    steps=StepCache(interval=2, warmup_steps=4, late_interval=3),
 )
-"""Step caching whose cached steps run agents, later downsampled keys, on residuals of the computed ones."""
-DOWNSAMPLE = replace(AGENTSD, attention=Downsample(stride=4, at_most=None))
-"""The same with downsampled keys in all cached steps."""
-MODES: dict[str, Recipe] = {
-    "agentsd": AGENTSD,
-    "downsample": DOWNSAMPLE,
-    "step-caching": STEP_CACHING,
-    "paper": PAPER,
-}
+"""Step caching whose cached steps attend to downsampled keys, on residuals of the computed ones.
+
+After four steps one in two is computed, and of the second half of those one in three.
+"""
+MODES: dict[str, Recipe] = {"agentsd": AGENTSD, "fast": FAST}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from .attention import Agents, Downsample, Merge, Operator, PooledAgents
@@ -37,6 +37,16 @@ def write_changed(settings: Any) -> dict[str, Any]:
     """The settings that are not the default."""
     values = {f.name: (getattr(settings, f.name), f.default) for f in fields(settings)}
     return {name: value for name, (value, default) in values.items() if value != default}
+
+
+def changed_text(settings: Any) -> str:
+    """A dataclass as it would be written in Python, with what differs from its defaults alone."""
+    if isinstance(settings, tuple):
+        return f"({', '.join(map(changed_text, settings))})"
+    if not is_dataclass(settings):
+        return repr(settings)
+    told = [f"{name}={changed_text(value)}" for name, value in write_changed(settings).items() if value != {}]
+    return f"{type(settings).__name__}({', '.join(told)})"
 
 
 def read_schedule(content: Any) -> Any:

@@ -28,7 +28,7 @@ Methods = Annotated[
     tuple[str, ...],
     Field(
         description="Rows: a mode, tomesd, todo, deepcache-N, METHOD@STEPS, two joined by +. The modes are "
-        "agentsd, downsample, step-caching and paper; no-attention and no-attention-all leave out "
+        "agentsd and fast; no-attention and no-attention-all leave out "
         "self-attention's core at the finest and at every level, an upper bound on speed."
     ),
 ]
@@ -154,7 +154,7 @@ class CompareSettings(ShowSettings):
     scheduler: SchedulerName = "dpm++karras"
     steps: Steps = 25
     guidance_scale: Guidance = 4.0
-    methods: Methods = ("baseline", "tomesd", "paper", "agentsd")
+    methods: Methods = ("baseline", "tomesd", "agentsd", "fast")
     fewer_steps: FewerSteps = (0.6,)
     ratio: OneRatio = 0.4
     images: int = Field(6, ge=1)
@@ -172,7 +172,7 @@ class AppSettings(SamplingSettings):
     guidance_scale: Guidance = 4.0
     prompt: str | None = None
     """The prompt that the page begins with."""
-    recipe: str = "agentsd"
+    recipe: str = "fast"
     """The recipe that the page begins with: a mode."""
     host: str = "127.0.0.1"
     """The address that it listens on. 127.0.0.1 is this machine alone; 0.0.0.0 is every network it is in."""
@@ -191,7 +191,7 @@ class CostSettings(Settings):
 
     arch: Literal["sd15", "sdxl"] | None = None
     """A bare architecture with random weights in place of a model."""
-    methods: Methods = ("baseline", "tomesd", "paper", "agentsd", "downsample", "step-caching")
+    methods: Methods = ("baseline", "tomesd", "agentsd", "fast")
     ratio: OneRatio = 0.4
     sizes: tuple[Annotated[int, Field(ge=64, multiple_of=8)], ...] = ()
     """Pixels on a side, multiples of 8; else the model's own."""
@@ -265,7 +265,7 @@ class RunSettings(SamplingSettings):
 
     hidden: ClassVar[tuple[str, ...]] = ("named", "ablate_ratio", "ablate_values")
     resumes: ClassVar[bool] = True
-    methods: Methods = ("baseline", "tomesd", "paper", "agentsd")
+    methods: Methods = ("baseline", "tomesd", "agentsd", "fast")
     fewer_steps: FewerSteps = (0.8, 0.6, 0.4)
     ratios: tuple[Ratio, ...] = (0.1, 0.2, 0.3, 0.4, 0.5)
     """Shares of the tokens that are merged, for every method."""
@@ -311,7 +311,7 @@ class RunSettings(SamplingSettings):
 
 
 class AblateSettings(RunSettings):
-    """Vary one setting of mode paper at one ratio, beside the baseline (Tables 11, 12 and 13)."""
+    """Vary one setting of AgentSD at one ratio, beside the baseline (Tables 11, 12 and 13)."""
 
     hidden: ClassVar[tuple[str, ...]] = ("named", "methods", "ratios")
     what: Literal["k", "scale", "early"]
@@ -328,7 +328,7 @@ class CheckSettings(RunSettings):
     hidden: ClassVar[tuple[str, ...]] = ("named", "ratios", "ablate_ratio", "ablate_values", "fewer_steps")
     scheduler: SchedulerName = "dpm++karras"
     steps: Steps = 25
-    methods: Methods = ("agentsd", "downsample", "step-caching")
+    methods: Methods = ("agentsd", "fast")
     ratios: tuple[Ratio, ...] = (0.4,)
     """Shares of the tokens that are merged, for every method."""
     calibrated: tuple[Path, ...] = ()

@@ -1,10 +1,17 @@
-"""Recipes that change attention in every step, and leave no layer and no pass out."""
+"""Recipes of many tests."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from agentsd import Agents, Downsample, Phases, Recipe
+from agentsd.recipe import FAST
 
 AGENTS_THEN_KEYS = Recipe(Phases(Agents(), Downsample()))
 """Agents in the early steps, downsampled keys later, on two levels."""
 TODO = Recipe(Downsample())
 """Downsampled keys in every step."""
+STEP_CACHING = Recipe(steps=FAST.steps)
+"""Full attention in all steps, some of which are cached."""
+AGENTS_CACHED = replace(FAST, attention=Phases(Agents(), FAST.attention))
+"""Agents in the early cached steps, on shared residuals, and downsampled keys in the later ones."""

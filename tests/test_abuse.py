@@ -169,7 +169,7 @@ def test_the_host_internals_that_the_patch_stands_on():
 def test_same_bits_in_another_process():
     code = (
         "from tiny import call, make_unet; from agentsd import apply_agentsd\n"
-        "unet = make_unet(); apply_agentsd(unet, mode='paper')\n"
+        "unet = make_unet(); apply_agentsd(unet, mode='agentsd')\n"
         "total = call(unet, 999).double().sum().item().hex()"
     )
     own: dict = {}

@@ -14,7 +14,7 @@ from tgate import TgateSDLoader
 from tiny import BETAS
 
 from agentsd import Recipe, StepCache, apply_agentsd, remove_agentsd
-from agentsd.recipe import PAPER
+from agentsd.recipe import AGENTSD
 
 CACHES = Recipe(steps=StepCache(2))
 
@@ -38,7 +38,7 @@ def pyramid(pipe):
     return lambda: registry.remove_hook("pyramid_attention_broadcast", recurse=True)
 
 
-@pytest.mark.parametrize("recipe", [PAPER, AGENTS_THEN_KEYS])
+@pytest.mark.parametrize("recipe", [AGENTSD, AGENTS_THEN_KEYS])
 @pytest.mark.parametrize("patch_first", [True, False])
 def test_deepcache_in_either_order(pipe, sample, patch_first, recipe):
     pipe.scheduler = diffusers.DDIMScheduler(**BETAS)  # DeepCache looks timesteps up: they must not repeat

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from callers import Guided
+from recipes import STEP_CACHING
 from tiny import make_small_unet
 from torch._dynamo.testing import CompileCounter
 
 from agentsd import Agents, Downsample, Phases, Recipe, StepCache, apply_agentsd
-from agentsd.recipe import STEP_CACHING
 
 RECIPES = {
     "steps": (STEP_CACHING, 2),  # F and f

@@ -54,7 +54,7 @@ def test_launches_of_a_correction(unet, cached):
     assert symbols == "F" + 2 * ("f" * cached + "F")
     assert counts[-2].total() == LAST_LAYERS + 3  # a line; the latent and the output cloned
     # One state kept; for each cached step a line, and subtracted. An error of the latent is a term for each
-    # error before, and a sum: in the second cached step's output, in the own one, and in what makes up for it.
+    # error before, and a sum: in the second cached step's output, in the own one, and in what mends it.
     errors = sum(n + 1 for n in range(1, cached)) + 2 * (cached + 1)
     assert counts[-1].total() == BASELINE + 1 + cached * (LAST_LAYERS + 2) + errors
 

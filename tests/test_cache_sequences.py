@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
+from recipes import STEP_CACHING
 from tiny import BETAS, make_unet, may_skip
 
 from agentsd import (
@@ -26,7 +27,6 @@ from agentsd import (
     apply_agentsd,
     remove_agentsd,
 )
-from agentsd.recipe import STEP_CACHING
 
 SEQUENCES = int(os.environ.get("AGENTSD_SEQUENCES", "100"))
 RECIPES = {

@@ -7,12 +7,12 @@ import pytest
 import torch
 from callers import RUN, Caller, deep_unet
 from logs import warned
+from recipes import STEP_CACHING
 from tiny import BETAS, kept, make_sdxl_unet, make_unet, may_skip, snapshot
 from tiny import training_sigma as sigma
 
 from agentsd import Agents, Downsample, Phases, Recipe, StepCache, apply_agentsd
 from agentsd.cache.features import CachedFeatures
-from agentsd.recipe import STEP_CACHING
 
 
 def deep_sdxl_unet():
@@ -202,7 +202,7 @@ def test_every_step_computed_is_bit_equal_to_baseline(make_pipeline, sample, sch
     with apply_agentsd(pipe, recipe=Recipe(steps=StepCache(1))) as handle:
         assert torch.equal(sample(pipe, **RUN), baseline)
         assert set(handle.summary().split()[0]) == {"F"}
-    handle = apply_agentsd(pipe, mode="step-caching")
+    handle = apply_agentsd(pipe, recipe=STEP_CACHING)
     image = sample(pipe, **RUN)
     assert not torch.equal(image, baseline)
     assert torch.equal(sample(pipe, **RUN), image)
@@ -249,7 +249,7 @@ def test_attention_runs_where_its_layer_does(make_pipeline, sample, attention):
 def test_few_steps_stay_whole_and_say_so_once(make_pipeline, sample):
     pipe = make_pipeline()
     baseline = sample(pipe, num_inference_steps=7)
-    handle = apply_agentsd(pipe, mode="step-caching")
+    handle = apply_agentsd(pipe, recipe=STEP_CACHING)
     with warned("a run of 7 steps has none to spare"):
         image = pipe(
             "a cat",

@@ -17,10 +17,11 @@ from calibrating import CANDIDATES, COUNTED, SETTINGS, STEPS, distance, run, wor
 from diffusers import StableDiffusionControlNetPipeline
 from logs import warned
 from PIL import Image
+from recipes import AGENTS_CACHED, STEP_CACHING
 from tiny import make_controlnet, may_skip, snapshot
 
 from agentsd import Downsample, Recipe, apply_agentsd
-from agentsd.recipe import AGENTSD, DOWNSAMPLE, STEP_CACHING
+from agentsd.recipe import FAST
 
 
 def measured_here(pipe, recipe):
@@ -147,7 +148,7 @@ def test_seconds_may_be_the_cost(plain, monkeypatch):
 
 
 def test_the_named_recipes_are_candidates_and_none_does_nothing():
-    assert {AGENTSD, DOWNSAMPLE, STEP_CACHING} <= set(USUAL)
+    assert {AGENTS_CACHED, FAST, STEP_CACHING} <= set(USUAL)
     assert len(set(USUAL)) == len(USUAL) < 60
     assert any(recipe.residual is not None and recipe.residual.interval > 1 for recipe in USUAL)
 

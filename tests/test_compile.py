@@ -18,11 +18,11 @@ from agentsd import (
     remove_agentsd,
 )
 from agentsd.modules import AgentModule
-from agentsd.recipe import PAPER
+from agentsd.recipe import AGENTSD
 
 STEPS = (999, 800, 700, 400, 100, 1)
 RECIPES = {
-    "paper": PAPER,
+    "paper": AGENTSD,
     "agents, then keys": AGENTS_THEN_KEYS,
     "merge later": Recipe(Phases(Agents(), Merge())),
 }

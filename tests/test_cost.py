@@ -9,7 +9,7 @@ from recipes import AGENTS_THEN_KEYS
 from tiny import call, make_unet
 
 from agentsd import Agents, Downsample, Merge, Recipe, apply_agentsd
-from agentsd.recipe import PAPER
+from agentsd.recipe import AGENTSD
 
 
 def in_first_layer(unet, side, t=999):
@@ -47,12 +47,12 @@ def test_work_grows_with_the_tokens_not_their_square(t):
     with apply_agentsd(unet, recipe=AGENTS_THEN_KEYS):
         few, many = (in_first_layer(unet, side, t) for side in (64, 256))
     assert math.log(many / few, 16) < 1.2
-    with apply_agentsd(unet, mode="paper"):  # while mode paper has N/16 agents, and merges into N/4 tokens
+    with apply_agentsd(unet, mode="agentsd"):  # while mode paper has N/16 agents, and merges into N/4 tokens
         assert math.log(in_first_layer(unet, 128, t) / in_first_layer(unet, 64, t), 4) > 1.5
 
 
 @pytest.mark.parametrize("t", [999, 1])
-@pytest.mark.parametrize("recipe", [PAPER, AGENTS_THEN_KEYS])
+@pytest.mark.parametrize("recipe", [AGENTSD, AGENTS_THEN_KEYS])
 def test_a_patched_layer_does_less_than_baseline(recipe, t):
     unet = make_unet()
     baseline = in_first_layer(unet, 64, t)

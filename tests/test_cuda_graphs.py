@@ -7,12 +7,12 @@ import pytest
 import torch
 from callers import Guided, deep_unet
 from cuda_graphs import OverwrittenOutputs
+from recipes import STEP_CACHING
 from tiny import make_controlnet, make_unet
 from torch._inductor.cudagraph_trees import MarkStepBox
 
 from agentsd import Agents, Downsample, Merge, Phases, Recipe, ResidualSharing, StepCache
 from agentsd import apply_agentsd as patch
-from agentsd.recipe import STEP_CACHING
 
 SHARED = ResidualSharing(2, warmup_steps=1)
 RECIPES = {

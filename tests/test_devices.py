@@ -76,7 +76,7 @@ class Nothing:
     [(name, "DDIM") for name in RECIPES] + [("agents on residuals", sampler) for sampler in SAMPLERS],
 )
 def test_every_recipe_runs_where_there_is_no_float64(name, sampler):
-    for make in (make_unet, make_sdxl_unet) if name == "paper" else (make_unet,):
+    for make in (make_unet, make_sdxl_unet) if name == "agentsd" else (make_unet,):
         apply_agentsd(unet := make(), recipe=RECIPES[name])
         expected = run(unet, SAMPLERS[sampler](), Nothing)
         made = run(unet, SAMPLERS[sampler](), LikeMPS)

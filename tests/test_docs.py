@@ -15,12 +15,13 @@ import test_placement
 import test_quantized
 from pipelines import FEATURES, HOSTS, MORE
 from quantized import PACKAGES
+from recipes import STEP_CACHING
 from sampling import SAMPLERS
 
 import agentsd
 from agentsd import Recipe, apply_agentsd
 from agentsd.patch import handle_of
-from agentsd.recipe import AGENTSD, MODES, STEP_CACHING
+from agentsd.recipe import AGENTSD, MODES
 
 ROOT = Path(__file__).parents[1]
 
@@ -106,7 +107,7 @@ def test_the_page_on_threads_runs(pipe: Any, monkeypatch: Any) -> None:
     page = (ROOT / "docs/how_to/serve.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {"pipe": pipe, "prompt": "a cat"}
     monkeypatch.setattr(type(pipe), "__call__", partialmethod(type(pipe).__call__, num_inference_steps=2))
-    outer = apply_agentsd(pipe, mode="downsample")
+    outer = apply_agentsd(pipe, mode="fast")
     for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         exec(compile(block, "docs/how_to/serve.md", "exec"), names)
     assert names["make_image"]("a cat").size == names["image"].size
@@ -118,7 +119,7 @@ def test_the_page_on_threads_runs(pipe: Any, monkeypatch: Any) -> None:
 
 
 def test_the_first_tutorial_runs() -> None:
-    """On a small image in few steps, where the default is step caching."""
+    """On a small image in few steps, where `fast` is step caching."""
     page = (ROOT / "docs/tutorials/first_image.md").read_text(encoding="utf-8")
     blocks = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
     names: dict[str, Any] = {}

@@ -14,7 +14,7 @@ from agentsd_eval.pages.strip import strip_of
 
 from agentsd.cache.plan import describe
 from agentsd.patch import handle_of
-from agentsd.recipe import AGENTSD, MODES
+from agentsd.recipe import FAST, MODES
 
 CHANGES: dict[str, Any] = {"ratio": 0.55, "k": 0.0, "scale": -0.3, "early_frac": 0.9} | {
     "interval": 3,
@@ -38,21 +38,17 @@ def test_the_line_of_python_is_the_recipe(pipe: Any, mode: str) -> None:
 
 
 def test_what_a_recipe_has_not_is_left_out() -> None:
-    line = python_of("step-caching", CHANGES | {"extrapolation_order": 1})
-    assert line.endswith("recipe=Recipe(steps=StepCache(interval=3, warmup_steps=4, late_interval=4)))\n")
-    assert python_of("paper", {"interval": 3}).endswith('apply_agentsd(pipe, mode="paper")\n')
+    assert python_of("fast", {"ratio": 0.5}).endswith('apply_agentsd(pipe, mode="fast")\n')
+    assert python_of("agentsd", {"interval": 3}).endswith('apply_agentsd(pipe, mode="agentsd")\n')
 
 
-def test_the_default_offers_the_settings_of_its_attention_and_of_its_steps() -> None:
-    own = defaults_of("agentsd")
-    assert set(own) == set(LABELS)
-    assert own == defaults_of("step-caching") | {name: own[name] for name in ATTENTION}
-    line = python_of("agentsd", {"ratio": 0.5, "interval": 3})
-    assert 'MODES["agentsd"].with_settings(ratio=0.5)' in line
+def test_each_mode_offers_the_settings_that_it_has() -> None:
+    assert set(defaults_of("agentsd")) == set(ATTENTION)
+    assert set(defaults_of("fast")) == set(LABELS) - set(ATTENTION)
+    assert python_of("agentsd", {"ratio": 0.5}).endswith('apply_agentsd(pipe, mode="agentsd", ratio=0.5)\n')
+    line = python_of("fast", {"interval": 3})
     assert "StepCache(interval=3, warmup_steps=4, late_interval=3)" in line
-    assert recipe_from("agentsd", {"ratio": 0.5, "interval": 3}) == replace(
-        AGENTSD.with_settings(ratio=0.5), steps=replace(AGENTSD.steps, interval=3)
-    )
+    assert recipe_from("fast", {"interval": 3}) == replace(FAST, steps=replace(FAST.steps, interval=3))
 
 
 @pytest.mark.parametrize(("name", "value"), [("ratio", 1.0), ("ratio", None), ("early_frac", 40.0)])
@@ -60,7 +56,7 @@ def test_a_bad_setting_is_named(name: str, value: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=f"{name}={value}"):
         recipe_from("agentsd", {name: value})
     with pytest.raises(ValueError, match="extrapolation_order=2: pass 0"):
-        recipe_from("step-caching", {"extrapolation_order": 2})
+        recipe_from("fast", {"extrapolation_order": 2})
 
 
 def test_the_strip_has_a_box_for_each_call_in_order() -> None:

@@ -62,7 +62,7 @@ def test_both_images_are_made_and_compared_under_a_slider(page: Any) -> None:
     assert strip.get_attribute("aria-label") == "FFFFfFffFf  (10 calls: 6 computed; 4 cached; 3 corrected)"
     assert strip.locator("i").count() == 10
     assert re.search(
-        r"baseline \d+\.\d\d s, agentsd \d+\.\d\d s: .* PSNR to the baseline", page.inner_text("body")
+        r"baseline \d+\.\d\d s, fast \d+\.\d\d s: .* PSNR to the baseline", page.inner_text("body")
     )
     baseline, own = page.locator("img[src*='/file=']").all()
     bodies = [page.request.get(image.get_attribute("src")).body() for image in (baseline, own)]
@@ -87,31 +87,27 @@ def settings_that_run(page: Any, label: str, value: str) -> tuple[str, bytes]:
 
 
 def test_the_settings_that_are_chosen_are_those_that_run(page: Any) -> None:
-    page.get_by_label("step-caching", exact=True).click()
-    page.get_by_text('mode="step-caching"').wait_for()
+    page.get_by_label("fast", exact=True).click()
+    page.get_by_text('mode="fast"').wait_for()
     assert settings_that_run(page, "interval (of", "3")[0] == "FFFFffFffF"
     assert settings_that_run(page, "interval (of", "1")[0] == "FFFFFFFffF"
-    page.get_by_label("paper", exact=True).click()
-    page.get_by_text('mode="paper"').wait_for()
+    page.get_by_label("agentsd", exact=True).click()
+    page.get_by_text('mode="agentsd"').wait_for()
     assert settings_that_run(page, "ratio (", "0.1")[1] != settings_that_run(page, "ratio (", "0.7")[1]
 
 
 def test_the_line_of_python_follows_the_recipe_and_is_copied(page: Any) -> None:
-    page.get_by_label("step-caching", exact=True).click()
-    page.get_by_text('mode="step-caching"').wait_for()
+    page.get_by_label("fast", exact=True).click()
+    page.get_by_text('mode="fast"').wait_for()
     page.get_by_label("interval (of").fill("3")
     page.get_by_text("StepCache(interval=3, warmup_steps=4, late_interval=3)").wait_for()
     page.get_by_role("button", name="Copy").click()
     copied = page.evaluate("navigator.clipboard.readText()")
-    assert copied.endswith(
-        "apply_agentsd(pipe, recipe=Recipe(steps=StepCache(interval=3, warmup_steps=4, late_interval=3)))"
-    )
+    assert copied.rstrip().endswith('apply_agentsd(pipe, recipe=replace(MODES["fast"], steps=steps))')
+    assert page.get_by_label("interval (of").input_value() == "3"
+    assert not page.get_by_label("ratio (").is_visible()
     page.get_by_label("agentsd", exact=True).click()
     page.get_by_text('mode="agentsd"').wait_for()
-    assert page.get_by_label("ratio (").input_value() == "0.4"
-    assert page.get_by_label("interval (of").input_value() == "2"
-    page.get_by_label("paper", exact=True).click()
-    page.get_by_text('mode="paper"').wait_for()
     assert page.get_by_label("ratio (").input_value() == "0.4"
     assert not page.get_by_label("interval (of").is_visible()
 
@@ -124,8 +120,8 @@ def test_what_is_wrong_is_said_in_the_page_with_the_way_out(page: Any) -> None:
     page.get_by_label("steps", exact=True).fill("4")
     make(page)
     alert.get_by_text("a run of 4 steps has none to spare").wait_for()
-    page.get_by_label("paper", exact=True).click()
-    page.get_by_text('mode="paper"').wait_for()
+    page.get_by_label("agentsd", exact=True).click()
+    page.get_by_text('mode="agentsd"').wait_for()
     page.get_by_label("ratio (").fill("1.5")
     button.click()
     alert.get_by_text("ratio=1.5: pass a share in [0, 1)").wait_for()

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from agentsd import Recipe, StepCache
 
-RUN = ("--images", 2, "--steps", 8, "--reference-steps", 10, "--methods", "step-caching")
+RUN = ("--images", 2, "--steps", 8, "--reference-steps", 10, "--methods", "fast")
 
 
 def invoke(*arguments: object, code: int = 0) -> str:
@@ -36,7 +36,7 @@ def test_one_command_leaves_a_page_and_results_to_send(
     text = (out / "check.json").read_text()
     sent = json.loads(text)
     assert [row["label"] for row in sent["rows"]] == [
-        "baseline", "baseline@6", "baseline@5", "baseline@3", "step-caching", "mine"
+        "baseline", "baseline@6", "baseline@5", "baseline@3", "fast", "mine"
     ]  # fmt: skip
     assert sent["rows"] == [json.loads(line) for line in (out / "check.jsonl").read_text().splitlines()]
     assert all(row["reference_distance"] >= 0 and row["macs"] > 0 for row in sent["rows"])
@@ -66,9 +66,9 @@ def test_own_prompts_are_kept_and_the_embedded_model_has_captions(tmp_path: Path
 def test_what_gains_over_fewer_steps_is_said() -> None:
     rows = [
         {"method": name, "label": name, "images": 32, "gain_seconds": low + 0.1, "gain_seconds_low": low}
-        for name, low in (("step-caching", 1.05), ("paper", 0.8))
+        for name, low in (("fast", 1.05), ("agentsd", 0.8))
     ]
-    assert verdict(rows).endswith("beyond the error: step-caching.")
+    assert verdict(rows).endswith("beyond the error: fast.")
     assert verdict(rows[1:]).endswith("take fewer steps.")
     assert verdict([{"method": "baseline", "images": 32}]).startswith("No row's gain is known")
 
@@ -89,7 +89,7 @@ def test_a_wrong_file_is_one_message_before_any_image(
 
 
 def test_a_file_is_not_called_as_a_method_is(tmp_path: Path) -> None:
-    Recipe(steps=StepCache()).save(tmp_path / "step-caching.json")
-    assert "'step-caching' is the name of another row: rename the file" in invoke(
-        "--calibrated", tmp_path / "step-caching.json", code=2
+    Recipe(steps=StepCache()).save(tmp_path / "fast.json")
+    assert "'fast' is the name of another row: rename the file" in invoke(
+        "--calibrated", tmp_path / "fast.json", code=2
     )

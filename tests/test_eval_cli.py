@@ -40,9 +40,9 @@ def test_compare(model_folder: str, tmp_path: Path) -> None:
         "compare", "--model", model_folder, "--prompt", "a cat", "--prompt", "a dog", "--steps", 8,
         "--ratio", 0.5, "--out", out,
     )  # fmt: skip
-    for method in ("baseline", "baseline@5", "tomesd r=0.5", "paper r=0.5"):
+    for method in ("baseline", "baseline@5", "tomesd r=0.5", "agentsd r=0.5"):
         assert method in printed
-    assert "agentsd r=0.5, each call: FFFFfFff (8 calls: 5 computed; 3 cached; 1 corrected)" in printed
+    assert "fast, each call: FFFFfFff (8 calls: 5 computed; 3 cached; 1 corrected)" in printed
     with Image.open(out) as image:
         assert image.size[0] > 2 * 160
         assert image.size[1] > 3 * 160
@@ -64,7 +64,7 @@ def run(model_folder: str, photographs: Path, tmp_path_factory: pytest.TempPathF
     (folder / "prompts.txt").write_text("a cat\na dog\n")
     printed = invoke(
         "table", "--model", model_folder, "--prompts", folder / "prompts.txt", "--reference", photographs,
-        "--methods", "paper", "--methods", "tomesd+deepcache", "--ratios", 0.5, "--steps", 3, "--images", 5,
+        "--methods", "agentsd", "--methods", "tomesd+deepcache", "--ratios", 0.5, "--steps", 3, "--images", 5,
         "--batch-size", 2, "--fewer-steps", 0.4, "--out", folder,
     )  # fmt: skip
     assert "distance of distributions" in printed
@@ -76,7 +76,7 @@ def test_table_has_a_row_for_each_method_and_a_floor(run: Path) -> None:
     assert [row["method"] for row in rows] == [
         "baseline",
         "baseline@1",
-        "paper",
+        "agentsd",
         "tomesd+deepcache",
         "real/real",
     ]
@@ -104,8 +104,8 @@ def test_table_has_a_row_for_each_method_and_a_floor(run: Path) -> None:
     )
     assert maker["threads"] == torch.get_num_threads()
     markdown = (run / "table.md").read_text()
-    assert "| paper | 0.5 |" in markdown
-    assert "| paper r=0.5 | 5 |" in markdown
+    assert "| agentsd | 0.5 |" in markdown
+    assert "| agentsd r=0.5 | 5 |" in markdown
     assert "≈ marks a change inside the noise" in markdown
     assert "too few to judge" in markdown
     assert not re.search(r"\d ≈|\d ± \d", markdown)
@@ -115,16 +115,16 @@ def test_a_second_run_goes_on_with_another_ratio(run: Path, model_folder: str, p
     before = (run / "table.jsonl").read_text().splitlines()
     invoke(
         "table", "--model", model_folder, "--prompts", run / "prompts.txt", "--reference", photographs,
-        "--methods", "paper", "--ratios", 0.5, "--ratios", 0.25, "--steps", 3, "--images", 5,
+        "--methods", "agentsd", "--ratios", 0.5, "--ratios", 0.25, "--steps", 3, "--images", 5,
         "--batch-size", 2, "--out", run,
     )  # fmt: skip
     after = {r["key"]: r for r in map(json.loads, (run / "table.jsonl").read_text().splitlines()[:-1])}
     old = json.loads(before[2])
-    assert after["paper-r0.5-sdpa"]["fd"] == old["fd"]
-    assert after["paper-r0.5-sdpa"]["seconds"] == old["seconds"]
-    assert after["paper-r0.5-sdpa"]["speedup"] == old["speedup"]
+    assert after["agentsd-r0.5-sdpa"]["fd"] == old["fd"]
+    assert after["agentsd-r0.5-sdpa"]["seconds"] == old["seconds"]
+    assert after["agentsd-r0.5-sdpa"]["speedup"] == old["speedup"]
     # another process made it at another time: its speed-up is over the baseline's batches timed again
-    assert after["paper-r0.25-sdpa"]["speedup_batches"] == 3
+    assert after["agentsd-r0.25-sdpa"]["speedup_batches"] == 3
     (run / "table.jsonl").write_text("\n".join(before) + "\n")
 
 
@@ -152,7 +152,7 @@ def test_clip_score_is_the_cosine_of_the_embeddings(clip_folder: Path, photograp
 def test_clip_score_in_the_table(model_folder: str, clip_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("a cat\n")
     printed = invoke(
-        "table", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--methods", "paper",
+        "table", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--methods", "agentsd",
         "--ratios", 0.5, "--clip", clip_folder, "--steps", 2, "--images", 2, "--out", tmp_path / "run",
     )  # fmt: skip
     assert "CLIP score" in (tmp_path / "run" / "table.md").read_text()
@@ -165,7 +165,7 @@ def test_report_is_one_page_without_links(run: Path) -> None:
     assert page.count("data:image/webp;base64,") == 2 * 4
     assert page.count("<svg") == 1
     assert not re.findall(r'(?:src|href)="(?!data:|#)', page)
-    assert "paper r=0.5" in page
+    assert "agentsd r=0.5" in page
 
 
 def test_ablate(model_folder: str, tmp_path: Path) -> None:
@@ -174,13 +174,13 @@ def test_ablate(model_folder: str, tmp_path: Path) -> None:
         "ablate", "k", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--ablate-values", 0,
         "--ablate-values", 0.1, "--steps", 2, "--images", 2, "--batch-size", 2, "--out", tmp_path / "run",
     )  # fmt: skip
-    assert "paper r=0.5, k=0.1" in printed
+    assert "agentsd r=0.5, k=0.1" in printed
     assert "Fréchet" not in printed  # no real images, no distance
 
 
 def test_latency(model_folder: str, tmp_path: Path) -> None:
     printed = invoke(
-        "latency", "--model", model_folder, "--methods", "paper", "--methods", "deepcache", "--ratio", 0.5,
+        "latency", "--model", model_folder, "--methods", "agentsd", "--methods", "deepcache", "--ratio", 0.5,
         "--backends", "sdpa", "--backends", "unfused", "--steps", 3, "--sizes", 64, "--repeats", 2,
         "--out", tmp_path,
     )  # fmt: skip
@@ -189,7 +189,7 @@ def test_latency(model_folder: str, tmp_path: Path) -> None:
     found = {(row["scope"], row["method"], row["backend"]): row for row in rows}
     assert ("forward late", "deepcache", "sdpa") not in found  # it has no cost within one call
     assert len(found) == 2 * 2 * 2 + 5 * 2  # of three steps, baseline@2 and baseline@1 in whole runs
-    early, late = (found[f"forward {phase}", "paper", "sdpa"] for phase in ("early", "late"))
+    early, late = (found[f"forward {phase}", "agentsd", "sdpa"] for phase in ("early", "late"))
     baseline = found["forward early", "baseline", "sdpa"]
     assert early["macs"] < late["macs"] < baseline["macs"]
     # the count doesn't depend on how attention is computed
@@ -205,13 +205,13 @@ def test_latency_without_a_count_runs_each_method_once(
     runs, call = [], StableDiffusionPipeline.__call__
     monkeypatch.setattr(StableDiffusionPipeline, "__call__", lambda *a, **k: runs.append(1) or call(*a, **k))
     printed = invoke(
-        "latency", "--config", tmp_path / "once.yaml", "--model", model_folder, "--methods", "step-caching",
+        "latency", "--config", tmp_path / "once.yaml", "--model", model_folder, "--methods", "fast",
         "--scopes", "pipeline", "--steps", 8, "--sizes", 64, "--repeats", 1, "--out", tmp_path,
     )  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "latency.jsonl").read_text().splitlines()]
-    assert [(row["method"], row["macs"]) for row in rows] == [("baseline", None), ("step-caching", None)]
+    assert [(row["method"], row["macs"]) for row in rows] == [("baseline", None), ("fast", None)]
     assert len(runs) == 2
-    assert "step-caching" in printed
+    assert "fast" in printed
 
 
 def test_a_method_that_memory_does_not_do_for_costs_no_others_figures(
@@ -222,7 +222,7 @@ def test_a_method_that_memory_does_not_do_for_costs_no_others_figures(
 
     monkeypatch.setattr(AttnProcessor, "__call__", too_much)
     invoke(
-        "latency", "--model", model_folder, "--methods", "paper", "--backends", "sdpa", "--backends",
+        "latency", "--model", model_folder, "--methods", "agentsd", "--backends", "sdpa", "--backends",
         "unfused", "--scopes", "forward", "--sizes", 64, "--repeats", 1, "--out", tmp_path,
     )  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "latency.jsonl").read_text().splitlines()]
@@ -232,7 +232,7 @@ def test_a_method_that_memory_does_not_do_for_costs_no_others_figures(
 
 
 def test_latency_of_training(model_folder: str, tmp_path: Path) -> None:
-    (tmp_path / "agents.yaml").write_text("named: {agents: {mode: paper, ratio: 0.5, early_frac: 1.0}}\n")
+    (tmp_path / "agents.yaml").write_text("named: {agents: {mode: agentsd, ratio: 0.5, early_frac: 1.0}}\n")
     invoke(
         "latency", "--config", tmp_path / "agents.yaml", "--model", model_folder, "--methods", "agents",
         "--scopes", "training", "--sizes", 128, "--repeats", 1, "--out", tmp_path,
@@ -245,12 +245,12 @@ def test_latency_of_training(model_folder: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_latency_compiled(model_folder: str, tmp_path: Path) -> None:
     printed = invoke(
-        "latency", "--compile", "--model", model_folder, "--methods", "paper", "--ratio", 0.5, "--scopes",
+        "latency", "--compile", "--model", model_folder, "--methods", "agentsd", "--ratio", 0.5, "--scopes",
         "forward", "--sizes", 64, "--repeats", 2, "--out", tmp_path,
     )  # fmt: skip
     assert "forward early, 64 px, batch 1, compiled" in printed
     rows = [json.loads(line) for line in (tmp_path / "latency.jsonl").read_text().splitlines()]
-    assert [row["method"] for row in rows] == ["baseline", "paper"] * 2
+    assert [row["method"] for row in rows] == ["baseline", "agentsd"] * 2
 
 
 def test_features_are_kept_under_the_images_content(photographs: Path, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_presets_are_valid(name: str) -> None:
     if name == "table10":
         assert specs[3].prompt == "A high quality photograph of a goldfish."
         assert specs[-1].prompt == "A high quality photograph of a toilet tissue."
-        assert [m.label for m in table.table_methods(settings)][-1] == "paper r=0.5"
+        assert [m.label for m in table.table_methods(settings)][-1] == "agentsd r=0.5"
     for number, what in ((11, "k"), (12, "scale"), (13, "early")):
         if name == f"table{number}":
             values = ablate.PAPER_VALUES[what]

@@ -36,14 +36,14 @@ def test_a_method_that_changes_nothing_has_a_table_and_a_report(model_folder: st
     """Four steps have none to spare, so step caching leaves nothing out."""
     (tmp_path / "prompts.txt").write_text("a cat\n")
     table = ["table", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--methods"]
-    table += ["step-caching", "--steps", 4, "--fewer-steps", "none", "--images", 2, "--scheduler", "ddim"]
+    table += ["fast", "--steps", 4, "--fewer-steps", "none", "--images", 2, "--scheduler", "ddim"]
     with warned("nothing is skipped"):
         done = CliRunner().invoke(main, list(map(str, [*table, "--out", tmp_path / "run"])))
     assert done.exit_code == 0, done.output
     row = json.loads((tmp_path / "run" / "table.jsonl").read_text().splitlines()[1])
     assert row["equal_images"] == 2
     assert row["baseline_distance"] == 0
-    assert "| step-caching | 2 | equal | equal | 2 |" in (tmp_path / "run" / "table.md").read_text()
+    assert "| fast | 2 | equal | equal | 2 |" in (tmp_path / "run" / "table.md").read_text()
     done = CliRunner().invoke(main, ["report", str(tmp_path / "run")])
     assert done.exit_code == 0, done.output
     assert "its images are the baseline&#39;s." in (tmp_path / "run" / "report.html").read_text()

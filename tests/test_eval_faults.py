@@ -58,7 +58,7 @@ BOMB = "a0: &a0 [x, x, x]\n" + "".join(
         ("named: {1: {k: 1}}", "named.*1"),
         ("named: {mine: 5}", "named.mine"),
         ("named: {mine: {recipe: 5}}", "recipe=5: write what a recipe's file holds"),
-        ("named: {paper: {k: 0.1}}", "'paper' is a method already: choose another name"),
+        ("named: {agentsd: {k: 0.1}}", "'agentsd' is a method already: choose another name"),
         ("named: {deepcache-7: {k: 0.1}}", "'deepcache-7' is a method already"),
         ("named: {baseline: {k: 0.1}}", "'baseline' is a method already"),
         ("named: {m@3: {k: 0.1}}", "is empty or holds a line break or one of"),

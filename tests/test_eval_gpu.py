@@ -38,12 +38,12 @@ def test_latency_of_sd15_saves_memory_over_unfused_attention(tmp_path: Path, bat
     """How much time it saves is what the command is for: a fast card is bound by launches at batch 1."""
     invoke(
         "latency", "--arch", "sd15", "--dtype", "float16", "--sizes", 512, "--batches", batch, "--methods",
-        "paper", "--backends", "unfused", "--steps", 10, "--repeats", 3, "--out", tmp_path,
+        "agentsd", "--backends", "unfused", "--steps", 10, "--repeats", 3, "--out", tmp_path,
     )  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "latency.jsonl").read_text().splitlines()]
     assert json.loads((tmp_path / "run.json").read_text())["results"]["latency"]["clock"] == "wall"
     found = {(row["scope"], row["method"]): row for row in rows}
-    early, baseline = found["forward early", "paper"], found["forward early", "baseline"]
+    early, baseline = found["forward early", "agentsd"], found["forward early", "baseline"]
     assert 0 < early["memory_per_image"] < baseline["memory_per_image"]
 
 
@@ -52,7 +52,7 @@ def test_a_table_in_half_precision(model_folder: str, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("a cat\na dog\n")
     invoke(
         "table", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--dtype", "float16",
-        "--methods", "tomesd", "--methods", "paper", "--ratios", 0.5, "--steps", 3, "--images", 4,
+        "--methods", "tomesd", "--methods", "agentsd", "--ratios", 0.5, "--steps", 3, "--images", 4,
         "--batch-size", 2, "--out", tmp_path / "run",
     )  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "run" / "table.jsonl").read_text().splitlines()]

@@ -99,7 +99,7 @@ def test_the_embedded_model_is_judged_by_its_prompts(tmp_path: Path) -> None:
     arguments = [
         "table",
         "--methods",
-        "paper",
+        "agentsd",
         "--ratios",
         0.4,
         "--steps",

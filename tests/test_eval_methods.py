@@ -25,16 +25,16 @@ from tiny import BETAS, fingerprint, make_sdxl_unet, make_unet
 
 from agentsd import Downsample, Phases, PooledAgents, Recipe, StepCache, apply_agentsd
 from agentsd.modules import AgentModule, FocusedLinear
-from agentsd.recipe import AGENTSD, MODES, PAPER
+from agentsd.recipe import AGENTSD, MODES
 
 SETTINGS = CompareSettings()
 EVERY = (
     "baseline",
     "tomesd",
-    "paper",
+    "agentsd",
     "todo",
     "deepcache",
-    "paper+deepcache",
+    "agentsd+deepcache",
     "tomesd+deepcache",
     "no-attention",
     "no-attention-all",
@@ -58,7 +58,7 @@ def test_methods_act_and_leave_no_trace(pipe: Any, sample: Any, name: str, backe
 
 def test_methods_are_removed_after_an_error(pipe: Any) -> None:
     before = fingerprint(pipe.unet)
-    with pytest.raises(KeyError), parse_method("paper+deepcache", 0.5, SETTINGS).applied(pipe):
+    with pytest.raises(KeyError), parse_method("agentsd+deepcache", 0.5, SETTINGS).applied(pipe):
         raise KeyError
     assert fingerprint(pipe.unet) == before
 
@@ -66,10 +66,10 @@ def test_methods_are_removed_after_an_error(pipe: Any) -> None:
 def test_a_mode_can_stand_in_the_name(pipe: Any) -> None:
     with parse_method("agentsd+deepcache", 0.5, SETTINGS).applied(pipe):
         assert pipe.unet._agentsd.recipe == AGENTSD.with_settings(ratio=0.5)
-    varied = replace(parse_method("paper", 0.5, SETTINGS), agent=(("k", 0.1),))
+    varied = replace(parse_method("agentsd", 0.5, SETTINGS), agent=(("k", 0.1),))
     with varied.applied(pipe):
-        assert pipe.unet._agentsd.recipe == PAPER.with_settings(ratio=0.5, k=0.1)
-    assert varied.key == "paper-r0.5-k0.1-sdpa"
+        assert pipe.unet._agentsd.recipe == AGENTSD.with_settings(ratio=0.5, k=0.1)
+    assert varied.key == "agentsd-r0.5-k0.1-sdpa"
 
 
 @pytest.mark.parametrize(("backend", "kind"), [("sdpa", AttnProcessor2_0), ("unfused", AttnProcessor)])
@@ -107,13 +107,13 @@ def test_tomesd_is_no_silent_no_op_on_sdxl() -> None:
     [
         (
             "tome",
-            "unknown method 'tome' in 'tome'; did you mean tomesd.? use baseline, tomesd, todo, .*paper",
+            "unknown method 'tome' in 'tome'; did you mean tomesd.? use baseline, tomesd, todo, .*agentsd",
         ),
-        ("paper+baseline", "unknown method 'baseline'"),
-        ("paper+tomesd", "name one method, and deepcache beside it"),
-        ("paper+agentsd", "name one method, and deepcache beside it"),
+        ("agentsd+baseline", "unknown method 'baseline'"),
+        ("agentsd+tomesd", "name one method, and deepcache beside it"),
+        ("agentsd+fast", "name one method, and deepcache beside it"),
         ("deepcache+deepcache-5", "name one method, and deepcache beside it"),
-        ("agentsd-paper", "unknown method 'agentsd-paper' in 'agentsd-paper'; did you mean agentsd"),
+        ("agentsd-fats", "unknown method 'agentsd-fats' in 'agentsd-fats'; did you mean agentsd"),
         ("deepcache-0", "unknown method 'deepcache-0'"),
         ("baseline@0", "after the @ stands a number of steps, as in baseline@20"),
         ("baseline@1001", "after the @ stands a number of steps"),
@@ -126,8 +126,8 @@ def test_unknown_methods_are_named(name: str, message: str) -> None:
 
 
 def test_rows_of_a_table() -> None:
-    methods = expand(["paper", "deepcache"], [0.2, 0.4], SETTINGS)
-    assert [m.label for m in methods] == ["baseline", "paper r=0.2", "paper r=0.4", "deepcache"]
+    methods = expand(["agentsd", "deepcache"], [0.2, 0.4], SETTINGS)
+    assert [m.label for m in methods] == ["baseline", "agentsd r=0.2", "agentsd r=0.4", "deepcache"]
     assert len({m.key for m in methods}) == 4
     assert replace(methods[1], agent=(("k", 0.075),)).key == methods[1].key  # a default goes unsaid
 
@@ -138,7 +138,7 @@ def test_deepcache_is_refused_where_it_would_mistake_its_step() -> None:
     plms = PNDMScheduler(**BETAS, skip_prk_steps=True)
     check_schedulers([three], plms, 20)  # the one repeated timestep falls where the cache is used anyway
     check_schedulers([two], DDIMScheduler(**BETAS), 20)
-    check_schedulers([Method(("paper",), 0.5)], HeunDiscreteScheduler(**BETAS), 20)
+    check_schedulers([Method(("agentsd",), 0.5)], HeunDiscreteScheduler(**BETAS), 20)
     with pytest.raises(EvalError, match=r"DeepCache mistakes call .* use --scheduler ddim"):
         check_schedulers([three], HeunDiscreteScheduler(**BETAS), 20)
 
@@ -171,9 +171,9 @@ def test_methods_by_a_name_of_ones_own(pipe: Any, sample: Any, tmp_path: Any) ->
 def test_fewer_steps_are_the_same_sampler_with_so_many(pipe: Any) -> None:
     specs = from_prompts(["a cat"], 1, 3)
     of_five, of_two = (RunSettings(steps=steps, scheduler="ddim") for steps in (5, 2))
-    (few,), _ = images_of_method(pipe, parse_method("paper@2", 0.5, of_five), specs, of_five)
-    (two,), _ = images_of_method(pipe, parse_method("paper", 0.5, of_two), specs, of_two)
-    (five,), _ = images_of_method(pipe, parse_method("paper", 0.5, of_five), specs, of_five)
+    (few,), _ = images_of_method(pipe, parse_method("agentsd@2", 0.5, of_five), specs, of_five)
+    (two,), _ = images_of_method(pipe, parse_method("agentsd", 0.5, of_two), specs, of_two)
+    (five,), _ = images_of_method(pipe, parse_method("agentsd", 0.5, of_five), specs, of_five)
     assert few.tobytes() == two.tobytes() != five.tobytes()
 
 
@@ -185,12 +185,12 @@ def test_rows_of_fewer_steps() -> None:
     assert counts(12, 0.8, 0.6, 0.4) == ["baseline@10", "baseline@7", "baseline@5"]
     assert counts(2, 0.8, 0.6, 0.4) == ["baseline@1"]  # 1.6 is 2 again, 0.8 is 1 as 1.2
     assert counts(1, 0.5) == counts(50) == []
-    methods = expand(["baseline@20", "paper", "agentsd"], [0.4], CompareSettings(steps=50), (0.4,))
+    methods = expand(["baseline@20", "agentsd", "fast"], [0.4], CompareSettings(steps=50), (0.4,))
     assert [(method.label, method.is_baseline) for method in methods] == [
         ("baseline", True),
         ("baseline@20", False),
-        ("paper r=0.4", False),
         ("agentsd r=0.4", False),
+        ("fast", False),
     ]
 
 
@@ -198,13 +198,13 @@ def test_what_saves_whole_calls_is_known(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(MODES, "calls", Recipe(steps=StepCache()))
     names = (
         "baseline",
-        "paper",
+        "agentsd",
         "tomesd",
         "no-attention",
         "calls",
         "deepcache-5",
-        "paper+deepcache",
-        "paper@20",
+        "agentsd+deepcache",
+        "agentsd@20",
     )
     within = [parse_method(name, 0.4, SETTINGS).within_a_call for name in names]
     assert within == [True] * 4 + [False] * 4

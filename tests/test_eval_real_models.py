@@ -21,9 +21,8 @@ from agentsd_eval.images.models import load_pipeline
 from agentsd_eval.settings import Settings
 from click.testing import CliRunner
 from PIL import Image
+from recipes import AGENTS_CACHED, STEP_CACHING
 from sd_folder import save_sd15, save_sd21, save_sdxl, stand_in_for_inception
-
-from agentsd.recipe import AGENTSD, STEP_CACHING
 
 SMALL = ("--height", 64, "--width", 64)
 
@@ -69,7 +68,7 @@ def test_table10_is_the_papers_table(table10: tuple[Path, str]) -> None:
     assert head == "| method | ratio | FID | s/img | GB/img |"
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[: lines.index("")]]
     methods = [("baseline", "-")] + [
-        (name, str(ratio)) for name in ("tomesd", "paper") for ratio in (0.1, 0.2, 0.3, 0.4, 0.5)
+        (name, str(ratio)) for name in ("tomesd", "agentsd") for ratio in (0.1, 0.2, 0.3, 0.4, 0.5)
     ]
     assert [tuple(line[:2]) for line in table[:-1]] == methods
     assert table[-1][0] == "real/real"
@@ -129,22 +128,22 @@ def test_tables_11_to_13(
 def test_compare_draws_what_any_model_knows(sd15: Path, tmp_path: Path) -> None:
     printed = invoke(
         "compare", "--model", sd15, "--dtype", "float16", "--images", 2, "--steps", 2, *SMALL,
-        "--methods", "paper", "--out", tmp_path / "compare.png",
+        "--methods", "agentsd", "--out", tmp_path / "compare.png",
     )  # fmt: skip
-    assert "paper r=0.4" in printed
+    assert "agentsd r=0.4" in printed
     assert "emoji" not in printed
 
 
 def test_latency(sd15: Path, tmp_path: Path) -> None:
     printed = invoke(
-        "latency", "--model", sd15, "--methods", "paper", "--sizes", 64, "--steps", 2, "--repeats", 1,
+        "latency", "--model", sd15, "--methods", "agentsd", "--sizes", 64, "--steps", 2, "--repeats", 1,
         "--out", tmp_path,
     )  # fmt: skip
-    assert "paper r=0.4" in printed
+    assert "agentsd r=0.4" in printed
 
 
 def test_calibrate_takes_shipped_prompts(sd15: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = partial(calibrate, candidates=[STEP_CACHING, AGENTSD])
+    few = partial(calibrate, candidates=[STEP_CACHING, AGENTS_CACHED])
     monkeypatch.setattr("agentsd_eval.studies.calibration.calibrate", few)
     printed = invoke(
         "calibrate", "--model", sd15, "--images", 1, "--steps", 8, "--speedup", 1.05,
@@ -156,7 +155,7 @@ def test_calibrate_takes_shipped_prompts(sd15: Path, tmp_path: Path, monkeypatch
 
 def test_check(sd15: Path, tmp_path: Path) -> None:
     printed = invoke(
-        "check", "--model", sd15, "--images", 2, "--steps", 8, "--reference-steps", 9, "--methods", "paper",
+        "check", "--model", sd15, "--images", 2, "--steps", 8, "--reference-steps", 9, "--methods", "agentsd",
         *SMALL, "--out", tmp_path / "check",
     )  # fmt: skip
     assert "too few to say what gains" in printed
@@ -206,10 +205,10 @@ def test_a_folder_without_weights_is_named(tokenizer: Any, tmp_path: Path) -> No
 def test_sdxl_in_half_precision_files(tokenizer: Any, tmp_path: Path) -> None:
     folder = save_sdxl(tmp_path / "sdxl", tokenizer, "fp16")
     printed = invoke(
-        "compare", "--model", folder, "--images", 1, "--steps", 2, *SMALL, "--methods", "paper", "--methods",
-        "tomesd", "--out", tmp_path / "compare.png",
+        "compare", "--model", folder, "--images", 1, "--steps", 2, *SMALL, "--methods", "agentsd",
+        "--methods", "tomesd", "--out", tmp_path / "compare.png",
     )  # fmt: skip
-    assert "paper r=0.4" in printed
+    assert "agentsd r=0.4" in printed
 
 
 def test_sd21_keeps_its_prediction_and_its_upcast(tokenizer: Any, tmp_path: Path) -> None:
@@ -218,17 +217,17 @@ def test_sd21_keeps_its_prediction_and_its_upcast(tokenizer: Any, tmp_path: Path
     assert pipe.scheduler.config.prediction_type == "v_prediction"
     assert pipe.unet.config.upcast_attention
     printed = invoke(
-        "compare", "--model", folder, "--images", 1, "--steps", 2, *SMALL, "--methods", "paper", "--out",
+        "compare", "--model", folder, "--images", 1, "--steps", 2, *SMALL, "--methods", "agentsd", "--out",
         tmp_path / "compare.png",
     )  # fmt: skip
-    assert "paper r=0.4" in printed
+    assert "agentsd r=0.4" in printed
 
 
 def test_the_toy_model_is_asked_for_by_nobody_else(model_folder: str, tmp_path: Path) -> None:
     """A table of another model, then every module, where the toy model's package can't be imported."""
     (tmp_path / "prompts.txt").write_text("a cat\n")
     command = ["table", "--model", model_folder, "--prompts", str(tmp_path / "prompts.txt"), *map(str, SMALL)]
-    command += ["--steps", "2", "--images", "2", "--methods", "paper", "--ratios", "0.5"]
+    command += ["--steps", "2", "--images", "2", "--methods", "agentsd", "--ratios", "0.5"]
     command += ["--fewer-steps", "none", "--out", str(tmp_path / "run")]
     parts = [
         f"agentsd_eval.{path.parent.name}.{path.stem}"

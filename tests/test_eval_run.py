@@ -42,7 +42,7 @@ from logs import warned
 
 IMAGES = from_prompts(["a cat", "a dog"], 7, 10)
 SETTINGS = RunSettings(
-    methods=("baseline", "tomesd", "paper"),
+    methods=("baseline", "tomesd", "agentsd"),
     steps=3,
     batch_size=3,
     ratios=(0.5,),
@@ -226,7 +226,7 @@ def test_an_image_hardly_depends_on_its_batch(pipe: Any, scheduler: str) -> None
 def test_ablations_vary_one_setting_as_the_paper() -> None:
     few = ["baseline@40", "baseline@30", "baseline@20"]
     methods = ablate.ablation_methods(AblateSettings(what="k"))
-    assert [m.label for m in methods] == ["baseline", *few] + ["paper r=0.5"] * 4
+    assert [m.label for m in methods] == ["baseline", *few] + ["agentsd r=0.5"] * 4
     methods = ablate.ablation_methods(AblateSettings(what="early", fewer_steps=()))
     assert [dict(m.agent) for m in methods[1:]] == [{"early_frac": f} for f in (0.2, 0.4, 0.6, 0.8)]
     given = AblateSettings(what="scale", ablate_values=(-0.3,), fewer_steps=())
@@ -234,11 +234,11 @@ def test_ablations_vary_one_setting_as_the_paper() -> None:
 
 
 def test_a_row_goes_by_the_users_own_name_or_by_its_settings() -> None:
-    own = {"few": {"mode": "downsample"}}
+    own = {"few": {"mode": "fast"}}
     settings = RunSettings(ratios=(0.5,), named=own, fewer_steps=())
-    methods = table.table_methods(settings.model_copy(update={"methods": ["tomesd", "paper", "few"]}))
+    methods = table.table_methods(settings.model_copy(update={"methods": ["tomesd", "agentsd", "few"]}))
     labels = [quality_table.row_label(table.identity(method)) for method in methods]
-    assert labels == ["baseline", "tomesd r=0.5", "paper r=0.5", "few"]
+    assert labels == ["baseline", "tomesd r=0.5", "agentsd r=0.5", "few"]
 
 
 def test_prompts(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from agentsd import Merge, Phases, Recipe, apply_agentsd
 
 
 @pytest.mark.parametrize(
-    "beside", [{"ratio": 0.3}, {"k": 0.07}, {"early_frac": 0.5}, {"mode": "paper"}, {"seed": 1}]
+    "beside", [{"ratio": 0.3}, {"k": 0.07}, {"early_frac": 0.5}, {"mode": "fast"}, {"seed": 1}]
 )
 def test_a_setting_beside_a_recipe_is_refused(pipe, beside):
     with pytest.raises(ValueError, match=rf"{next(iter(beside))}.*beside recipe=.*pass it alone"):

@@ -10,10 +10,10 @@ import torch
 from callers import Caller, Guided
 from foreign import LORA, RECIPES, STEPS, run
 from pipelines import ip_adapter_weights
+from recipes import STEP_CACHING
 from tiny import WIDTH, make_unet
 
 from agentsd import Downsample, Recipe, ResidualSharing, StepCache, apply_agentsd
-from agentsd.recipe import STEP_CACHING
 
 
 def add_lora(unet):
@@ -84,7 +84,7 @@ def test_a_lora_scale_that_a_call_passes_is_part_of_it():
     assert letters[7] == "F"
 
 
-@pytest.mark.parametrize("name", ["step-caching", "residuals", "agentsd", "paper"])
+@pytest.mark.parametrize("name", ["residuals", "fast", "agentsd"])
 @pytest.mark.parametrize("cast", [lambda i: i < 5, lambda i: i >= 6, lambda i: i % 2 == 0, lambda i: i == 7])
 def test_autocast_over_some_calls_alone(name, cast):
     """Nothing raises, and the first call under another dtype computes all layers."""

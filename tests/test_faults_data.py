@@ -25,7 +25,7 @@ from agentsd.attention.pooling import agent_grid
 from agentsd.modules import AgentModule, AttnZero, FocusedLinear
 from agentsd.modules.agent import AgentAttention, resize_agents
 from agentsd.modules.focused import FocusedLinearAttention
-from agentsd.recipe import PAPER
+from agentsd.recipe import AGENTSD
 
 dreambooth = pytest.importorskip("agentsd.dreambooth.config", reason="needs the extra `train`")
 from agentsd.dreambooth.data import Batch, image_paths  # noqa: E402
@@ -161,9 +161,9 @@ def test_a_recipe_is_not_written_over_another_file(tmp_path):
     notes = tmp_path / "notes.json"
     notes.write_text('{"shopping": ["milk"]}')
     with pytest.raises(FileExistsError, match=r"notes\.json is no recipe and stays as it is"):
-        PAPER.save(notes)
+        AGENTSD.save(notes)
     assert notes.read_text() == '{"shopping": ["milk"]}'
-    mine = PAPER.save(tmp_path)
+    mine = AGENTSD.save(tmp_path)
     Recipe(PooledAgents(4)).save(mine)  # one's own recipe may change
     assert Recipe.load(mine) == Recipe(PooledAgents(4))
 

@@ -12,11 +12,12 @@ from callers import Caller
 from diffusers.models.attention_processor import AttnProcessor2_0
 from foreign import RECIPES, STEPS, equal, run
 from logs import silent, warned
+from recipes import STEP_CACHING
 from tiny import make_unet, may_skip
 from torch.utils._pytree import tree_leaves
 
 from agentsd import Agents, Downsample, Recipe, ResidualSharing, apply_agentsd, remove_agentsd
-from agentsd.recipe import PAPER, STEP_CACHING
+from agentsd.recipe import AGENTSD
 
 
 class Seen:
@@ -125,16 +126,16 @@ def test_who_looks_at_a_layer_sees_each_call(way, place, first):
 
 def test_attention_goes_on_where_layers_are_looked_at():
     unet, other, seen = make_unet(), make_unet(), Seen()
-    apply_agentsd(other, recipe=PAPER)
+    apply_agentsd(other, recipe=AGENTSD)
     unet.mid_block.register_forward_hook(lambda *args: seen(*args))
-    handle = apply_agentsd(unet, recipe=PAPER)
+    handle = apply_agentsd(unet, recipe=AGENTSD)
     with silent():
         assert equal(run(unet), run(other))
     assert {kind.attention for kind in handle.last_run} == {"operator"}
     assert len(seen.shapes) == STEPS
 
 
-@pytest.mark.parametrize("name", ["agentsd", "step-caching", "residuals"])
+@pytest.mark.parametrize("name", ["fast", "residuals"])
 def test_a_hook_that_edits_states_keeps_its_effect(name):
     """The state before the last up block, which a cached step would not have."""
 
@@ -192,7 +193,7 @@ def test_images_in_chunks_have_no_residual_of_one_another():
 
     shared = ResidualSharing(2, warmup_steps=2)
     recipes = [Recipe(operator, levels=1, residual=shared) for operator in (Agents(), Downsample())]
-    for recipe in (PAPER, *recipes):
+    for recipe in (AGENTSD, *recipes):
         apply_agentsd(unet := make_unet(), recipe=recipe)
         split(unet)
         with warned("tokens of 1 images where the latent's size gives 256 of 2; it was left untouched"):
@@ -206,7 +207,7 @@ def test_images_in_chunks_have_no_residual_of_one_another():
 
 
 def test_a_trace_is_the_models_own():
-    apply_agentsd(unet := make_unet(), recipe=PAPER)
+    apply_agentsd(unet := make_unet(), recipe=AGENTSD)
     caller = Caller(STEPS)
 
     class Call(torch.nn.Module):

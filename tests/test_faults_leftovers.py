@@ -16,6 +16,7 @@ import pytest
 import torch
 from callers import Host, inputs
 from logs import logged, silent
+from recipes import STEP_CACHING
 from tiny import BETAS, make_small_unet, make_unet, snapshot
 
 from agentsd import (
@@ -29,10 +30,10 @@ from agentsd import (
     remove_agentsd,
 )
 from agentsd.patch import handle_of
-from agentsd.recipe import PAPER, STEP_CACHING
+from agentsd.recipe import AGENTSD
 
 RECIPES = {
-    "paper": PAPER,
+    "paper": AGENTSD,
     "step-caching": STEP_CACHING,
     "residuals": Recipe(Downsample(), residual=ResidualSharing(2, warmup_steps=1)),
     "by distance": Recipe(ByDistance((PooledAgents(9), None), (0.9,))),
@@ -125,7 +126,7 @@ def test_a_run_after_an_interruption_is_a_fresh_handles(name, error):
     assert handle.last_run == fresh.last_run
 
 
-@pytest.mark.parametrize("recipe", [PAPER, Recipe(Agents()), Recipe(Downsample())])
+@pytest.mark.parametrize("recipe", [AGENTSD, Recipe(Agents()), Recipe(Downsample())])
 def test_off_is_off_after_a_call_with_gradients(recipe):
     """In other sizes of the batch, too."""
     unet, stock = make_unet(), make_unet()
@@ -295,15 +296,15 @@ def test_nothing_grows_in_ten_thousand_calls(name, server):
 
 def test_patching_again_and_again_keeps_nothing():
     unet = make_small_unet()
-    apply_agentsd(unet, recipe=PAPER)
+    apply_agentsd(unet, recipe=AGENTSD)
     for _ in range(20):
-        apply_agentsd(unet, recipe=PAPER)
+        apply_agentsd(unet, recipe=AGENTSD)
     gc.collect()
     tracemalloc.start()
     try:
         first = tracemalloc.get_traced_memory()[0]
         for _ in range(200):
-            apply_agentsd(unet, recipe=PAPER)
+            apply_agentsd(unet, recipe=AGENTSD)
         gc.collect()
         assert tracemalloc.get_traced_memory()[0] - first < 60_000
     finally:
@@ -313,9 +314,9 @@ def test_patching_again_and_again_keeps_nothing():
 def test_blocks_that_are_left_in_another_order_end_at_the_baseline():
     unet = make_unet()
     clean = snapshot(unet)
-    first = apply_agentsd(unet, recipe=PAPER).__enter__()
+    first = apply_agentsd(unet, recipe=AGENTSD).__enter__()
     second = apply_agentsd(unet, recipe=STEP_CACHING).__enter__()
-    third = apply_agentsd(unet, recipe=PAPER).__enter__()
+    third = apply_agentsd(unet, recipe=AGENTSD).__enter__()
     second.__exit__(None, None, None)
     assert handle_of(unet) is third
     third.__exit__(None, None, None)
@@ -329,7 +330,7 @@ def test_blocks_that_are_left_in_another_order_end_at_the_baseline():
 def test_an_outer_handle_that_is_gone_does_not_come_back(away):
     unet = make_unet()
     clean = snapshot(unet)
-    outer = apply_agentsd(unet, recipe=PAPER)
+    outer = apply_agentsd(unet, recipe=AGENTSD)
     with apply_agentsd(unet, recipe=STEP_CACHING):
         {
             "remove": outer.remove,
@@ -344,7 +345,7 @@ def test_removal_follows_a_pipeline_whose_unet_was_exchanged(make_pipeline, samp
     pipe = make_pipeline()
     old = pipe.unet
     clean = snapshot(old)
-    handle = apply_agentsd(pipe, recipe=PAPER)
+    handle = apply_agentsd(pipe, recipe=AGENTSD)
     pipe.unet = make_unet()
     assert handle_of(old) is handle
     remove_agentsd(pipe)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from callers import RUN, Caller, Host, inputs
 from logs import silent, warned
+from recipes import STEP_CACHING
 from tiny import BETAS, make_small_unet, make_unet, may_skip
 
 from agentsd import Recipe, StepCache, apply_agentsd, remove_agentsd
-from agentsd.recipe import STEP_CACHING
 
 STEPS = Recipe(steps=StepCache(2))
 

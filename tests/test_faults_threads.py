@@ -96,7 +96,7 @@ def test_threads_that_take_turns_each_get_their_own_image(make_pipeline, recipe)
 def test_after_an_interruption_in_a_call_another_thread_is_let_in(pipe, sample):
     """The thread that was interrupted lives on, outside of the call."""
     expected = sample(pipe)
-    apply_agentsd(pipe, ratio=0.0, early_frac=0.0, mode="paper")  # the baseline's image
+    apply_agentsd(pipe, ratio=0.0, early_frac=0.0, mode="agentsd")  # the baseline's image
 
     def interrupt(module, args):
         hook.remove()

@@ -6,18 +6,19 @@ import diffusers
 import pytest
 import torch
 from callers import Caller, Host, inputs
-from logs import silent, warned
+from logs import silent
+from recipes import STEP_CACHING
 from tiny import BETAS, make_sdxl_unet, make_unet
 
 from agentsd import Agents, Downsample, Merge, Phases, Recipe, ResidualSharing, apply_agentsd
-from agentsd.recipe import MODES, STEP_CACHING
+from agentsd.recipe import MODES
 from agentsd.sampler import Sampler
 
 
 @pytest.mark.parametrize(
     ("recipe", "expected"),
     [
-        (MODES["paper"], "o" * 10),
+        (MODES["agentsd"], "o" * 10),
         (Recipe(Phases(Agents(), None)), "o" * 4 + "f" * 6),
         (STEP_CACHING, "f" * 10),
         (Recipe(Downsample(32)), "f" * 10),  # no cell is whole
@@ -117,44 +118,21 @@ def test_a_stage_is_the_same_whatever_ranks_in_the_other():
     assert torch.equal(*outputs)
 
 
-MODES_WITHOUT = {"step-caching", "downsample"}
-"""Which have none of the settings."""
-REFUSED = {make_sdxl_unet: MODES_WITHOUT | {"agentsd"}}
-"""Its last up block has no attention."""
 SETTINGS = {"ratio": 0.7, "k": 0.9, "scale": -1.0, "early_frac": 1.0}
 
 
+@pytest.mark.parametrize("size", [16, 48])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_acts_or_is_refused_on_every_model(name):
+def test_a_setting_acts_or_is_refused_on_every_model(name, size):
+    """And on every grid: AgentSD has all four, `fast` none."""
     given = {name: SETTINGS[name]}
-    for mode in MODES:
-        recipe = MODES[mode]
-        for make in (make_unet, make_sdxl_unet):
-            unet = make()
-            if mode in REFUSED.get(make, MODES_WITHOUT):
-                with pytest.raises(ValueError, match=rf"{name}.*(leave|pass)"):
-                    apply_agentsd(unet, **given, mode=mode)
-                assert not hasattr(unet, "_agentsd")
-                continue
-            caller = Caller(12, size=(48, 48))  # 2,304 tokens; the fifth step is early and cached
-            handle = apply_agentsd(caller.pipe(unet), **given, mode=mode)
-            assert handle.recipe != recipe
+    for make in (make_unet, make_sdxl_unet):
+        with pytest.raises(ValueError, match=rf"{name}.*leave it out"):
+            apply_agentsd(unet := make(), **given, mode="fast")
+        assert not hasattr(unet, "_agentsd")
+        caller, made = Caller(12, size=(size, size)), []
+        for settings in (given, {}):
+            apply_agentsd(unet := make(), **settings)
             with silent():
-                made = [caller(unet, i) for i in range(12)]
-            apply_agentsd(caller.pipe(other := make()), recipe=recipe)
-            assert not all(map(torch.equal, made, [caller(other, i) for i in range(12)])), (mode, make)
-
-
-@pytest.mark.parametrize(("steps", "size"), [(12, 16), (10, 48)])
-def test_a_setting_without_effect_in_a_run_is_told(steps, size):
-    """On a small grid, and where no early step is cached."""
-    for given in ({"ratio": 0.7}, {"k": 0.9, "scale": -1.0}):
-        caller = Caller(steps, size=(size, size))
-        apply_agentsd(caller.pipe(unet := make_unet()), **given)
-        with warned(f'{given} did nothing in this run.*mode="paper"'):
-            for i in range(steps):
-                caller(unet, i)
-    apply_agentsd(caller.pipe(unet := make_unet()))
-    with silent():
-        for i in range(steps):
-            caller(unet, i)
+                made.append([caller(unet, i) for i in range(12)])
+        assert not all(map(torch.equal, *made)), make

@@ -13,11 +13,12 @@ from diffusers.models import attention_processor
 from diffusers.models.attention_processor import AttnProcessor2_0
 from foreign import LORA, RECIPES, STEPS, equal, run
 from logs import logged, warned
+from recipes import STEP_CACHING
 from tiny import BETAS, make_unet, snapshot
 
 from agentsd import apply_agentsd, remove_agentsd
 from agentsd.patch import handle_of
-from agentsd.recipe import PAPER, STEP_CACHING
+from agentsd.recipe import AGENTSD
 
 
 class Plain(torch.nn.Module):
@@ -62,7 +63,7 @@ def test_a_plain_processor_with_weights_is_not_plain():
     processor.scale = torch.nn.Parameter(torch.ones(1))
     unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1.set_processor(processor)
     with pytest.raises(ValueError, match="has a AttnProcessor2_0, which agent attention would replace"):
-        apply_agentsd(unet, recipe=PAPER)
+        apply_agentsd(unet, recipe=AGENTSD)
 
 
 def in_peft(unet):
@@ -165,7 +166,7 @@ def test_a_call_by_names_of_its_own_is_left_alone():
         def forward(self, *, x, t, text):
             return super().forward(x, t, text)
 
-    apply_agentsd(unet := of_class(Keyword), recipe=PAPER)
+    apply_agentsd(unet := of_class(Keyword), recipe=AGENTSD)
     caller, plain = Caller(STEPS), make_unet()
     with warned("has no argument"), torch.no_grad():
         for i in range(STEPS):

@@ -39,7 +39,7 @@ def test_the_first_command(tmp_path: Path) -> None:
     peaks = [row for row in rows if row["stage"] == "training" and "ratio" in row]
     assert [(row["ratio"], row["optimizer"]) for row in peaks] == [(0.4, "AdamW"), (0.0, "AdamW")]
     methods = {row["method"] for row in rows if row["stage"] == "runs, large" and "seconds" in row}
-    assert {"baseline", "baseline@17", "agentsd", "step-caching"} <= methods
+    assert {"baseline", "baseline@17", "agentsd", "fast"} <= methods
     assert all(row["same_image"] for row in rows if "same_image" in row)
     assert (tmp_path / "out" / "versions.txt").read_text()
 

@@ -6,24 +6,39 @@ from dataclasses import replace
 import diffusers
 import pytest
 import torch
+from logs import silent, warned
+from recipes import AGENTS_CACHED, STEP_CACHING
 from tiny import BETAS, kept, make_controlnet
 
 from agentsd import Agents, Downsample, Merge, Phases, Recipe, apply_agentsd
-from agentsd.recipe import AGENTSD, MODES, PAPER, STEP_CACHING
+from agentsd.patch import _say_what_it_does
+from agentsd.recipe import AGENTSD, FAST, MODES
 
 
 def test_handle_tells_its_settings(pipe):
     handle = apply_agentsd(pipe, 0.3, 0.05, -0.25, 0.6)
-    late = AGENTSD.attention.late
-    assert handle.recipe == replace(AGENTSD, attention=Phases(Agents(0.3, 0.05, -0.25), late, 0.6))
-    assert "ratio=0.3" in repr(handle)
+    assert handle.recipe == AGENTSD.with_settings(ratio=0.3, k=0.05, scale=-0.25, early_frac=0.6)
+    assert repr(apply_agentsd(pipe, mode="fast")) == (
+        "AgentSDHandle(Recipe(attention=Downsample(stride=4, at_most=None), levels=1, "
+        "steps=StepCache(warmup_steps=4, late_interval=3), "
+        "residual=ResidualSharing(interval=1, least_tokens=2304)), 1 layers)"
+    ).replace("1 layers", f"{len(handle.layer_names)} layers")
+
+
+def test_the_default_says_once_what_it_does(pipe):
+    _say_what_it_does.cache_clear()
+    with warned('AgentSD changes images, as in the paper; mode="fast" keeps them'):
+        apply_agentsd(pipe)
+    with silent():
+        apply_agentsd(pipe)
+        apply_agentsd(pipe, mode="fast")
 
 
 def test_settings_change_the_named_recipe_wherever_it_has_them(pipe):
-    handle = apply_agentsd(pipe, ratio=0.2, early_frac=0.5, mode="paper", seed=3)
+    handle = apply_agentsd(pipe, ratio=0.2, early_frac=0.5, mode="agentsd", seed=3)
     early, late = Agents(0.2, ranking="layer", at_most=None, agent_ratio=0.95), Merge(0.2, ranking="layer")
     assert handle.recipe == Recipe(Phases(early, late, 0.5), levels=1, seed=3)
-    assert apply_agentsd(pipe, mode="paper").recipe == PAPER
+    assert apply_agentsd(pipe, mode="agentsd").recipe == AGENTSD
 
 
 DEFAULTS = {"ratio": 0.4, "k": 0.075, "scale": -0.15, "early_frac": 0.4, "seed": 0}
@@ -50,23 +65,23 @@ def test_nothing_passed_is_agentsd_which_a_setting_changes(pipe):
     assert apply_agentsd(pipe, k=0.05, seed=3).recipe == expected
 
 
-def test_on_small_grids_the_default_is_step_caching_alone(make_pipeline, sample):
+def test_on_small_grids_fast_is_step_caching_alone(make_pipeline, sample):
     """16 x 16 tokens; of the same recipe that shares on every grid the latents differ."""
     made = {}
-    sharing = replace(AGENTSD, residual=replace(AGENTSD.residual, least_tokens=0))
-    for name, recipe in {"step-caching": STEP_CACHING, "default": AGENTSD, "sharing": sharing}.items():
+    sharing = replace(FAST, residual=replace(FAST.residual, least_tokens=0))
+    for name, recipe in {"step-caching": STEP_CACHING, "fast": FAST, "sharing": sharing}.items():
         pipe = make_pipeline(scheduler=diffusers.DDIMScheduler(**BETAS, clip_sample=False))
         handle = apply_agentsd(pipe, recipe=recipe)
         made[name] = sample(pipe, num_inference_steps=12)
         assert ("attention" in handle.summary()) == (name == "sharing")
-    assert torch.equal(made["default"], made["step-caching"])
+    assert torch.equal(made["fast"], made["step-caching"])
     assert not torch.equal(made["sharing"], made["step-caching"])
 
 
 def test_a_model_of_which_no_call_can_be_left_out_is_told_the_way_out(pipe):
     before = dict(vars(pipe))
-    with pytest.raises(ValueError, match=r'ControlNetModel is no U-Net.*pass mode="paper"'):
-        apply_agentsd(make_controlnet())
+    with pytest.raises(ValueError, match=r'ControlNetModel is no U-Net.*pass mode="agentsd"'):
+        apply_agentsd(make_controlnet(), mode="fast")
     assert vars(pipe) == before
 
 
@@ -77,7 +92,7 @@ def test_settings_from_a_recipe_or_its_folder(pipe, tmp_path):
         assert apply_agentsd(pipe, recipe=source).recipe == recipe
 
 
-@pytest.mark.parametrize("recipe", [PAPER, STEP_CACHING, AGENTSD])
+@pytest.mark.parametrize("recipe", [AGENTSD, STEP_CACHING, AGENTS_CACHED])
 def test_a_handle_that_is_not_enabled_leaves_the_baseline(pipe, sample, recipe):
     baseline = sample(pipe, num_inference_steps=12)
     handle = apply_agentsd(pipe, recipe=recipe)
@@ -92,7 +107,7 @@ def test_a_handle_that_is_not_enabled_leaves_the_baseline(pipe, sample, recipe):
 
 def test_the_last_run_is_told_step_by_step(make_pipeline, sample):
     pipe = make_pipeline(scheduler=diffusers.DDIMScheduler(**BETAS, clip_sample=False))
-    sharing = replace(AGENTSD, residual=replace(AGENTSD.residual, least_tokens=0))
+    sharing = replace(AGENTS_CACHED, residual=replace(AGENTS_CACHED.residual, least_tokens=0))
     handle = apply_agentsd(pipe, recipe=sharing)
     assert handle.last_run == []
     sample(pipe, num_inference_steps=12)

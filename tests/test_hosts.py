@@ -17,7 +17,7 @@ from tiny import (
 )
 
 from agentsd import Agents, Downsample, Phases, Recipe, StepCache, apply_agentsd, remove_agentsd
-from agentsd.recipe import PAPER
+from agentsd.recipe import AGENTSD
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_host(build, name):
     pipe, run = build(name)
     baseline = run()
     processors = dict(pipe.unet.attn_processors)
-    for recipe, later in ((PAPER, "merge"), (AGENTS_THEN_KEYS, "downsample")):
+    for recipe, later in ((AGENTSD, "merge"), (AGENTS_THEN_KEYS, "downsample")):
         handle = apply_agentsd(pipe, recipe=recipe)
         seen = watch_phases(handle)
         patched = run()
@@ -91,7 +91,7 @@ def test_textual_inversion_after_the_patch(make_pipeline, sample):
     assert not torch.equal(sample(after, prompt="<cat>"), untaught)
 
 
-@pytest.mark.parametrize("recipe", [PAPER, AGENTS_THEN_KEYS])
+@pytest.mark.parametrize("recipe", [AGENTSD, AGENTS_THEN_KEYS])
 @pytest.mark.parametrize("timestep", [999, 1])
 def test_upcast_attention_does_not_overflow_in_half_precision(recipe, timestep):
     """Queries and keys whose products pass 65,504, as SD 2.1's do."""

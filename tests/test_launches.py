@@ -10,10 +10,9 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, UNet2DConditionModel
 from launches import Launches
-from recipes import AGENTS_THEN_KEYS
+from recipes import AGENTS_CACHED, AGENTS_THEN_KEYS, STEP_CACHING
 
 from agentsd import Agents, Downsample, Recipe, ResidualSharing, apply_agentsd
-from agentsd.recipe import AGENTSD, STEP_CACHING
 
 TIMESTEPS = torch.linspace(999, 0, 20)
 EARLY, LATE = 0, 15
@@ -123,7 +122,7 @@ def test_between_two_residuals_nothing_is_ranked(unet, baseline, operator, each_
 
 def test_the_default_adds_five_launches_to_a_cached_step(unet):
     """Merge, gather, + kV, unmerge, the residual and its line, less a division: beside step caching alone."""
-    sharing = replace(AGENTSD, residual=replace(AGENTSD.residual, least_tokens=0))
+    sharing = replace(AGENTS_CACHED, residual=replace(AGENTS_CACHED.residual, least_tokens=0))
     calls = []
     for recipe in (STEP_CACHING, sharing):
         rng, scheduler, counts = torch.Generator().manual_seed(0), DDIMScheduler(), []

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from agentsd import Agents, Merge, Phases, Recipe, apply_agentsd
 from agentsd.attention import downsample, matching, ranking
-from agentsd.recipe import PAPER
+from agentsd.recipe import AGENTSD
 
 
 class Peak(TorchDispatchMode):
@@ -79,11 +79,11 @@ def test_the_patch_takes_no_more_memory_than_baseline(monkeypatch):
     unet = UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8).eval()
     for side in (64, 256):
         baseline = peak(unet, side, 999)
-        for recipe in (PAPER, AGENTS_THEN_KEYS, Recipe(Phases(Agents(), Merge()))):
+        for recipe in (AGENTSD, AGENTS_THEN_KEYS, Recipe(Phases(Agents(), Merge()))):
             with apply_agentsd(unet, recipe=recipe):
                 assert peak(unet, side, 999) < 1.0015 * baseline
                 assert peak(unet, side, 1) < 1.0015 * baseline
     # The score matrix as a whole would be larger than everything else.
     monkeypatch.setattr(matching, "SCORE_BUDGET", 2**60)
-    with apply_agentsd(unet, mode="paper"):
+    with apply_agentsd(unet, mode="agentsd"):
         assert peak(unet, side, 1) > 1.5 * baseline

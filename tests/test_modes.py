@@ -11,7 +11,7 @@ from agentsd import Agents, Downsample, Merge, Phases, Recipe, apply_agentsd
 from agentsd.attention.matching import rank_tokens
 from agentsd.attention.merging import merge
 from agentsd.attention.operator import GridContext
-from agentsd.recipe import PAPER
+from agentsd.recipe import AGENTSD
 
 
 def test_tokens_are_ranked_once_for_each_level_and_call(monkeypatch):
@@ -25,7 +25,7 @@ def test_tokens_are_ranked_once_for_each_level_and_call(monkeypatch):
 
     monkeypatch.setattr(ranking, "rank_tokens", spy)
     unet = make_unet()
-    paper = apply_agentsd(unet, recipe=replace(PAPER, levels=2))
+    paper = apply_agentsd(unet, recipe=replace(AGENTSD, levels=2))
     call(unet)
     assert sorted(ranked) == [64] * 3 + [256] * 3
     ranked.clear()
@@ -42,7 +42,7 @@ def test_tokens_are_ranked_once_for_each_level_and_call(monkeypatch):
 
 def test_the_first_layer_is_the_papers():
     seen = {}
-    for name, recipe in (("paper", PAPER), ("agents, then keys", replace(AGENTS_THEN_KEYS, levels=1))):
+    for name, recipe in (("paper", AGENTSD), ("agents, then keys", replace(AGENTS_THEN_KEYS, levels=1))):
         unet = make_unet()
         apply_agentsd(unet, recipe=recipe)
         attn = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
@@ -74,7 +74,7 @@ def test_agents_are_bounded(side, agents):
 
 
 def test_the_papers_mode_bounds_no_agents():
-    early, late = PAPER.attention.stages
+    early, late = AGENTSD.attention.stages
     for operator, strides in ((early, 4), (late, 2)):
         plan = operator.plan(GridContext((96, 96), 1, "cpu", (0, 0, 999.0)))
         assert plan.partition.dst.numel() == (96 // strides) ** 2

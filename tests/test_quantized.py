@@ -13,17 +13,17 @@ from agentsd_eval.calibration.search import calibrate
 from cache_twin import Twin
 from calibrating import distance
 from quantized import BLOCK, PACKAGES, STAND_IN, dequantized, wide_unet
-from recipes import AGENTS_THEN_KEYS, TODO
+from recipes import AGENTS_THEN_KEYS, STEP_CACHING, TODO
 from tiny import call, snapshot, watch_phases
 
 from agentsd import Merge, Recipe, StepCache, apply_agentsd, remove_agentsd
 from agentsd.hosts.models import weights_digest
 from agentsd.modules import AgentModule, FocusedLinear
-from agentsd.recipe import PAPER, STEP_CACHING
+from agentsd.recipe import AGENTSD
 
 STEPS = StepCache(2, extrapolation_order=0)
 RECIPES = {
-    "paper": PAPER,
+    "paper": AGENTSD,
     "agents, then keys": AGENTS_THEN_KEYS,
     "downsampled keys": TODO,
     "step-caching": STEP_CACHING,
@@ -114,7 +114,7 @@ def test_a_recipe(host, make_pipeline, name):
     assert distance(image, run(plain)) < 1e-4 + 8 * rounding
 
 
-@pytest.mark.parametrize(("recipe", "t"), [(PAPER, 999), (PAPER, 1), (AGENTS_THEN_KEYS, 999), (TODO, 1)])
+@pytest.mark.parametrize(("recipe", "t"), [(AGENTSD, 999), (AGENTSD, 1), (AGENTS_THEN_KEYS, 999), (TODO, 1)])
 def test_a_layer(quantize, recipe, t):
     """The first layer, which few roundings come before, gives what one of plain weights gives."""
     unet = quantize(wide_unet())

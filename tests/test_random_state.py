@@ -12,11 +12,11 @@ from agentsd_eval.images.prompts import ImageSpec
 from agentsd_eval.images.sampling import sample
 from agentsd_eval.settings import CompareSettings, LatencySettings
 from random_state import untouched
+from recipes import STEP_CACHING
 from tiny import make_unet
 
 from agentsd import Recipe, apply_agentsd, remove_agentsd
 from agentsd.modules import AgentModule, AttnZero, FocusedLinear
-from agentsd.recipe import STEP_CACHING
 
 MODULES = [AgentModule(), FocusedLinear(), AttnZero()]
 
@@ -63,7 +63,7 @@ def test_architectures_and_the_inputs_of_what_is_timed(monkeypatch):
     for name in ("SD15", "SDXL"):
         monkeypatch.setattr(architectures, name, dict(getattr(architectures, name)))
     architectures.make_tiny()
-    settings = LatencySettings(scopes=("forward", "pipeline", "training"), methods=("agentsd",))
+    settings = LatencySettings(scopes=("forward", "pipeline", "training"), methods=("fast",))
     with untouched():
         pipe = architectures.build("sd15", torch.device("cpu"), torch.float32)
         for case in latency.cases_of(settings, pipe):
@@ -73,7 +73,7 @@ def test_architectures_and_the_inputs_of_what_is_timed(monkeypatch):
 
 
 def test_samples_of_every_method(plain):
-    settings = CompareSettings(steps=4, methods=("baseline", "agentsd", "paper", "tomesd"))
+    settings = CompareSettings(steps=4, methods=("baseline", "fast", "agentsd", "tomesd"))
     with untouched():
         for method in expand(settings.methods, [0.4], settings, ()):
             sample(plain, method, [ImageSpec(0, "a cat", 0)], settings)

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from recipes import AGENTS_THEN_KEYS
+from recipes import AGENTS_THEN_KEYS, STEP_CACHING
 from tiny import make_unet
 
 from agentsd import (
@@ -25,7 +25,7 @@ from agentsd import (
     apply_agentsd,
 )
 from agentsd.modules import AgentModule, AttnZero, FocusedLinear
-from agentsd.recipe import AGENTSD, MODES, PAPER, STEP_CACHING
+from agentsd.recipe import AGENTSD, FAST, MODES
 from agentsd.serialization import OPERATORS
 
 MERGE_ALL = Phases(Merge(0.5, destinations="first"), Merge(0.3, destinations="first"))
@@ -35,17 +35,16 @@ POOLED = (PooledAgents(4), PooledAgents(16))
 def test_defaults_are_the_papers():
     agents = Agents()
     assert (agents.ratio, agents.k, agents.scale, agents.stride) == (0.4, 0.075, -0.15, 4)
-    early, late = PAPER.attention.stages
+    early, late = AGENTSD.attention.stages
     assert early == replace(agents, at_most=None, agent_ratio=0.95, ranking="layer")
     assert (late.ratio, late.stride, late.ranking) == (0.4, 2, "layer")
-    assert (PAPER.attention.early_frac, PAPER.levels) == (0.4, 1)
+    assert (AGENTSD.attention.early_frac, AGENTSD.levels) == (0.4, 1)
 
 
-def test_what_runs_depends_on_the_mode():
-    early, late = AGENTSD.attention.stages
-    assert (early, late, AGENTSD.steps) == (Agents(), Downsample(4, at_most=None), STEP_CACHING.steps)
-    assert MODES["downsample"] == replace(AGENTSD, attention=late)
-    assert (STEP_CACHING.attention, STEP_CACHING.residual) == (None, None)
+def test_fast_has_no_agents_and_caches_steps():
+    assert FAST.operators == [Downsample(4, at_most=None)]
+    assert FAST.steps == StepCache(2, warmup_steps=4, late_interval=3)
+    assert MODES == {"agentsd": AGENTSD, "fast": FAST}
 
 
 @pytest.mark.parametrize(
@@ -261,38 +260,24 @@ def test_a_missing_file_says_how_to_make_one(tmp_path, pipe):
         Recipe.load(tmp_path)
 
 
-def test_a_repository_of_the_hub_is_a_folder(tmp_path, monkeypatch, pipe):
-    Recipe(Merge(0.3)).save(tmp_path)
-    asked = []
-
-    def download(name, allow_patterns):
-        asked.append((name, allow_patterns))
-        if name == "no/such":
-            raise FileNotFoundError
-        return str(tmp_path)
-
-    monkeypatch.setattr("agentsd.hosts.files.snapshot_download", download)
-    assert (
-        Recipe.load("someone/fast") == apply_agentsd(pipe, recipe="someone/fast").recipe == Recipe(Merge(0.3))
-    )
-    assert asked[1] == ("someone/fast", ["agentsd.json", "agentsd.safetensors"])
-    with pytest.raises(
-        FileNotFoundError, match="no/such: no such file or folder, nor a repository of the hub"
-    ):
-        Recipe.load("no/such")
+def test_nothing_is_downloaded(pipe):
+    """A repository of the hub is downloaded by a call of its own, and then is a folder."""
+    with pytest.raises(FileNotFoundError, match="someone/fast: no such file"):
+        apply_agentsd(pipe, recipe="someone/fast")
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mode": "quick"}, "mode='quick': choose 'agentsd' or 'downsample' or 'step-caching' or 'paper'"),
-        ({"mode": "downsample", "ratio": 0.3}, "ratio=0.3: this recipe has no ratio"),
-        ({"mode": "downsample", "early_frac": 0.3}, "early_frac=0.3: this recipe has no early_frac"),
+        ({"mode": "quick"}, "mode='quick': choose 'agentsd' or 'fast'"),
+        ({"mode": "fast", "ratio": 0.3}, "ratio=0.3: this recipe has no ratio"),
+        ({"mode": "fast", "early_frac": 0.3}, "early_frac=0.3: this recipe has no early_frac"),
         ({"early_frac": 1.5}, r"early_frac=1\.5.*\[0, 1\]"),
         ({"seed": -1}, r"seed=-1.*2\*\*63"),
         ({"mode": None}, "mode=None: choose"),
         ({"k": 1e308}, r"k=1e\+308: pass 0 to 1000"),
-        ({"recipe": AGENTS_THEN_KEYS, "mode": "paper"}, "'mode': 'paper'.* beside recipe=.*pass it alone"),
+        ({"k": 0.1, "early_frac": 0}, "k=0.1: early_frac=0 runs no agents"),
+        ({"recipe": AGENTS_THEN_KEYS, "mode": "fast"}, "'mode': 'fast'.* beside recipe=.*pass it alone"),
     ],
 )
 def test_the_door_refuses_what_a_recipe_has_not(pipe, settings, message):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from agentsd import Agents, ByDistance, Downsample, Merge, Phases, PooledAgents, Recipe, apply_agentsd
 from agentsd.modules import AgentModule, AttnZero, FocusedLinear
-from agentsd.recipe import PAPER
+from agentsd.recipe import AGENTSD
 
 OLD = {"ranking": "layer", "at_most": None, "agent_ratio": 0.95}
 """Agents as in the paper's mode."""
@@ -46,7 +46,7 @@ def _pooled(*counts: int) -> list[PooledAgents]:
 
 
 RECIPES: dict[str, Recipe] = {
-    "paper": PAPER,
+    "paper": AGENTSD,
     "agents, then keys": AGENTS_THEN_KEYS,
     "downsampled keys": TODO,
     "k 0": _paper(ratio=0.5, k=0.0),

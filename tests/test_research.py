@@ -131,7 +131,7 @@ def test_the_score_is_the_mean_over_all_pairs_and_sampling_is_near_it(width: flo
 
 
 def test_the_profile_has_parts_that_add_up(pipe: Any) -> None:
-    settings = ProfileSettings(methods=("paper", "no-attention"), repeats=1, ratio=0.5)
+    settings = ProfileSettings(methods=("agentsd", "no-attention"), repeats=1, ratio=0.5)
     methods, cases = breakdown.methods_of(settings), breakdown.cases_of(settings, pipe)
     before = fingerprint(pipe.unet)
     early, late = breakdown.measure(pipe, cases, methods, settings, lambda: None)
@@ -141,12 +141,12 @@ def test_the_profile_has_parts_that_add_up(pipe: Any) -> None:
             parts = sum(row[method.label] for row in rows[:-1])
             assert parts == pytest.approx(rows[-1][method.label])
     matching = next(row for row in early if row["part"] == "matching: rank")
-    assert matching["baseline"] == matching["no-attention"] == 0 < matching["paper r=0.5"]
+    assert matching["baseline"] == matching["no-attention"] == 0 < matching["agentsd r=0.5"]
 
 
 def test_the_profile_is_written(model_folder: str, tmp_path: Path) -> None:
     invoke(
-        "profile", "--model", model_folder, "--methods", "paper", "--phases", "early", "--repeats", 1,
+        "profile", "--model", model_folder, "--methods", "agentsd", "--phases", "early", "--repeats", 1,
         "--out", tmp_path,
     )  # fmt: skip
     assert rows_of(tmp_path / "profile.jsonl")[-1]["part"] == "whole call"

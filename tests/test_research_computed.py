@@ -24,7 +24,7 @@ TINY = {
     "attention_head_dim": 4,
     "cross_attention_dim": 32,
 }
-METHODS = ["baseline", "paper", "agentsd"]
+METHODS = ["baseline", "agentsd", "fast"]
 
 
 def counted(method: str) -> int:
@@ -67,7 +67,7 @@ def test_as_much_is_counted_as_is_allocated(method: str, tmp_path: Path) -> None
 
 
 def test_residuals_and_features_are_counted() -> None:
-    baseline, agentsd = counted("baseline"), counted("agentsd")
+    baseline, agentsd = counted("baseline"), counted("fast")
     features_of_two_passes = 2 * 2 * 32 * 64 * 64 * 4
     assert agentsd - baseline >= features_of_two_passes
 

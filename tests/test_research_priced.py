@@ -12,11 +12,13 @@ from agentsd_eval.images.sampling import Seconds
 from agentsd_eval.research import priced
 from agentsd_eval.research.priced import Kind, calls_of, on_grid, recipe_of
 from agentsd_eval.research.settings import PricedSettings
+from callers import Host
 from diffusers import DPMSolverMultistepScheduler
+from recipes import AGENTS_CACHED, STEP_CACHING
 from tiny import make_scheduler, make_unet
 
 from agentsd import apply_agentsd
-from agentsd.recipe import AGENTSD, PAPER, STEP_CACHING
+from agentsd.recipe import AGENTSD
 
 SHARED = {"attention": {"downsample": {"stride": 2}}, "residual": {"interval": 3}}
 TIMESTEPS = [float(t) for t in range(975, -25, -40)]
@@ -27,7 +29,8 @@ def test_a_run_of_step_caching_has_as_many_calls_of_each_kind_as_a_real_one() ->
     scheduler = DPMSolverMultistepScheduler.from_config(scheduler.config)
     scheduler.set_timesteps(25)
     text, latent = torch.zeros(2, 7, 16), torch.randn(2, 4, 16, 16)
-    with torch.no_grad(), apply_agentsd(unet, recipe=STEP_CACHING) as handle:
+    host = Host(unet, scheduler)
+    with torch.no_grad(), apply_agentsd(host, recipe=STEP_CACHING) as handle:
         for t in scheduler.timesteps:
             unet(latent, t, encoder_hidden_states=text)
         symbols, _, told = handle.summary().partition(" ")
@@ -38,15 +41,15 @@ def test_a_run_of_step_caching_has_as_many_calls_of_each_kind_as_a_real_one() ->
 
 
 def test_the_default_shares_in_cached_steps_alone_and_not_on_small_grids() -> None:
-    kinds = calls_of(AGENTSD, TIMESTEPS)
+    kinds = calls_of(AGENTS_CACHED, TIMESTEPS)
     assert {kind.attention for kind in kinds if not kind.computed} == {"share"}
     assert sum(n for kind, n in kinds.items() if kind.computed) == 12
     assert {kind.stage for kind in kinds if not kind.computed} == {True, False}
-    assert calls_of(on_grid(AGENTSD, 1024), TIMESTEPS) == calls_of(STEP_CACHING, TIMESTEPS)
+    assert calls_of(on_grid(AGENTS_CACHED, 1024), TIMESTEPS) == calls_of(STEP_CACHING, TIMESTEPS)
 
 
 def test_the_papers_run_is_early_and_late_calls() -> None:
-    assert calls_of(PAPER, TIMESTEPS) == Counter({Kind(True): 10, Kind(False): 15})
+    assert calls_of(AGENTSD, TIMESTEPS) == Counter({Kind(True): 10, Kind(False): 15})
     assert calls_of(None, TIMESTEPS) == Counter({Kind(): 25})
 
 
@@ -68,11 +71,11 @@ def test_every_kind_of_a_run_has_a_price(monkeypatch: pytest.MonkeyPatch) -> Non
         steps=25, scheduler="dpm++karras", arch="sd15", named={"shared": {"recipe": SHARED}}
     )
     pipe = load(settings)
-    names = ["baseline", "baseline@12", "paper", "step-caching", "deepcache-3", "agentsd", "shared"]
+    names = ["baseline", "baseline@12", "agentsd", "deepcache-3", "fast", "shared"]
     methods = [parse_method(name, 0.4, settings) for name in names]
     seconds = priced.priced(pipe, methods, Case("priced", 64, 1), settings)
     calls = sum(calls_of(STEP_CACHING, TIMESTEPS).values())
-    assert [one.cpu for one in seconds] == [26, 13, 26, calls + 1, 26, calls + 1, 26]
+    assert [one.cpu for one in seconds] == [26, 13, 26, 26, calls + 1, 26]
 
 
 def test_what_is_not_priced_is_refused() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from callers import NOW, RUN, Caller, Guided, Off
 from logs import silent, warned
+from recipes import STEP_CACHING
 from tiny import BETAS, kept, make_small_unet, make_unet, may_skip, snapshot, training_sigma
 from torch._dynamo.testing import CompileCounter
 
@@ -27,7 +28,6 @@ from agentsd import (
 )
 from agentsd.attention.matching import rank_tokens
 from agentsd.modules import AgentModule
-from agentsd.recipe import STEP_CACHING
 
 OPERATORS = {
     "agents": Agents(),

@@ -182,7 +182,7 @@ def _layers(block: Any) -> list[list[tuple[Module, Callable[..., Any]]]]:
 
 
 def _check_blocks(unet: Any) -> None:
-    kind, way_out = type(unet).__name__, 'pass mode="paper", or a recipe without steps'
+    kind, way_out = type(unet).__name__, 'pass mode="agentsd", or a recipe without steps'
     blocks = [*((block, _DOWN) for block in unet.down_blocks), *((block, _UP) for block in unet.up_blocks)]
     for block, known in blocks:
         if not any(base.__name__ in known for base in type(block).__mro__):

@@ -2,34 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
-from huggingface_hub import snapshot_download
-
-_REPOSITORY = re.compile(r"\w[\w.-]{0,95}/[\w.-]{1,96}")
-
-
-def find_saved(source: str | Path, names: Sequence[str]) -> Path:
-    """A path as it is; of a hub repository ("name/repository") the folder of the named files.
-
-    Raises:
-        FileNotFoundError: it can be a repository alone, and none can be had.
-    """
-    is_file = isinstance(source, Path) or source.endswith(".json")
-    if is_file or not _REPOSITORY.fullmatch(str(source)) or Path(source).exists():
-        return Path(source)
-    try:
-        return Path(snapshot_download(str(source), allow_patterns=list(names)))
-    except (OSError, ValueError) as error:
-        kind = type(error).__name__
-        raise FileNotFoundError(
-            f"{source}: no such file or folder, nor a repository of the hub ({kind})"
-        ) from None
 
 
 def load_pretrained(kind: Any, source: str, dtype: torch.dtype = torch.float32) -> Any:

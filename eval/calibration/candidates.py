@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 from agentsd import Agents, Downsample, Phases, Recipe, ResidualSharing, StepCache
-from agentsd.recipe import AGENTSD, DOWNSAMPLE, STEP_CACHING
+from agentsd.recipe import FAST
 from agentsd.schedule import Schedule
 
 INTERVALS = ((2, 2), (2, 3), (2, 4), (3, 3), (3, 4), (4, 4))
@@ -30,7 +31,14 @@ def _candidates() -> tuple[Recipe, ...]:
         Recipe(attention, residual=ResidualSharing(interval))
         for attention, interval in product(_OPERATORS, (2, 3, 4))
     ]
-    every = [STEP_CACHING, AGENTSD, DOWNSAMPLE, *(Recipe(steps=cache) for cache in steps), *shared, *alone]
+    every = [
+        FAST,
+        replace(FAST, attention=_AGENTS),
+        Recipe(steps=FAST.steps),
+        *(Recipe(steps=cache) for cache in steps),
+        *shared,
+        *alone,
+    ]
     return tuple(dict.fromkeys(every))
 
 

@@ -25,7 +25,7 @@ _DEFAULTS = {"k": 0.075, "scale": -0.15, "early_frac": 0.4}
 
 @dataclass(frozen=True)
 class Method:
-    """One or more accelerators at one setting, such as ("paper", "deepcache") at ratio 0.4."""
+    """One or more accelerators at one setting, such as ("agentsd", "deepcache") at ratio 0.4."""
 
     parts: tuple[str, ...]
     ratio: float | None = None
@@ -63,7 +63,7 @@ class Method:
 
     @property
     def label(self) -> str:
-        """What people call it, such as "paper r=0.4"."""
+        """What people call it, such as "agentsd r=0.4"."""
         if self.varied is not None:
             return self.varied
         return self.name if self.ratio is None else f"{self.name} r={self.ratio:g}"
@@ -103,7 +103,7 @@ class Method:
 def parse_method(
     text: str, ratio: float | None, settings: Settings, backend: Backend | None = None
 ) -> Method:
-    """Return the method named by `text`, such as "paper+deepcache" or "baseline@20"; "baseline" has no parts.
+    """Return the method named by `text`, as "agentsd+deepcache" or "baseline@20"; "baseline" has no parts.
 
     A method that has no ratio drops it. Raises EvalError on an unknown name.
     """
@@ -118,7 +118,7 @@ def parse_method(
         meant = f"did you mean {near[0]}? " if near else ""
         raise EvalError(
             f"unknown method {unknown[0]!r} in {text!r}; {meant}use {', '.join(names)}, "
-            "a composition such as paper+deepcache, or fewer steps such as baseline@20"
+            "a composition such as agentsd+deepcache, or fewer steps such as baseline@20"
         )
     kinds = [(numbered(part) or (part,))[0] for part in parts]
     beside = kinds.count("deepcache")

@@ -53,7 +53,7 @@ def giga(key: str) -> Callable[[Row], str]:
 
 
 def method_text(row: Row) -> str:
-    """Return the method and ratio of a row for people, such as "paper r=0.4"."""
+    """Return the method and ratio of a row for people, such as "agentsd r=0.4"."""
     return row["method"] if row["ratio"] is None else f"{row['method']} r={row['ratio']:g}"
 
 

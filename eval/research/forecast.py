@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 FULL_AT_FIRST = 4
-"""Calls of a run that are computed before any is left out, as `mode="step-caching"` has it."""
+"""Calls of a run that are computed before any is left out, as `mode="fast"` has it."""
 
 
 class Forecast:

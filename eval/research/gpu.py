@@ -37,10 +37,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RUNS = (
     "baseline@17",
     "baseline@12",
+    "fast",
     "agentsd",
-    "step-caching",
-    "downsample",
-    "paper",
     "tomesd",
     "deepcache-2",
 )
@@ -82,8 +80,8 @@ class Campaign:
         self.stage("build", 0, lambda name: self.pipe_of("sd15"))
         self.gather(beside)
         runs = {"arch": "sd15", "scopes": ["pipeline"], "methods": RUNS, "count": False}
-        calls = ("tomesd", "paper", "todo", "no-attention-all")
-        modes = ("baseline", "tomesd", "paper", "agentsd", "step-caching")
+        calls = ("tomesd", "agentsd", "todo", "no-attention-all")
+        modes = ("baseline", "tomesd", "agentsd", "fast")
         if self.on_gpu:
             self.stage("ceilings", 5, self.ceilings)
         self.stage("runs, large", 40, self.measured, sizes=[self.large], **runs)
@@ -103,18 +101,18 @@ class Campaign:
         )
         self.stage("decoder", 5, self.decoder)
         self.stage("memory", 15, self.memory, "sd15", self.small, modes, ("unfused", "sdpa"))
-        self.stage("kernels", 15, self.kernels, ("baseline", "paper", "tomesd", "todo"))
+        self.stage("kernels", 15, self.kernels, ("baseline", "agentsd", "tomesd", "todo"))
         self.stage("waits", 12, self.waits, modes)
         self.stage("runs, 768 px", 30, self.measured, sizes=[self.small * 3 // 2], **runs)
         self.stage("runs, batch of 8", 45, self.measured, sizes=[self.small], batches=[8], repeats=2, **runs)
-        few = ("baseline@12", "agentsd", "step-caching", "paper")
+        few = ("baseline@12", "fast", "agentsd")
         sdxl = runs | {"arch": "sdxl", "methods": few}
         self.stage("SDXL, runs", 40, self.measured, sizes=[self.large], repeats=2, **sdxl)
-        self.stage("SDXL, memory", 20, self.memory, "sdxl", self.large, ("baseline", "agentsd", "paper"))
+        self.stage("SDXL, memory", 20, self.memory, "sdxl", self.large, ("baseline", "fast", "agentsd"))
         plms = {"scheduler": "plms", "steps": 9 if self.settings.tiny else 50, "repeats": 1}
-        papers = runs | {"methods": ("paper", "agentsd", "step-caching", "tomesd")}
+        papers = runs | {"methods": ("agentsd", "fast", "tomesd")}
         self.stage("runs, PLMS", 40, self.measured, sizes=[self.small], **papers | plms)
-        compiled = runs | {"methods": ("agentsd", "step-caching"), "compile": True, "repeats": 2}
+        compiled = runs | {"methods": ("fast", "agentsd"), "compile": True, "repeats": 2}
         self.stage("compiled", 150, self.measured, sizes=[self.small], **compiled)
         with torch._inductor.config.patch({"triton.cudagraphs": True}):  # as mode="reduce-overhead" does
             self.stage("CUDA graphs", 150, self.measured, sizes=[self.small], **compiled)
@@ -294,7 +292,7 @@ class Campaign:
                 sizes=[self.small],
                 batches=[8 if self.on_gpu else 1],
                 backends=["unfused"],
-                methods=["tomesd", "paper"],
+                methods=["tomesd", "agentsd"],
                 ratio=ratio,
                 count=False,
             )

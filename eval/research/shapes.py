@@ -15,15 +15,13 @@ from ..settings import Backend
 METHODS: tuple[tuple[str, Backend], ...] = (
     ("baseline", "unfused"),
     ("tomesd", "unfused"),
-    ("paper", "unfused"),
+    ("agentsd", "unfused"),
     ("baseline", "sdpa"),
     ("baseline@17", "sdpa"),
     ("baseline@12", "sdpa"),
     ("tomesd", "sdpa"),
-    ("paper", "sdpa"),
     ("agentsd", "sdpa"),
-    ("downsample", "sdpa"),
-    ("step-caching", "sdpa"),
+    ("fast", "sdpa"),
 )
 """What is asked of, and how other attention is computed: as the paper's tables have it, or fused."""
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

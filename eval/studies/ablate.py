@@ -1,4 +1,4 @@
-"""Tables 11 to 13: mode paper at one ratio with one setting varied, beside the baseline."""
+"""Tables 11 to 13: AgentSD at one ratio with one setting varied, beside the baseline."""
 
 from dataclasses import replace
 
@@ -23,9 +23,9 @@ def command(settings: AblateSettings, console: Console) -> None:
 
 
 def ablation_methods(settings: AblateSettings) -> list[Method]:
-    """Return the baseline, also in fewer steps, and mode paper at each value."""
+    """Return the baseline, also in fewer steps, and AgentSD at each value."""
     methods = [parse_method("baseline", None, settings), *fewer(settings.fewer_steps, settings)]
-    paper = parse_method("paper", settings.ablate_ratio, settings)
+    agentsd = parse_method("agentsd", settings.ablate_ratio, settings)
     for value in settings.ablate_values or PAPER_VALUES[settings.what]:
-        methods.append(replace(paper, agent=((_SETTING[settings.what], value),)))
+        methods.append(replace(agentsd, agent=((_SETTING[settings.what], value),)))
     return methods
