@@ -1,12 +1,10 @@
 """Stable Diffusion's U-Nets faster without training, in one line."""
 
-from .attention import Agents, Downsample, Merge, PooledAgents, ResidualSharing
-from .by_distance import ByDistance
-from .cache import StepCache
-from .handle import AgentSDHandle
-from .patch import apply_agentsd, remove_agentsd
-from .recipe import Recipe
-from .schedule import Phases
+from .apply import AgentSDHandle, apply_agentsd, remove_agentsd
+from .attention import Agents, Downsample, Merge, PooledAgents
+from .attention.by_distance import ByDistance
+from .plan import ResidualSharing, StepCache
+from .recipe import Phases, Recipe
 
 __version__ = "0.1.0"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from copy import deepcopy
@@ -16,15 +17,62 @@ from torch.nn import Module
 from .attention import Operator
 from .attention.operator import MODULE, GridContext, Plan
 from .attention.processor import AgentAttnProcessor, LayerState, Work, is_ours
-from .attention.residual import FULL, KEEP, OPERATOR, SHARE
-from .cache.plan import StepKind
-from .cache.skip_layers import SkippedLayers
-from .context import StepContext
-from .hosts.models import AttentionLayer, find_attention_layers, frames_of, is_plain, is_tomesd_block
+from .hosts import AttentionLayer, checkpoints, find_attention_layers, frames_of, is_plain, is_tomesd_block
+from .memory import StepContext
 from .modules.adapter import NamedLayer, build_module
 from .modules.operators import TrainedOperator
-from .recipe import Recipe
-from .schedule import stages_of
+from .plan import FULL, KEEP, OPERATOR, SHARE, StepKind
+from .recipe import Recipe, stages_of
+from .skip import SkippedLayers
+
+
+class _Graph:
+    """Lives as long as a call's graph does; `computed` once its backward has begun."""
+
+    computed = False
+
+    def begin(self, grad: Tensor) -> None:
+        """Hook of the output's gradient."""
+        self.computed = True
+
+
+class PendingBackward:
+    """Keeps the layers' plans where a call's backward will compute the layers again."""
+
+    def __init__(self) -> None:
+        self._checkpoints = False
+        self._graph: weakref.ref[_Graph] | None = None
+        self._plans: list[Plan | None] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy has no call under way
+        return PendingBackward, ()
+
+    def enter(self, model: Module, layers: PatchedLayers) -> None:
+        """Note whether the call that begins is to be computed again.
+
+        Raises:
+            RuntimeError: the backward of the call before is still to come, and would see this one's plans.
+        """
+        graph = self._graph() if self._graph is not None else None
+        awaited = graph is not None and not graph.computed
+        self._checkpoints = checkpoints(model)
+        self._plans = layers.plans() if awaited else []
+        if awaited and torch.is_grad_enabled():
+            raise RuntimeError(
+                "agentsd: a second forward before the backward of the first, under gradient checkpointing "
+                "which would compute the first again with the second's tokens; call backward() after each "
+                "forward (gradients add up), or unet.disable_gradient_checkpointing()"
+            )
+
+    def leave(self, output: Any, layers: PatchedLayers) -> None:
+        """Drop the plans of the call that gave this (None if it raised), unless its backward needs them."""
+        sample = output[0] if isinstance(output, tuple) else getattr(output, "sample", None)
+        if not isinstance(sample, Tensor) or not sample.requires_grad:
+            layers.set_plans(self._plans)
+        elif self._checkpoints:
+            graph = _Graph()
+            sample.register_hook(graph.begin)
+            self._graph = weakref.ref(graph)
 
 
 @dataclass

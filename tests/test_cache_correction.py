@@ -14,7 +14,7 @@ from tiny import BETAS, may_skip
 from tiny import training_sigma as sigma
 
 from agentsd import Recipe, StepCache, apply_agentsd
-from agentsd.cache.correction import Corrections
+from agentsd.memory import Corrections
 from agentsd.sampler import Sampler, impulse_response
 
 LINEAR = [name for name, sampling in SAMPLERS.items() if not sampling.says.startswith("off")]

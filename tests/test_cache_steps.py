@@ -12,7 +12,7 @@ from tiny import BETAS, kept, make_sdxl_unet, make_unet, may_skip, snapshot
 from tiny import training_sigma as sigma
 
 from agentsd import Agents, Downsample, Phases, Recipe, StepCache, apply_agentsd
-from agentsd.cache.features import CachedFeatures
+from agentsd.memory import CachedFeatures
 
 
 def deep_sdxl_unet():

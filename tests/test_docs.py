@@ -20,7 +20,7 @@ from sampling import SAMPLERS
 
 import agentsd
 from agentsd import Recipe, apply_agentsd
-from agentsd.patch import handle_of
+from agentsd.apply import handle_of
 from agentsd.recipe import AGENTSD, MODES
 
 ROOT = Path(__file__).parents[1]

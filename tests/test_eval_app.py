@@ -12,8 +12,8 @@ import pytest
 from agentsd_eval.images.choice import ATTENTION, LABELS, defaults_of, python_of, recipe_from
 from agentsd_eval.pages.strip import strip_of
 
-from agentsd.cache.plan import describe
-from agentsd.patch import handle_of
+from agentsd.apply import handle_of
+from agentsd.plan import describe
 from agentsd.recipe import FAST, MODES
 
 CHANGES: dict[str, Any] = {"ratio": 0.55, "k": 0.0, "scale": -0.3, "early_frac": 0.9} | {

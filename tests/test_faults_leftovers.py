@@ -29,7 +29,7 @@ from agentsd import (
     apply_agentsd,
     remove_agentsd,
 )
-from agentsd.patch import handle_of
+from agentsd.apply import handle_of
 from agentsd.recipe import AGENTSD
 
 RECIPES = {

@@ -17,7 +17,7 @@ from recipes import STEP_CACHING
 from tiny import BETAS, make_unet, snapshot
 
 from agentsd import apply_agentsd, remove_agentsd
-from agentsd.patch import handle_of
+from agentsd.apply import handle_of
 from agentsd.recipe import AGENTSD
 
 
@@ -176,7 +176,7 @@ def test_a_call_by_names_of_its_own_is_left_alone():
 
 def test_video_latents_with_frames_first():
     """Stable Video Diffusion's are (B, F, C, H, W)."""
-    from agentsd.hosts.models import frames_of
+    from agentsd.hosts import frames_of
 
     class Config:
         num_frames = 14

@@ -6,7 +6,7 @@ from recipes import AGENTS_THEN_KEYS
 from tiny import make_unet
 
 from agentsd import Agents, Downsample, Phases, Recipe, apply_agentsd, remove_agentsd
-from agentsd.hosts.timesteps import RunReader
+from agentsd.run import RunReader
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,7 @@ from recipes import AGENTS_CACHED, STEP_CACHING
 from tiny import BETAS, kept, make_controlnet
 
 from agentsd import Agents, Downsample, Merge, Phases, Recipe, apply_agentsd
-from agentsd.patch import _say_what_it_does
+from agentsd.apply import _say_what_it_does
 from agentsd.recipe import AGENTSD, FAST, MODES
 
 

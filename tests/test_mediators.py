@@ -6,8 +6,8 @@ from tiny import make_small_unet, make_unet
 from torch._dynamo.testing import CompileCounter
 
 from agentsd import Agents, ByDistance, Downsample, PooledAgents, Recipe, apply_agentsd
+from agentsd.attention.by_distance import LatentDistance
 from agentsd.attention.pooling import Pool, pool_tokens
-from agentsd.by_distance import LatentDistance
 
 
 def latents(*moves):

@@ -85,7 +85,7 @@ EXTRAS = [
 
 def test_the_plugin_runs_without_the_extras() -> None:
     code = HIDE.format(hidden=EXTRAS) + (
-        "import agentsd, agentsd.modules, agentsd.cache\n"
+        "import agentsd, agentsd.modules, agentsd.plan\n"
         "from agentsd.recipe import MODES\n"
         "from agentsd import Recipe\n"
         "assert all(Recipe.from_mapping(r.to_mapping()) == r for r in MODES.values())"

@@ -17,7 +17,7 @@ from recipes import AGENTS_THEN_KEYS, STEP_CACHING, TODO
 from tiny import call, snapshot, watch_phases
 
 from agentsd import Merge, Recipe, StepCache, apply_agentsd, remove_agentsd
-from agentsd.hosts.models import weights_digest
+from agentsd.hosts import weights_digest
 from agentsd.modules import AgentModule, FocusedLinear
 from agentsd.recipe import AGENTSD
 

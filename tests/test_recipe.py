@@ -25,8 +25,7 @@ from agentsd import (
     apply_agentsd,
 )
 from agentsd.modules import AgentModule, AttnZero, FocusedLinear
-from agentsd.recipe import AGENTSD, FAST, MODES
-from agentsd.serialization import OPERATORS
+from agentsd.recipe import AGENTSD, FAST, MODES, OPERATORS
 
 MERGE_ALL = Phases(Merge(0.5, destinations="first"), Merge(0.3, destinations="first"))
 POOLED = (PooledAgents(4), PooledAgents(16))

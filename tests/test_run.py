@@ -6,7 +6,7 @@ import diffusers
 import pytest
 import torch
 
-from agentsd.hosts.timesteps import TRAINING_TIMESTEPS, RunReader, early_threshold, list_of
+from agentsd.run import TRAINING_TIMESTEPS, RunReader, early_threshold, list_of
 
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 SCHEDULERS = [

@@ -5,6 +5,5 @@ from .downsample import Downsample
 from .merge import Merge
 from .operator import Operator
 from .pooled import PooledAgents
-from .residual import ResidualSharing
 
-__all__ = ["Agents", "Downsample", "Merge", "Operator", "PooledAgents", "ResidualSharing"]
+__all__ = ["Agents", "Downsample", "Merge", "Operator", "PooledAgents"]

@@ -11,8 +11,8 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor
 from torch.nn import Module
 
+from ..plan import FULL, KEEP, OPERATOR, SHARE
 from .operator import Plan
-from .residual import FULL, KEEP, OPERATOR, SHARE
 
 
 @dataclass

@@ -15,7 +15,7 @@ from diffusers import DDIMScheduler
 from diffusers.utils import make_image_grid
 from PIL import Image
 
-from ..patch import apply_agentsd
+from ..apply import apply_agentsd
 from .config import DreamBoothConfig
 from .data import image_paths
 

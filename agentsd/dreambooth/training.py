@@ -17,8 +17,8 @@ from diffusers.optimization import get_scheduler
 from diffusers.training_utils import cast_training_params
 from rich.progress import Progress
 
-from ..hosts.files import load_pretrained
-from ..patch import apply_agentsd, remove_agentsd
+from ..apply import apply_agentsd, remove_agentsd
+from ..hosts import load_pretrained
 from ..sampler import Sampler
 from .checkpoints import check_space, find_checkpoint, list_checkpoints, save_checkpoint, step_of
 from .config import DreamBoothConfig

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from ..attention.operator import MODULE
-from ..hosts.models import AttentionLayer, is_quantized, size_of
+from ..hosts import AttentionLayer, is_quantized, size_of
 from .agent import AgentAttention, resize_agents
 from .operators import TrainedOperator
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 from agentsd import Agents, Downsample, Phases, Recipe, ResidualSharing, StepCache
-from agentsd.recipe import FAST
-from agentsd.schedule import Schedule
+from agentsd.recipe import FAST, Schedule
 
 INTERVALS = ((2, 2), (2, 3), (2, 4), (3, 3), (3, 4), (4, 4))
 """Of step caching: one computed step in so many, and in the later half of the run."""

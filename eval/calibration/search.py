@@ -13,9 +13,9 @@ from typing import Any
 from diffusers.utils import logging
 
 from agentsd import Recipe, apply_agentsd
-from agentsd.cache.support import unsupported_reason
 from agentsd.checks import check
-from agentsd.hosts.models import find_model, is_quantized, weights_digest
+from agentsd.hook import unsupported_reason
+from agentsd.hosts import find_model, is_quantized, weights_digest
 
 from ..cost.macs import Cost, name_of_device
 from .candidates import CANDIDATES

@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image
 
-from agentsd.hosts.models import weights_digest
+from agentsd.hosts import weights_digest
 
 from ..settings import RunSettings
 from .methods import Method

@@ -13,7 +13,7 @@ import tomesd as tomesd_package
 import torch
 
 from agentsd import Downsample, Recipe, apply_agentsd
-from agentsd.hosts.models import EVERY_LEVEL, find_attention_layers
+from agentsd.hosts import EVERY_LEVEL, find_attention_layers
 
 from ..errors import EvalError
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from agentsd.patch import handle_of
+from agentsd.apply import handle_of
 
 from ..log import captured
 from ..settings import SamplingSettings

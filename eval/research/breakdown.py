@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agentsd.attention import agents, merge, pooled, ranking
-from agentsd.hosts.models import EVERY_LEVEL, find_attention_layers
+from agentsd.hosts import EVERY_LEVEL, find_attention_layers
 
 from ..cost.latency import Case, forward_call, load
 from ..environment import describe_run

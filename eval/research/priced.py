@@ -12,11 +12,9 @@ import torch
 from rich.console import Console
 
 from agentsd import Recipe, StepCache, apply_agentsd
-from agentsd.attention.residual import FULL, OPERATOR
-from agentsd.cache.plan import plan_run
-from agentsd.hosts.models import find_attention_layers
-from agentsd.recipe import MODES
-from agentsd.schedule import Phases, stages_of
+from agentsd.hosts import find_attention_layers
+from agentsd.plan import FULL, OPERATOR, plan_run
+from agentsd.recipe import MODES, Phases, stages_of
 
 from ..cost.architectures import normal
 from ..cost.latency import Case, baseline_of, forward_call, load, row_of, speedup_of
@@ -65,7 +63,7 @@ class Kind:
     Attributes:
         stage: whether it is in the early steps; None where that makes no difference.
         computed: all layers are computed.
-        attention: of the patched layers (`agentsd.attention.residual`).
+        attention: of the patched layers (`agentsd.plan`).
     """
 
     stage: bool | None = None

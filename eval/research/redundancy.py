@@ -18,7 +18,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import Module
 
-from agentsd.hosts.models import (
+from agentsd.hosts import (
     EVERY_LEVEL,
     AttentionLayer,
     find_attention_layers,

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agentsd import Recipe
-from agentsd.cache.plan import describe
+from agentsd.plan import describe
 
 from ..calibration.search import calibrate
 from ..errors import EvalError

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from agentsd.dreambooth.checkpoints import list_checkpoints
-from agentsd.hosts.models import weights_digest
+from agentsd.hosts import weights_digest
 
 from ..environment import describe_environment, describe_run
 from ..errors import EvalError

@@ -13,11 +13,10 @@ import torch
 import typer
 from rich import print
 
+from agentsd.apply import apply_agentsd
 from agentsd.attention import Downsample
 from agentsd.modules import AgentModule, AttnZero, FocusedLinear
-from agentsd.patch import apply_agentsd
-from agentsd.recipe import Recipe
-from agentsd.schedule import Phases, Schedule
+from agentsd.recipe import Phases, Recipe, Schedule
 
 from ..pipeline_io import load_pipeline
 from ..scenes import triples

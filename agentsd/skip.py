@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_map_only
 
-from ..checks import check
-from ..hosts.models import takes
+from .checks import check
+from .hosts import takes
 
 _PARTS = ("resnets", "attentions", "motion_modules")
 _DOWN = ("DownBlock2D", "CrossAttnDownBlock2D", "DownBlockMotion", "CrossAttnDownBlockMotion")

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .attention import Operator
-from .attention.operator import check_operator
-from .checks import check
+from ..attention import Operator
+from ..checks import check
+from .operator import check_operator
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 from torch.nn import Module
 from torch.nn.modules import module as torch_module
 
-from .models import PLAIN_PROCESSORS
+from .hosts import PLAIN_PROCESSORS
 
 _MAY_SKIP = "agentsd_may_skip"
 _KNOWN = frozenset(

@@ -1,0 +1,179 @@
+"""What each call of a run computes: which steps compute all layers, and what attention is in each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .checks import check, check_types
+
+
+@dataclass(frozen=True)
+class StepCache:
+    """Cached steps between computed ones.
+
+    A cached step computes `conv_in`, the last layers of the last up block and what follows it. The hidden
+    state that enters those layers comes from the computed steps before ("DeepCache: Accelerating Diffusion
+    Models for Free", CVPR 2024, keeps it as it was, as order 0 does). That costs `extrapolation_order + 1`
+    features of the finest level for each image and pass: 320 x 64 x 64 numbers each in SD 1.5 at 512 px.
+
+    A computed step shows what the cached steps just before it should have had: the state between two computed
+    steps. Where they are corrected, each is computed again on that, and the computed step's prediction
+    makes up for what they got wrong (`agentsd.cache.correction`).
+
+    A step is a timestep: calls that repeat a timestep (PLMS, Heun) share its decision. A run's first step
+    is always computed.
+
+    Attributes:
+        interval: a step in so many is computed; 1 caches none.
+        extrapolation_order: 0 keeps the last state; 1 extrapolates the last two linearly in the noise level
+            sigma of Stable Diffusion's training schedule.
+        warmup_steps: how many first steps are computed.
+        late_interval: in place of `interval` in the second half of the steps after those; None is `interval`.
+        layers: how many last layers a cached step computes.
+        correct: cached steps are corrected, where a step of the run's scheduler is one call.
+
+    Raises:
+        TypeError, ValueError: a setting has a wrong type or value.
+    """
+
+    interval: int = 2
+    extrapolation_order: int = 1
+    warmup_steps: int = 1
+    late_interval: int | None = None
+    layers: int = 1
+    correct: bool = True
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name in ("interval", "late_interval"):
+            value = getattr(self, name)
+            ok = value is None or value >= 1
+            check(name, value, ok, "pass 2 (each second step is computed) or more, or 1 for all")
+        order, warmup = self.extrapolation_order, self.warmup_steps
+        check("extrapolation_order", order, order in (0, 1), "pass 0 (keep) or 1 (extrapolate)")
+        check("warmup_steps", warmup, warmup >= 1, "pass 1 or more: a run's first step is computed")
+        check("layers", self.layers, self.layers >= 1, "pass 1 (the last layer) or more")
+
+    def computed(self, count: int) -> list[bool]:
+        """Whether each step of a run of so many is computed."""
+        computed, last = [], -1
+        for i in range(count):
+            late = self.late_interval if 2 * i >= count + self.warmup_steps else None
+            computed.append(i < self.warmup_steps or i - last >= (late or self.interval))
+            last = i if computed[-1] else last
+        return computed
+
+
+OPERATOR, FULL, KEEP, SHARE = "operator", "full", "keep", "share"
+"""What a layer computes in a call: its operator, or, under residual sharing, full attention, that and the
+operator for the residual between them, or the operator and a residual."""
+
+
+@dataclass(frozen=True)
+class ResidualSharing:
+    """Full attention in a few steps, and in the others the operator plus its residual to it.
+
+    Tokens are matched once for each operator of a run: of two residuals on maps of their own no line can be
+    drawn, and the last one fits no other map. A residual is as large as the layer's output, N x C numbers for
+    each layer and image of the batch, and `extrapolation_order + 1` of them are kept.
+
+    Attributes:
+        interval: one in so many has full attention of the steps that compute all layers; 1 leaves it to all
+            of these.
+        warmup_steps: how many steps that compute all layers have it first.
+        extrapolation_order: 0 takes the last residual; 1 extrapolates the last two linearly in sigma.
+        least_tokens: attention stays full where the finest patched level has fewer tokens.
+
+    Raises:
+        TypeError, ValueError: a setting has a wrong type or value.
+    """
+
+    interval: int = 2
+    warmup_steps: int = 4
+    extrapolation_order: int = 1
+    least_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check(
+            "interval", self.interval, self.interval >= 1, "pass 2 (each second step is full) or more, or 1"
+        )
+        check(
+            "warmup_steps",
+            self.warmup_steps,
+            self.warmup_steps >= 1,
+            "pass 1 or more: the first step is full",
+        )
+        order = self.extrapolation_order
+        check("extrapolation_order", order, order in (0, 1), "pass 0 (keep) or 1 (extrapolate)")
+        check(
+            "least_tokens", self.least_tokens, self.least_tokens >= 0, "pass 0 (share on every grid) or more"
+        )
+
+    def plan(self, computed: Sequence[bool]) -> list[str]:
+        """What attention computes in each step of a run.
+
+        Args:
+            computed: whether each step computes all layers; in the others the last ones share.
+        """
+        warm = [i for i, all_layers in enumerate(computed) if all_layers][: self.warmup_steps]
+        ends, gap = [], 0  # the steps of full attention that can leave a residual
+        for i, all_layers in enumerate(computed):
+            if all_layers:
+                gap = 0 if i in warm else (gap + 1) % self.interval
+                ends += [i] if gap == 0 else []
+        kinds = [FULL if i in warm else SHARE for i in range(len(computed))]
+        used = [
+            SHARE in kinds[i + 1 : after] for i, after in zip(ends, [*ends[1:], len(computed)], strict=True)
+        ]
+        for n, i in enumerate(ends):  # a residual is kept if a step uses it before newer ones take its place
+            kinds[i] = KEEP if any(used[n : n + 1 + self.extrapolation_order]) else FULL
+        return kinds
+
+
+@dataclass(frozen=True)
+class StepKind:
+    """What a call computes.
+
+    Attributes:
+        computed: all layers; else the last ones.
+        attention: what the patched layers compute (`agentsd.attention.residual`).
+    """
+
+    computed: bool = True
+    attention: str = OPERATOR
+
+    @property
+    def letter(self) -> str:
+        """F or f for a computed or a cached step."""
+        return "F" if self.computed else "f"
+
+
+COMPUTED = StepKind()
+_NAMES = {"F": "computed", "f": "cached"}
+
+
+def plan_run(
+    steps: StepCache | None, step_of_call: Sequence[float], residual: ResidualSharing | None = None
+) -> list[StepKind]:
+    """The kind of each call of a run, in its order; calls of one step (PLMS, Heun) are of one kind."""
+    number = {step: i for i, step in enumerate(dict.fromkeys(step_of_call))}
+    computed = [True] * len(number) if steps is None else steps.computed(len(number))
+    attention = [OPERATOR] * len(number) if residual is None else residual.plan(computed)
+    kinds = list(map(StepKind, computed, attention))
+    return [kinds[number[step]] for step in step_of_call]
+
+
+def describe(letters: str, corrected: int = 0, attention: Sequence[str] = ()) -> str:
+    """A line of a run's steps, a letter each, and their counts; also of attention where it is shared."""
+    if not letters:
+        return "no call yet"
+    counts = [f"{letters.count(letter)} {name}" for letter, name in _NAMES.items() if letter in letters]
+    if corrected:
+        counts.append(f"{corrected} corrected")
+    line = f"{letters}  ({len(letters)} calls: {'; '.join(counts)})"
+    if shared := attention.count(SHARE):
+        of = "".join("s" if kind == SHARE else "a" for kind in attention)
+        line += f"; attention {of}  ({shared} with a shared residual)"
+    return line
