@@ -1,4 +1,4 @@
-"""Loading from whichever files are on disk, in the hub's cache or on the hub."""
+"""What the patch must know of a model it did not make: attention layers, token grids, arguments, files."""
 
 from __future__ import annotations
 

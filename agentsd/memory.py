@@ -1,4 +1,4 @@
-"""What a call of the denoiser is, and what the calls on one text leave for those after them."""
+"""What a run's calls leave for those after them: features, attention's residuals, given and right outputs."""
 
 from __future__ import annotations
 
@@ -114,7 +114,18 @@ class Residuals:
 
 
 class Corrections:
-    """The errors of one text's outputs in a run.
+    """What the outputs given in a run are wrong by, and what takes the sampler to where it would have been.
+
+    A cached step's hidden state is extrapolated from computed steps before it. The next computed step shows
+    the state on the other side: on the state between, the same layers tell how wrong the output was. By then
+    the sampler has moved the latent by it. With R the sampler's impulse response (`agentsd.sampler`), the
+    latent of call n is off by the sum of R[n, j] wrong[j]. So call n gives
+
+        best - sum_{j<n} R[n + 1, j] wrong[j] / R[n + 1, n]
+
+    and the next latent is right, to rounding, whatever the sampler; so does every call after it, as multistep
+    samplers keep what they were given. What was wrong with the latent of call n itself has moved its output:
+    by dF/dx of Gaussian data, which `best` is without.
 
     Args:
         sampler: of the run.

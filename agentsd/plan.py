@@ -1,4 +1,11 @@
-"""What each call of a run computes: which steps compute all layers, and what attention is in each."""
+"""What each call of a run computes: which steps compute all layers, and what attention is in each.
+
+Nothing is cached in a run, and it says so once, where it has fewer than 8 steps, where its scheduler is made
+for few (LCM, TCD), where its list of steps is not known, where an attention processor of an unknown kind may
+have to see each call, and where the U-Net is called several times in a step on one text (panorama's crops). A
+step is computed where gradients are on, and where what it would need was not kept (another text or shape).
+What is kept is a thread's own, and is let go when the run ends.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +26,7 @@ class StepCache:
 
     A computed step shows what the cached steps just before it should have had: the state between two computed
     steps. Where they are corrected, each is computed again on that, and the computed step's prediction
-    makes up for what they got wrong (`agentsd.cache.correction`).
+    makes up for what they got wrong (`agentsd.memory.Corrections`).
 
     A step is a timestep: calls that repeat a timestep (PLMS, Heun) share its decision. A run's first step
     is always computed.
@@ -73,6 +80,11 @@ operator for the residual between them, or the operator and a residual."""
 @dataclass(frozen=True)
 class ResidualSharing:
     """Full attention in a few steps, and in the others the operator plus its residual to it.
+
+    From "DiTFastAttn: Attention Compression for Diffusion Transformer Models" (NeurIPS 2024), which does so
+    for window attention. In a few steps a layer computes full attention O and its operator's A, and keeps
+    R = O - A. In the steps between, it gives A + R: what is left of the operator's bias is how far it changed
+    since.
 
     Tokens are matched once for each operator of a run: of two residuals on maps of their own no line can be
     drawn, and the last one fits no other map. A residual is as large as the layer's output, N x C numbers for

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny import call, make_unet
 
-from agentsd import Agents, Phases, Recipe, apply_agentsd, recipe, serialization
+from agentsd import Agents, Phases, Recipe, apply_agentsd, recipe
 
 PAGE = Path(__file__).parents[1] / "CONTRIBUTING.md"
 LIMIT = 60
@@ -29,7 +29,7 @@ def page(text, tmp_path, monkeypatch):
     """The block as a module of its own; what it registers is forgotten afterwards."""
     (tmp_path / "operator_of_the_page.py").write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(serialization, "OPERATORS", dict(serialization.OPERATORS))
+    monkeypatch.setattr(recipe, "OPERATORS", dict(recipe.OPERATORS))
     yield importlib.import_module("operator_of_the_page")
     del sys.modules["operator_of_the_page"]
 
@@ -88,7 +88,7 @@ def test_it_is_an_operator_like_the_packages_own(page, tmp_path):
 
 
 def test_types_are_checked_without_postponed_annotations_too(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(serialization, "OPERATORS", dict(serialization.OPERATORS))
+    monkeypatch.setattr(recipe, "OPERATORS", dict(recipe.OPERATORS))
     eager = text.replace("from __future__ import annotations\n", "").replace("-> AverageKeysPlan", "")
     namespace = {"__name__": __name__}
     exec(compile(eager, "eager", "exec"), namespace)
