@@ -230,8 +230,8 @@ class Caching:
         response, name = impulse_response(scheduler, begin), type(scheduler).__name__
         if response is None:
             self._warn(
-                f"agentsd: {name} is not linear in what the U-Net gives (clip_sample, thresholding), or can't "
-                "be stepped alone here, so cached steps are not corrected"
+                f"agentsd: {name} is not linear in what the U-Net gives (clip_sample, thresholding), or "
+                "can't be stepped alone here, so cached steps are not corrected"
             )
         elif response.noisy:
             self._warn(
