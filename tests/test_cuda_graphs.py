@@ -86,7 +86,7 @@ def test_the_stand_in_overwrites_what_the_call_before_gave():
     "name",
     [
         "steps",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("sharing", "guidance", "paper", "default")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("sharing", "order 0", "paper", "default")),
     ],
 )
 def test_a_compiled_unet(name):
