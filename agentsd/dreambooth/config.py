@@ -69,12 +69,11 @@ class DreamBoothConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _whole_calls(cls, given: Any) -> Any:
-        for name in ("steps", "guidance"):
-            if isinstance(given, dict) and name in given:
-                raise ValueError(
-                    f"{name}={given[name]!r}: training computes each call in whole; leave {name} out here, "
-                    "and pass it to apply_agentsd with the trained pipeline"
-                )
+        if isinstance(given, dict) and "steps" in given:
+            raise ValueError(
+                f"steps={given['steps']!r}: training computes each call in whole; leave steps out here, and "
+                "pass it to apply_agentsd with the trained pipeline"
+            )
         return given
 
     @model_validator(mode="after")
@@ -90,11 +89,11 @@ class DreamBoothConfig(BaseModel):
 
     @property
     def recipe(self) -> Recipe:
-        """Attention in all steps; cells are random at batch 1 (training) as at batch 2 (guidance)."""
+        """Attention in all steps."""
         formula = {"k": self.k, "scale": self.scale}
         own = {"at_most": None, "agent_ratio": 0.95, "ranking": "layer"}  # as the paper trains
         operators: dict[str, Callable[[], Operator]] = {
-            "agent": lambda: Agents(self.ratio, **formula, **own, destinations="random"),  # type: ignore[arg-type]
+            "agent": lambda: Agents(self.ratio, **formula, **own),  # type: ignore[arg-type]
             "module": lambda: AgentModule(**formula),  # type: ignore[arg-type]
             "focused": FocusedLinear,
             "attnzero": AttnZero,
