@@ -73,7 +73,7 @@ def equal(a, b):
 
 
 def test_calls_that_leave_something_out_are_refused(settings):
-    with pytest.raises(ValueError, match="steps=.*each call in whole; leave steps out here, and pass it to"):
+    with pytest.raises(ValueError, match=r"steps=.*each call in whole; leave steps out here, and pass it to"):
         settings(steps={"interval": 2})
 
 
