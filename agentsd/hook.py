@@ -53,7 +53,7 @@ _OFF_LIST = (
 )
 _UNKNOWN = (
     "agentsd: the timesteps are not those of a scheduler that is known, so cached steps are not corrected; "
-    "pass elements of scheduler.timesteps to the U-Net"
+    "apply agentsd to the pipeline that runs"
 )
 
 Recompute: TypeAlias = Callable[[StepContext], Any]

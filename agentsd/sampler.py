@@ -84,7 +84,7 @@ def _step_through(scheduler: Any, begin: int, drive: bool) -> tuple[np.ndarray, 
     copy = _copy_on_cpu(scheduler)
     timesteps = copy.timesteps
     calls = len(timesteps)
-    latent = torch.zeros(1, 1, 1, 2 * calls + 2, device="cpu")
+    latent = torch.zeros(1, 1, 1, 2 * calls + 2, dtype=torch.float32, device="cpu")
     latent[..., -1] = float(drive)
     more: dict[str, Any] = {}
     if "generator" in inspect.signature(copy.step).parameters:
@@ -95,7 +95,8 @@ def _step_through(scheduler: Any, begin: int, drive: bool) -> tuple[np.ndarray, 
             output = torch.zeros_like(latent)
             if drive:
                 output[..., i], output[..., calls + i] = 1.0, _LARGE
-            scales[i] = float(copy.scale_model_input(torch.ones(1, 1, 1, 1), timesteps[i]))
+            one = torch.ones(1, 1, 1, 1, dtype=torch.float32)
+            scales[i] = float(copy.scale_model_input(one, timesteps[i]))
             latent = copy.step(output, timesteps[i], latents[-1], return_dict=False, **more)[0].float()
             latents.append(latent)
     return torch.cat(latents).flatten(1).double().numpy(), scales

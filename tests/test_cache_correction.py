@@ -150,6 +150,18 @@ def test_a_look_at_a_sampler_leaves_it_and_the_users_random_state():
         assert {k: str(v) for k, v in vars(scheduler).items()} == state
 
 
+def test_a_default_dtype_of_half_precision_changes_nothing():
+    scheduler = made("UniPC")
+    scheduler.set_timesteps(10)
+    expected = impulse_response(scheduler)
+    torch.set_default_dtype(torch.float16)
+    try:
+        found = impulse_response(scheduler)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (found.outputs == expected.outputs).all()
+
+
 def test_img2img_begins_in_the_middle_of_the_list():
     scheduler = made("UniPC")
     scheduler.set_timesteps(20)
