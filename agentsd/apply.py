@@ -14,9 +14,9 @@ from diffusers.utils import logging
 from torch.nn import Module, Parameter
 
 from .attention import Agents
-from .hook import DenoiserHook, WarnOnce
+from .hook import Hook, WarnOnce
 from .hosts import find_model
-from .layers import PatchedLayers, fallback_of
+from .layers import PatchedLayers
 from .modules.adapter import FILE_NAME as WEIGHTS
 from .modules.adapter import (
     LoadedWeights,
@@ -27,7 +27,7 @@ from .modules.adapter import (
     save_weights,
     weights_of,
 )
-from .plan import StepKind
+from .plan import CallKind
 from .recipe import FILE_NAME, MODES, Phases, Recipe, changed_text
 
 
@@ -51,10 +51,10 @@ class AgentSDHandle:
             check_fit(self._layers.named, self._trained, trained / WEIGHTS)
         elif not unet.training and (untrained := [one.name for one in recipe.operators if one.needs_module]):
             warn(
-                f"agentsd: {untrained[0]} is untrained, and may spoil images: train it (agentsd-dreambooth "
+                f"{untrained[0]} is untrained, and may spoil images: train it (agentsd-dreambooth "
                 "--attention), or apply the folder that its weights were saved in"
             )
-        self._hook = DenoiserHook(recipe, unet, pipe, self._layers, warn)
+        self._hook = Hook(recipe, unet, pipe, self._layers, warn)
         self._unet: weakref.ref[Module] | None = None
         self._outer: AgentSDHandle | None = None
         self._entered = self._left = False
@@ -114,13 +114,13 @@ class AgentSDHandle:
 
         F is a computed step and f a cached one, which computes the last layers alone.
         """
-        return self._hook.summary()
+        return self._hook.runs.history.describe()
 
     @property
-    def last_run(self) -> list[StepKind]:
+    def last_run(self) -> list[CallKind]:
         """What each call of the last run was: all layers computed or not, and whether attention was "full",
         the "operator", or that on a shared residual ("share")."""
-        return self._hook.history()
+        return list(self._hook.runs.history.kinds)
 
     @property
     def enabled(self) -> bool:
@@ -170,11 +170,10 @@ class AgentSDHandle:
         self._layers.attach()
         if self._trained is not None:
             self._loaded = LoadedWeights(self._layers.named, self._trained)
-        cache = self._hook.cache
-        if cache is not None:
+        if self._hook.caches:
             unet._reset_stateful_cache = self._hook.end_run
-            if cache.skipped is not None:
-                self._hooks.append(cache.skipped.hook())
+        if self._hook.skipped is not None:
+            self._hooks.append(self._hook.skipped.hook())
         self._hooks.append(unet.register_forward_pre_hook(self._hook.begin, with_kwargs=True))
         self._hooks.append(unet.register_forward_hook(self._hook.end, always_call=True))
 
@@ -191,16 +190,12 @@ class AgentSDHandle:
             hook.remove()
         self._hooks.clear()
         self._hook.clean()
-        if self._hook.cache is not None:
+        if self._hook.caches:
             vars(unet).pop("_reset_stateful_cache", None)
         if self._loaded is not None:
             self._loaded.restore(self._layers.named)
             self._loaded = None
         self._layers.detach()
-        # fuse_qkv_projections keeps the processors it found, to put them back
-        kept = getattr(unet, "original_attn_processors", None)
-        if kept:
-            unet.original_attn_processors = {name: fallback_of(p) for name, p in kept.items()}
         if hasattr(unet, "_agentsd"):
             del unet._agentsd
 

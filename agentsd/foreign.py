@@ -46,6 +46,7 @@ def foreign_inside(unet: Module) -> str:
     for name, module in unet.named_modules():
         where, kind = name or type(unet).__name__, type(module)
         processor = vars(module).get("processor", module._modules.get("processor"))
+        processor = getattr(processor, "fallback", processor)  # of ours, while a backward is awaited
         if processor is not None and not _keeps_nothing(processor):
             return f"{where} has a {type(processor).__name__}"
         if not _is_known_class(kind):
@@ -96,7 +97,7 @@ class Changes:
 
 def _keeps_nothing(processor: Any) -> bool:
     """Whether a processor computes its layer from its arguments alone, so that a call may be left out."""
-    kind = processor.__class__  # ours says what it stands in for
+    kind = type(processor)
     known = kind.__name__ in PLAIN_PROCESSORS or _STATELESS_PROCESSOR.search(kind.__name__)
     return bool(known or getattr(kind, _MAY_SKIP, False)) and _is_known_class(kind)
 

@@ -1,4 +1,8 @@
-"""A call of the U-Net from before to after: the one place that knows the order."""
+"""A call of the U-Net from before to after: the one place that knows the order.
+
+Before: place the call in its run, decide what it computes, plan its attention, skip its layers. After: keep
+what it leaves for later calls, correct the cached ones before it, drop what is done with.
+"""
 
 from __future__ import annotations
 
@@ -6,336 +10,31 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from diffusers.utils import logging
 from torch import Tensor
 from torch.nn import Module
 
-from .attention.processor import LayerState
 from .foreign import Changes, foreign_inside, foreign_outside
 from .hosts import latent_and_timestep, named_arguments, regroup
-from .layers import PatchedLayers, PendingBackward
-from .memory import CachedFeatures, CacheEntry, Corrections, Residuals, StepContext
-from .plan import COMPUTED, FULL, KEEP, OPERATOR, SHARE, ResidualSharing, StepCache, StepKind, plan_run
+from .layers import PatchedLayers
+from .memory import CachedFeatures, Corrections, Memory, Residuals, key_of
+from .plan import COMPUTED, FULL, Call, CallKind, plan_run
 from .recipe import Phases, Recipe
-from .run import History, Runs, RunState, Step, list_of, own_list
-from .sampler import ImpulseResponse, Sampler, holds, impulse_response, is_for_few_steps, schedulers_of
-from .skip import SkippedLayers, copy_inputs
+from .run import Run, Runs
+from .sampler import ImpulseResponse, Sampler, impulse_response, is_for_few_steps, schedulers_of
+from .skip import SkippedLayers
 
 FEWEST = 8
 """Steps of a run in which anything is skipped."""
 
-
-def unsupported_reason(unet: Any, count: int, scheduler: Any) -> str:
-    """Why nothing can be skipped in a run of so many steps, or nothing."""
-    if is_for_few_steps(scheduler):
-        return f"{type(scheduler).__name__} is for few steps, none of which can be spared"
-    if count < FEWEST:
-        return f"a run of {count} steps has none to spare (fewer than {FEWEST})"
-    if other := foreign_inside(unet):
-        return f"{other}, which may have to see each call"
-    return ""
-
-
-_SKIPS_TIMESTEPS = (
-    "agentsd: the U-Net is called on timesteps that skip some of the scheduler's list; what is left of the "
-    "run is planned again there, and cached steps are not corrected"
-)
-_OFF_LIST = (
-    "agentsd: a timestep is not one of the scheduler's list, so its call computes all layers; pass elements "
-    "of scheduler.timesteps to the U-Net"
-)
-_UNKNOWN = (
-    "agentsd: the timesteps are not those of a scheduler that is known, so cached steps are not corrected; "
-    "apply agentsd to the pipeline that runs"
-)
-
-Recompute: TypeAlias = Callable[[StepContext], Any]
-"""Computes a cached step again -> the output."""
-
-
-class Caching:
-    """Skips in a U-Net's calls what a recipe says; what a run keeps is in its `RunState`.
-
-    Args:
-        unet: the model.
-        steps, residual: the recipe's settings.
-        layers: whose residuals are shared.
-        warn: warns the user, once of each thing.
-
-    Attributes:
-        skipped: the layers that its cached steps skip, where it has any.
-
-    Raises:
-        ValueError: the model's blocks are not Stable Diffusion's.
-    """
-
-    def __init__(
-        self,
-        unet: Any,
-        steps: StepCache | None,
-        residual: ResidualSharing | None,
-        layers: Sequence[LayerState],
-        warn: Callable[[str], None],
-    ) -> None:
-        if not hasattr(unet, "up_blocks"):
-            raise ValueError(
-                f"{type(unet).__name__} is no U-Net, and no layer of it can be skipped: "
-                'pass mode="agentsd", or a recipe without steps and residual'
-            )
-        self._steps, self._residual, self._layers = steps, residual, layers
-        self.skipped = None if steps is None else SkippedLayers(unet, steps.layers)
-        self._warn = warn
-
-    def begin(self, unet: Module, run: RunState, context: StepContext, step: Step) -> None:
-        """Decide what a call computes, and complete its context.
-
-        Args:
-            unet: the model.
-            run: of the call.
-            context: of the call.
-            step: where in the run it is.
-        """
-        self.stop()  # the call before may have died before its end
-        if step.first_call or step.skips_timesteps or not run.is_open:
-            self._open(unet, run)
-            if step.skips_timesteps:
-                self._warn(_SKIPS_TIMESTEPS)
-        context.kind = COMPUTED if self._residual is None else replace(COMPUTED, attention=FULL)
-        if step.off_list and run.kinds:
-            self._warn(_OFF_LIST)
-        reader, step_index = run.reader, run.reader.step_index
-        if step_index not in run.kinds or step.off_list or not self._may_keep(run):
-            return
-        entry = self._entry(run, context)
-        if entry is None:
-            return
-        context.kind = self._possible(run.kinds[step_index], entry, context)
-        context.entry = entry
-        context.sigma = run.sampler.sigmas[step_index] if run.sampler.sigmas else None
-        context.is_last = step_index + reader.stride >= len(reader.timesteps)
-        entry.step_index = step_index
-
-    def skip(self, context: StepContext) -> dict[str, Any]:
-        """Skip the layers that a call that `begin` decided on does without; returns its inputs."""
-        if context.kind.computed or self.skipped is None or context.entry is None:
-            return context.inputs
-        self.skipped.begin(context.entry.features.extrapolate(context.sigma)[0])
-        context.inputs = self.skipped.without_residuals(context.inputs)
-        if context.entry.corrections is not None:
-            context.inputs = copy_inputs(context.inputs)
-        return context.inputs
-
-    def stop(self) -> Tensor | None:
-        """Skip nothing from here on; returns what a computed step had where the last layers begin."""
-        return None if self.skipped is None else self.skipped.end()
-
-    def end(self, run: RunState, context: StepContext | None, output: Any, recompute: Recompute) -> Any:
-        """What the caller gets for what the U-Net gave; None if it raised."""
-        computed = self.stop()
-        if output is None:
-            run.forget()
-        if context is None or output is None or context.entry is None:
-            return output
-        entry = context.entry
-        if computed is not None and context.kind.computed:
-            entry.features.keep(context.sigma, [computed.clone()])
-        if entry.corrections is not None:
-            output = self._correct(run, context, entry, entry.corrections, output, recompute)
-        if context.is_last:
-            run.entries = {key: other for key, other in run.entries.items() if other is not entry}
-            run.changes = run.changes if run.entries else None
-        return output
-
-    def _correct(
-        self,
-        run: RunState,
-        context: StepContext,
-        entry: CacheEntry,
-        corrections: Corrections,
-        output: Any,
-        recompute: Recompute,
-    ) -> Any:
-        """What a call gives, so that the sampler gets to where it would have been."""
-        assert self.skipped is not None
-        sample = sample_of(output)
-        if not context.kind.computed:
-            given = corrections.make_up(context.index, sample).clone()
-            # without its entry, which holds it: both are let go as soon as the entry is
-            entry.cached.append(replace(context, entry=None, given=given))
-            return with_sample(output, given)
-        cached, entry.cached = entry.cached, []
-        if cached and self.skipped.feature_hook.compiled:  # as a CUDA graph, whose next call overwrites it
-            sample = sample.clone()
-        try:
-            for one in cached:
-                assert one.given is not None
-                corrections.note(one.index, one.given, self._recompute(one, entry, recompute))
-        except BaseException:
-            run.forget()
-            raise
-        run.history.corrected += len(cached)
-        corrected = corrections.correct(context.index, sample)
-        return output if corrected is sample and not cached else with_sample(output, corrected)
-
-    def _recompute(self, cached: StepContext, entry: CacheEntry, recompute: Recompute) -> Tensor:
-        """(B, ...) what a cached step would have given on the features that are known now."""
-        assert self.skipped is not None
-        context = replace(cached, entry=entry)
-        self.skipped.begin(entry.features.interpolate(cached.sigma)[0])
-        try:
-            return sample_of(recompute(context))
-        finally:
-            self.skipped.end()
-
-    def _open(self, unet: Any, run: RunState) -> None:
-        """Plan a run from its first call on, or what is left of one."""
-        reader, scheduler = run.reader, run.scheduler
-        run.is_open, run.unmatched = True, 0
-        run.entries.clear()
-        run.kinds, run.response, run.changes, run.begin = {}, None, None, reader.step_index
-        run.sampler = sampler = Sampler(scheduler, reader.timesteps)
-        ahead = range(len(reader.timesteps))[reader.step_index :: reader.stride]
-        step_of_call = [sampler.step_of_call[index] for index in ahead]
-        reason = unsupported_reason(unet, len(set(step_of_call)), scheduler)
-        if reader.guesses:
-            reason = (
-                "the run's steps are not known (pass elements of scheduler.timesteps to the U-Net, or apply "
-                "agentsd to the pipeline)"
-            )
-        if reason:
-            self._warn(f"agentsd: {reason}; nothing is skipped in this run")
-            return
-        kinds = plan_run(self._steps, step_of_call, self._residual)
-        if all(kind.computed and kind.attention in (OPERATOR, FULL) for kind in kinds):
-            return
-        run.kinds = dict(zip(ahead, kinds, strict=True))
-        run.changes = Changes(unet)
-        if self._steps is not None and self._steps.correct:
-            if scheduler is None:
-                self._warn(_UNKNOWN)
-            elif watcher := foreign_outside(unet):
-                self._warn(f"agentsd: {watcher}, which would see calls twice; cached steps are not corrected")
-            elif reader.stride == 1:  # else its steps are not from one call to the next
-                run.response = self._response(scheduler, run.begin)
-
-    def _response(self, scheduler: Any, begin: int) -> ImpulseResponse | None:
-        """The sampler's, where it has one; says what it means for cached steps."""
-        response, name = impulse_response(scheduler, begin), type(scheduler).__name__
-        if response is None:
-            self._warn(
-                f"agentsd: {name} is not linear in what the U-Net gives (clip_sample, thresholding), or "
-                "can't be stepped alone here, so cached steps are not corrected"
-            )
-        elif response.noisy:
-            self._warn(
-                f"agentsd: {name} adds noise in each step, under which caching changes images "
-                "more; a deterministic sampler loses less"
-            )
-        return response
-
-    def _may_keep(self, run: RunState) -> bool:
-        if not torch.is_grad_enabled():
-            return True
-        run.entries.clear()
-        self._warn(
-            "agentsd: gradients are on, under which no layer is skipped; call the U-Net under "
-            "torch.no_grad() to skip some"
-        )
-        return False
-
-    def _entry(self, run: RunState, context: StepContext) -> CacheEntry | None:
-        """The cache entry of the calls on this text and shape; None where calls can't be told apart."""
-        step_index = run.reader.step_index
-        sample, text = context.inputs["sample"], context.inputs.get("encoder_hidden_states")
-        oldest = step_index - run.reader.stride  # what was not called in the step before is too old
-        run.entries = {key: entry for key, entry in run.entries.items() if entry.step_index >= oldest}
-        key = (
-            (tuple(sample.shape), sample.dtype, sample.device, _autocast(sample.device.type)),
-            (_identity(text), _plain(context.inputs.get("cross_attention_kwargs"))),
-            run.changes and run.changes.read(),
-        )
-        entry = run.entries.get(key)
-        if entry is not None and entry.step_index == step_index:
-            self._give_up(run, "the U-Net is called more than once in a step on the same text")
-            return None
-        if entry is not None:
-            run.unmatched = 0
-            return entry
-        if all(entry.step_index < step_index for entry in run.entries.values()):  # the step's first call
-            run.unmatched += 1
-        if run.unmatched == 3:
-            self._give_up(
-                run, "the U-Net gets another text or a new tensor of it, or other scales, in each call"
-            )
-            return None
-        order = 0 if self._steps is None else self._steps.extrapolation_order
-        count = 1 + max(order, run.response is not None)
-        run.entries[key] = entry = CacheEntry(text, CachedFeatures(order, count))
-        if run.response is not None and self.skipped is not None:
-            entry.corrections = Corrections(run.sampler, run.response, run.begin)
-        if self._residual is not None:
-            entry.residuals = Residuals(self._layers, self._residual.extrapolation_order)
-        return entry
-
-    def _give_up(self, run: RunState, reason: str) -> None:
-        run.kinds = {}
-        run.entries.clear()
-        self._warn(f"agentsd: {reason}; nothing more is skipped in this run")
-
-    def _possible(self, kind: StepKind, entry: CacheEntry, context: StepContext) -> StepKind:
-        """What is planned, or more where not enough is known yet."""
-        computed, attention = kind.computed or not entry.features, kind.attention
-        if entry.residuals is not None and attention == SHARE and not entry.residuals.fit(context.stage):
-            attention = KEEP if computed else FULL  # there are none yet, or another operator's
-        return StepKind(computed, attention)
-
-
-def _identity(text: Any) -> Any:
-    """What says that a tensor is the same one, unchanged, without a look at its numbers."""
-    if not isinstance(text, Tensor):
-        return id(text)
-    version = 0 if text.is_inference() else text._version
-    return text.data_ptr(), text.shape, text.stride(), version
-
-
-def _autocast(device: str) -> Any:
-    """The dtype that autocast computes in now; None without."""
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
-
-
-def _plain(settings: Any) -> Any:
-    """The settings of a call that are numbers or words, a LoRA's scale among them."""
-    named = settings.items() if isinstance(settings, Mapping) else ()
-    return tuple((name, value) for name, value in named if isinstance(value, int | float | str))
-
-
-def sample_of(output: Any) -> Tensor:
-    """The prediction in what a U-Net returns."""
-    sample: Tensor = output[0] if isinstance(output, tuple) else output.sample
-    return sample
-
-
-def with_sample(output: Any, sample: Tensor) -> Any:
-    """The same with another prediction."""
-    if isinstance(output, tuple):
-        return (sample, *output[1:])
-    return type(output)(sample=sample)
-
-
 logger = logging.get_logger(__name__)
 _NUMBER = re.compile(r"\d+([.,]\d+)*")
-_TRACED = (
-    "agentsd: the U-Net is being traced; the trace is the model's own, as no patch comes out of it again"
-)
 
 
 class WarnOnce:
@@ -349,10 +48,21 @@ class WarnOnce:
         kind = _NUMBER.sub("#", message)
         if kind not in self._warned:
             self._warned.add(kind)
-            logger.warning(message)
+            logger.warning(f"agentsd: {message}")
 
 
-class DenoiserHook:
+def unsupported_reason(unet: Any, count: int, scheduler: Any) -> str:
+    """Why nothing can be skipped in a run of so many steps, or nothing."""
+    if is_for_few_steps(scheduler):
+        return f"{type(scheduler).__name__} is for few steps, none of which can be spared"
+    if count < FEWEST:
+        return f"a run of {count} steps has none to spare (fewer than {FEWEST})"
+    if other := foreign_inside(unet):
+        return f"{other}, which may have to see each call"
+    return ""
+
+
+class Hook:
     """Hooks around the calls of a U-Net, which run outside of a compiled graph: tensors may be read here.
 
     Args:
@@ -363,35 +73,44 @@ class DenoiserHook:
         warn: warns the user, once of each thing.
 
     Attributes:
-        cache: what is cached; None where nothing is.
         runs: the runs under way.
+        caches: whether calls leave anything for later ones.
+        skipped: the layers that cached calls skip, where there are cached calls.
         enabled: at False calls are the model's own, and nothing is kept.
+
+    Raises:
+        ValueError: the model's blocks are not Stable Diffusion's, and calls are to be cached.
     """
 
     def __init__(
-        self, recipe: Recipe, unet: Module, pipe: Any, layers: PatchedLayers, warn: Callable[[str], None]
+        self, recipe: Recipe, unet: Any, pipe: Any, layers: PatchedLayers, warn: Callable[[str], None]
     ) -> None:
         self._patched = None if pipe is unet else weakref.ref(pipe)
-        self._layers, self._warn = layers, warn
-        self.cache = None
-        if recipe.steps or recipe.residual:
-            self.cache = Caching(unet, recipe.steps, recipe.residual, layers.states, warn)
-            if self.cache.skipped is not None:
-                layers.find_skipped(self.cache.skipped)
-        self.runs = Runs(recipe.timing)
-        self.enabled = True
+        self._recipe, self._layers, self._warn = recipe, layers, warn
+        self.caches = bool(recipe.steps or recipe.residual)
+        if self.caches and not hasattr(unet, "up_blocks"):
+            raise ValueError(
+                f"{type(unet).__name__} is no U-Net, and no layer of it can be skipped: "
+                'pass mode="agentsd", or a recipe without steps and residual'
+            )
+        self.skipped = None
+        if recipe.steps is not None:
+            self.skipped = SkippedLayers(unet, recipe.steps.layers)
+            layers.find_skipped(self.skipped)
         self._timing = recipe.timing
+        self.runs = Runs(self._timing)
+        self.enabled = True
         self._owner: dict[str, int] = {}  # the thread of the call under way
-        self._run: RunState | None = None  # of the call under way
-        self._context: StepContext | None = None
-        self._recomputes = False  # a cached step is computed again
-        self._backward = PendingBackward()
+        self._run: Run | None = None  # of the call under way
+        self._call: Call | None = None
+        self._memory: Memory | None = None  # that it uses
+        self._recomputes = False  # a cached call is computed again
 
     def __getstate__(self) -> dict[str, Any]:
-        gone = {"_patched": None, "_run": None, "_context": None, "_recomputes": False}
+        gone = {"_patched": None, "_run": None, "_call": None, "_memory": None, "_recomputes": False}
         return self.__dict__ | gone | {"_owner": {}}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DenoiserHook:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
         copy = type(self).__new__(type(self))
         memo[id(self)] = copy
         copy.__dict__ |= deepcopy(self.__getstate__(), memo)
@@ -399,13 +118,10 @@ class DenoiserHook:
             copy._patched = weakref.ref(other)
         return copy
 
-    def summary(self) -> str:
-        """What each call of the thread's last run was; of the last run of any, where it had none."""
-        return self.runs.history.describe()
-
-    def history(self) -> list[StepKind]:
-        """The kind of each of these calls."""
-        return list(self.runs.history.kinds)
+    @property
+    def pipe(self) -> Any:
+        """What was patched: a pipeline or a wrapper of the model; None where the model was, or it is gone."""
+        return self._patched() if self._patched is not None else None
 
     def switch(self, enabled: bool) -> None:
         """Let calls be the recipe's, or the model's own; either way the next begins a run."""
@@ -425,58 +141,68 @@ class DenoiserHook:
         self.runs.clear()
         if self._is_in_other_call():
             return
-        if self.cache is not None:
-            self.cache.stop()
+        if self.skipped is not None:
+            self.skipped.end()
         self._layers.clean()
-        self._run = self._context = None
+        self._run = self._call = self._memory = None
         self._recomputes = False
-        self._backward = PendingBackward()
         self._owner.clear()
+
+    # ---- before a call
 
     @torch.compiler.disable
     def begin(self, unet: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Plan the U-Net call that starts."""
+        """Forward pre-hook: plan the call that starts."""
         if not self.enabled or self._is_recompute():
             return None
         self._enter(unet)
         if torch.jit.is_tracing():
-            return self._leave_alone(_TRACED)
+            return self._leave_alone(
+                "the U-Net is being traced; the trace is the model's own, as no patch comes out of it again"
+            )
+        given = named_arguments(unet, args, kwargs)
         try:
-            latent, timestep = latent_and_timestep(unet, args, kwargs)
+            latent, timestep = latent_and_timestep(unet, given)
         except (KeyError, IndexError) as error:
             return self._leave_alone(
-                f"agentsd: a call of the {type(unet).__name__} has no argument {error}, so it is left as it "
+                f"a call of the {type(unet).__name__} has no argument {error}, so it is left as it "
                 "is; name latents and timestep as diffusers' forward does"
             )
-        pipe = None if isinstance(self.pipe, Module) else self.pipe
-        known = [] if pipe is None else schedulers_of(pipe)
-        listed = own_list(timestep)
-        if listed is None and known:
-            listed = list_of(known[0])
-        run = self._run = self.runs.of(listed if isinstance(listed, Tensor) else None)
-        step = run.reader.read(timestep, listed)
-        self._warn_of_early_steps(step)
-        context = StepContext(latent, step.timestep, run.reader.step_index, run.stage(step, latent))
-        if self.cache is not None:
-            if step.first_call:
-                run.scheduler = next((one for one in known if holds(one, run.reader.source)), None)
-            context.inputs = named_arguments(unet, args, kwargs)
-            self.cache.begin(unet, run, context, step)
-        if step.first_call:
-            run.history = History()
-        self._context = context
-        self._layers.plan(context)
-        return None if self.cache is None else regroup(self.cache.skip(context), len(args))
+        pipe = self.pipe
+        schedulers = [] if pipe is None or isinstance(pipe, Module) else schedulers_of(pipe)
+        run, call = self._run, self._call = self.runs.place(latent, timestep, schedulers)
+        self._warn_of_early_steps(run, call)
+        memory = None
+        if self.caches:
+            call.inputs = given
+            memory = self._memory = self._decide(unet, run, call)
+        self._layers.begin(call, None if memory is None else memory.residuals)
+        if memory is None or self.skipped is None or call.kind.computed:
+            return None
+        features = memory.features.extrapolate(call.sigma)[0]
+        call.inputs = self.skipped.begin(features, call.inputs, again=memory.corrections is not None)
+        return regroup(call.inputs, len(args))
+
+    def _enter(self, unet: Module) -> None:
+        """Refuse a call that can't be served beside another; else take note of it."""
+        me = threading.get_ident()
+        owner = self._owner.setdefault("thread", me)  # at once, for all threads
+        if owner != me and self._is_in_other_call():
+            raise RuntimeError(
+                "agentsd: this U-Net is in a call of another thread; let threads take turns (a lock around "
+                "the pipeline's call), or give each a U-Net of its own (copy.deepcopy)"
+            )
+        self._owner["thread"] = me
+        if self._call is not None:  # the last call died before its end
+            self._run = self._call = self._memory = None
+            if self.skipped is not None:
+                self.skipped.end()
+        self._layers.enter(unet)
 
     def _leave_alone(self, message: str) -> None:
         """Let the call that begins be the model's own."""
         self._warn(message)
         self.clean()
-
-    @property
-    def pipe(self) -> Any:
-        """What was patched: a pipeline or a wrapper of the model; None where the model was, or it is gone."""
-        return self._patched() if self._patched is not None else None
 
     def _is_in_other_call(self) -> bool:
         """Whether the call under way is another thread's, which was not interrupted."""
@@ -489,81 +215,249 @@ class DenoiserHook:
             frame = frame.f_back
         return False
 
-    def _enter(self, unet: Module) -> None:
-        """Refuse a call that can't be served beside another; else take note of it."""
-        me = threading.get_ident()
-        owner = self._owner.setdefault("thread", me)  # at once, for all threads
-        if owner != me and self._is_in_other_call():
-            raise RuntimeError(
-                "agentsd: this U-Net is in a call of another thread; let threads take turns (a lock around "
-                "the pipeline's call), or give each a U-Net of its own (copy.deepcopy)"
-            )
-        self._owner["thread"] = me
-        self._run = self._context = None
-        self._layers.lift_limits()  # the last call may have died before its end
-        self._backward.enter(unet, self._layers)
-
-    def _warn_of_early_steps(self, step: Step) -> None:
+    def _warn_of_early_steps(self, run: Run, call: Call) -> None:
         phases = self._timing
         if not isinstance(phases, Phases) or not 0 < phases.early_frac < 1:
             return
-        if step.has_no_early_step:
+        if call.begins and run.is_late:
             self._warn(
-                "agentsd: this run has no early step (img2img of low strength has none), so what runs early "
+                "this run has no early step (img2img of low strength has none), so what runs early "
                 f"never runs in it; raise early_frac={phases.early_frac:g} (1.0: every step)"
             )
-        if step.off_list:
+        if call.off_list:
             self._warn(
-                f"agentsd: timestep {step.timestep:g} is not one of the scheduler's, so early steps are "
+                f"timestep {call.timestep:g} is not one of the scheduler's, so early steps are "
                 "guessed; pass an element of scheduler.timesteps to the U-Net, or apply agentsd to the "
                 "pipeline"
             )
 
+    def _decide(self, unet: Module, run: Run, call: Call) -> Memory | None:
+        """Complete a call by its kind; returns what it may use of the calls before, and leaves its own in."""
+        if call.begins or call.jumps or not run.is_open:
+            self._open(unet, run, call)
+        if self._recipe.residual is not None:
+            call.kind = CallKind(attention=FULL)
+        if call.off_list and run.kinds:
+            self._warn(
+                "a timestep is not one of the scheduler's list, so its call computes all layers; pass "
+                "elements of scheduler.timesteps to the U-Net"
+            )
+        if call.off_list or call.index not in run.kinds:
+            return None
+        if torch.is_grad_enabled():
+            run.memories.clear()
+            self._warn(
+                "gradients are on, under which no layer is skipped; call the U-Net under torch.no_grad() to "
+                "skip some"
+            )
+            return None
+        memory = self._memory_of(run, call)
+        if memory is not None:
+            call.kind = memory.decide(run.kinds[call.index], call.stage)
+            call.sigma = run.sampler.sigmas[call.index] if run.sampler.sigmas else None
+            memory.index = call.index
+        return memory
+
+    def _open(self, unet: Any, run: Run, call: Call) -> None:
+        """Plan a run from this call on; where timesteps were skipped, what is left of one."""
+        run.forget()
+        run.is_open, run.unmatched, run.begin = True, 0, call.index
+        run.kinds, run.response = {}, None
+        run.sampler = Sampler(run.scheduler, run.timesteps)
+        ahead = range(len(run.timesteps))[call.index :: run.stride]
+        step_of_call = [run.sampler.step_of_call[index] for index in ahead]
+        reason = unsupported_reason(unet, len(set(step_of_call)), run.scheduler)
+        if run.guesses:
+            reason = (
+                "the run's steps are not known (pass elements of scheduler.timesteps to the U-Net, or apply "
+                "agentsd to the pipeline)"
+            )
+        kinds = plan_run(self._recipe.steps, step_of_call, self._recipe.residual)
+        if reason:
+            self._warn(f"{reason}; nothing is skipped in this run")
+        elif any(kind not in (COMPUTED, CallKind(attention=FULL)) for kind in kinds):
+            run.kinds = dict(zip(ahead, kinds, strict=True))
+            run.changes = Changes(unet)
+            if self._recipe.steps is not None and self._recipe.steps.correct:
+                run.response = self._response(unet, run)
+        if call.jumps:
+            self._warn(
+                "the U-Net is called on timesteps that skip some of the scheduler's list; what is left of "
+                "the run is planned again there, and cached steps are not corrected"
+            )
+
+    def _response(self, unet: Module, run: Run) -> ImpulseResponse | None:
+        """Of the run's sampler, where it has one and cached calls can be corrected; says what it means."""
+        scheduler, name = run.scheduler, type(run.scheduler).__name__
+        if run.stride > 1:  # its steps are not from one call to the next
+            return None
+        if scheduler is None:
+            self._warn(
+                "the timesteps are not those of a scheduler that is known, so cached steps are not "
+                "corrected; apply agentsd to the pipeline that runs"
+            )
+            return None
+        if watcher := foreign_outside(unet):
+            self._warn(f"{watcher}, which would see calls twice; cached steps are not corrected")
+            return None
+        response = impulse_response(scheduler, run.begin)
+        if response is None:
+            self._warn(
+                f"{name} is not linear in what the U-Net gives (clip_sample, thresholding), or can't be "
+                "stepped alone here, so cached steps are not corrected"
+            )
+        elif response.noisy:
+            self._warn(
+                f"{name} adds noise in each step, under which caching changes images more; a deterministic "
+                "sampler loses less"
+            )
+        return response
+
+    def _memory_of(self, run: Run, call: Call) -> Memory | None:
+        """Of the calls on this text and shape; None where calls can't be told apart."""
+        oldest = call.index - run.stride  # what was not called in the step before is too old
+        run.memories = {key: one for key, one in run.memories.items() if one.index >= oldest}
+        key = key_of(call.inputs, run.changes)
+        memory = run.memories.get(key)
+        if memory is None:
+            if all(one.index < call.index for one in run.memories.values()):  # the step's first call
+                run.unmatched += 1
+            if run.unmatched == 3:
+                self._give_up(
+                    run, "the U-Net gets another text or a new tensor of it, or other scales, in each call"
+                )
+                return None
+            memory = run.memories[key] = self._new_memory(run, call)
+        elif memory.index == call.index:
+            self._give_up(run, "the U-Net is called more than once in a step on the same text")
+            return None
+        else:
+            run.unmatched = 0
+        return memory
+
+    def _new_memory(self, run: Run, call: Call) -> Memory:
+        steps, residual = self._recipe.steps, self._recipe.residual
+        order = 0 if steps is None else steps.extrapolation_order
+        count = 1 + max(order, run.response is not None)  # corrections interpolate
+        memory = Memory(call.inputs.get("encoder_hidden_states"), CachedFeatures(order, count))
+        if run.response is not None:
+            memory.corrections = Corrections(run.sampler, run.response, run.begin)
+        if residual is not None:
+            memory.residuals = Residuals(self._layers.processors, residual.extrapolation_order)
+        return memory
+
+    def _give_up(self, run: Run, reason: str) -> None:
+        run.kinds, run.memories = {}, {}
+        self._warn(f"{reason}; nothing more is skipped in this run")
+
+    # ---- after it
+
     @torch.compiler.disable
     def end(self, unet: Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Let go of everything that belongs to the call that ends."""
+        """Forward hook: what the caller gets for what the U-Net gave, which is None if it raised."""
         if self._is_recompute() or self._owner.get("thread") != threading.get_ident():
             return None  # or it was refused, or left alone
-        run, context = self._run, self._context
-        self._run = self._context = None
+        run, call, memory = self._run, self._call, self._memory
+        self._run = self._call = self._memory = None
         try:
-            if run is not None and output is not None and context is not None:
-                run.history.kinds.append(replace(context.kind, attention=self._layers.ran(context.kind)))
-                self._layers.keep_residuals(context)
-            self._layers.let_go(raised=output is None)
-            self._backward.leave(output, self._layers)
-            if self.cache is None or run is None:
+            computed = None if self.skipped is None else self.skipped.end()
+            if call is None or run is None:
+                self._layers.leave(output)
                 return None
-            return self.cache.end(run, context, output, partial(self._recompute, unet, len(args)))
+            attention = self._layers.end(call, None if memory is None else memory.residuals, output)
+            if output is None:
+                run.forget()
+                return None
+            run.history.kinds.append(CallKind(call.kind.computed, attention))
+            if memory is None:
+                return None
+            if call.kind.computed and computed is not None:
+                memory.features.keep(call.sigma, [computed.clone()])
+            if memory.corrections is not None and call.kind.computed:
+                output = self._correct(unet, len(args), run, call, memory, memory.corrections, output)
+            elif memory.corrections is not None:
+                output = self._make_up(call, memory, memory.corrections, output)
+            if call.index + run.stride >= len(run.timesteps):  # the last: nothing will use it
+                run.memories = {key: other for key, other in run.memories.items() if other is not memory}
+                run.changes = run.changes if run.memories else None
+            return output
         finally:
-            if run is not None:
-                self.runs.note(run)
             self._owner.clear()
             if not self.enabled:  # any more: another thread has switched it off
                 self.clean()
 
-    def _is_recompute(self) -> bool:
-        """Whether the call is a cached step that is computed again."""
-        return self._recomputes and self._owner.get("thread") == threading.get_ident()
+    def _make_up(self, call: Call, memory: Memory, corrections: Corrections, output: Any) -> Any:
+        """What a cached call gives: without what is wrong in the sampler's history. It will be corrected."""
+        call.given = corrections.make_up(call.index, sample_of(output)).clone()
+        memory.cached.append(call)
+        return with_sample(output, call.given)
 
-    def _recompute(self, unet: Module, positional: int, context: StepContext) -> Any:
-        """Compute a cached step again, before the call after it ends."""
-        args, kwargs = regroup(context.inputs, positional)  # as the caller does, for a compiled graph's sake
-        residuals = context.residuals
-        if residuals is not None and not residuals.fit(context.stage):
-            # they are of another phase's operator by now
-            context = replace(context, kind=replace(context.kind, attention=FULL))
+    def _correct(
+        self,
+        unet: Module,
+        positional: int,
+        run: Run,
+        call: Call,
+        memory: Memory,
+        corrections: Corrections,
+        output: Any,
+    ) -> Any:
+        """What a computed call gives, so that the sampler gets to where it would have been.
+
+        Now that features are known on both sides of the cached calls before it, each is computed again on
+        those between, which tells what it got wrong.
+        """
+        sample = sample_of(output)
+        cached, memory.cached = memory.cached, []
+        if cached and self.skipped is not None and self.skipped.feature_hook.compiled:
+            sample = sample.clone()  # as a CUDA graph, whose next call overwrites it
+        try:
+            for one in cached:
+                again = sample_of(self._recompute(unet, positional, one, memory))
+                corrections.note(one.index, one.given, again)
+        except BaseException:
+            run.forget()
+            raise
+        run.history.corrected += len(cached)
+        corrected = corrections.correct(call.index, sample)
+        return output if corrected is sample and not cached else with_sample(output, corrected)
+
+    def _recompute(self, unet: Module, positional: int, call: Call, memory: Memory) -> Any:
+        """Compute a cached call again, on the features that are known now, before the call after it ends."""
+        assert self.skipped is not None
+        args, kwargs = regroup(call.inputs, positional)  # as the caller does, for a compiled graph's sake
+        residuals = memory.residuals
+        if residuals is not None and residuals.stage != call.stage:  # of another phase's operator by now
+            call = replace(call, kind=CallKind(computed=False, attention=FULL))
         output, self._recomputes = None, True
         try:
-            self._layers.plan(context, interpolate=True)
+            self.skipped.put(memory.features.interpolate(call.sigma)[0])
+            self._layers.begin(call, residuals, interpolate=True)
             output = self._called(unet)(*args, **kwargs)
         finally:
             self._recomputes = False
-            self._layers.let_go(raised=output is None)
-            self._backward.leave(output, self._layers)
+            self.skipped.end()
+            self._layers.end(call, residuals, output)
         return output
+
+    def _is_recompute(self) -> bool:
+        """Whether the call is a cached one that is computed again."""
+        return self._recomputes and self._owner.get("thread") == threading.get_ident()
 
     def _called(self, unet: Module) -> Any:
         """What the caller calls: the U-Net, or what `torch.compile` made of it."""
         own = self.pipe if isinstance(self.pipe, Module) else getattr(self.pipe, "unet", None)
         return own if getattr(own, "_orig_mod", None) is unet else unet
+
+
+def sample_of(output: Any) -> Tensor:
+    """The prediction in what a U-Net returns."""
+    sample: Tensor = output[0] if isinstance(output, tuple) else output.sample
+    return sample
+
+
+def with_sample(output: Any, sample: Tensor) -> Any:
+    """The same with another prediction."""
+    if isinstance(output, tuple):
+        return (sample, *output[1:])
+    return type(output)(sample=sample)

@@ -1,4 +1,4 @@
-"""What the patch must know of a model it did not make: attention layers, token grids, arguments, files."""
+"""What the patch must know of a model it did not make: attention layers, token grids, arguments."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import inspect
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
-import torch
-from diffusers import DiffusionPipeline
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
-from torch.nn import DataParallel, Module, Parameter
+from torch.nn import DataParallel, Module
 from torch.nn.parallel import DistributedDataParallel
 
 # Processors that compute softmax attention and nothing else, so that agent attention may stand in for them.
@@ -141,41 +137,18 @@ def frames_of(config: Any, latent: Tensor) -> int:
     return latent.shape[1 if getattr(config, "num_frames", None) else 2]
 
 
-def size_of(model: Any) -> tuple[int, int]:
-    """Height and width of the latents that a model was made for.
-
-    Raises:
-        ValueError: its config does not say.
-    """
-    size = getattr(model.config, "sample_size", None)
-    if size is None:
-        raise ValueError(
-            f"sample_size=None: {type(model).__name__} does not say its size, which a trained module is made "
-            "for; call model.register_to_config(sample_size=64) first, with the latents' side"
-        )
-    return (size, size) if isinstance(size, int) else tuple(size)
+def named_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A forward call's arguments by name, positional ones first."""
+    return dict(zip(_parameters_of(model), args, strict=False)) | kwargs
 
 
-def checkpoints(model: Module) -> bool:
-    """Whether a training forward of the model will be computed again in its backward."""
-    return torch.is_grad_enabled() and any(
-        module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules()
-    )
-
-
-def latent_and_timestep(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+def latent_and_timestep(model: Any, given: dict[str, Any]) -> tuple[Tensor, Any]:
     """The two arguments of a forward call that the patch reads, wherever the model's signature has them.
 
     Raises:
         KeyError: the call has none of these names.
     """
-    given = named_arguments(model, args, kwargs)
     return given[_parameters_of(model)[0]], given["timestep"]
-
-
-def named_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A forward call's arguments by name, positional ones first."""
-    return dict(zip(_parameters_of(model), args, strict=False)) | kwargs
 
 
 def regroup(given: dict[str, Any], positional: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -214,62 +187,3 @@ def is_plain(processor: Any) -> bool:
 def is_tomesd_block(block: Module) -> bool:
     """Whether the tomesd package has patched this block."""
     return type(block).__name__ == "ToMeBlock"
-
-
-def is_quantized(weight: Tensor) -> bool:
-    """Whether a weight is stored as integers (bitsandbytes, GGUF) or in a class of its own (torchao)."""
-    kind = type(weight)
-    return not weight.is_floating_point() or not (kind in (Parameter, Tensor) or kind.__name__ == "DTensor")
-
-
-def weights_digest(model: Any) -> str:
-    """A hash of the head of every tensor of a model: it changes with training, and is quick."""
-    digest = sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        for part in _stored(tensor):
-            head = part.detach().flatten()[:64].to("cpu", torch.float32)
-            digest.update(name.encode() + head.numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _stored(tensor: Any) -> list[Tensor]:
-    """What a tensor is stored in: itself, or the plain tensors inside of a torchao weight."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor]
-    return [part for name in tensor.__tensor_flatten__()[0] for part in _stored(getattr(tensor, name))]
-
-
-def load_pretrained(kind: Any, source: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Return `kind.from_pretrained(source)`, without the safety checker, from whichever files there are.
-
-    The half-precision files ("fp16" variant) are taken first for a model in half precision, and otherwise
-    where there are no others.
-
-    Raises:
-        OSError, ValueError: of diffusers, where neither can be loaded.
-    """
-    config = DiffusionPipeline.load_config(source)
-    unused: dict[str, Any] = {}
-    if "safety_checker" in config:
-        unused = {"safety_checker": None, "requires_safety_checker": False}
-    errors: list[Exception] = []
-    for variant in _variants(source, dtype):
-        try:
-            pipe = kind.from_pretrained(source, dtype=dtype, variant=variant, **unused)
-        except (OSError, ValueError) as error:
-            errors.append(error)
-            continue
-        if pipe.dtype != dtype:  # diffusers before 0.42 has another name for it
-            pipe.to(dtype)
-        return pipe
-    raise errors[0]
-
-
-def _variants(source: str, dtype: torch.dtype) -> list[str | None]:
-    """Return the kinds of files to try; of a folder those that it holds."""
-    order: list[str | None] = ["fp16", None] if dtype == torch.float16 else [None, "fp16"]
-    if not Path(source).is_dir():
-        return order
-    files = [path for path in Path(source).glob("*/*") if path.suffix in (".safetensors", ".bin")]
-    held = {"fp16" if ".fp16" in path.suffixes else None for path in files}
-    return [variant for variant in order if variant in held] or [None]

@@ -7,21 +7,19 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from .attention import Operator
-from .attention.operator import MODULE, GridContext, Plan
-from .attention.processor import AgentAttnProcessor, LayerState, Work, is_ours
-from .hosts import AttentionLayer, checkpoints, find_attention_layers, frames_of, is_plain, is_tomesd_block
-from .memory import StepContext
+from .attention.operator import MODULE, Plan
+from .attention.processor import AgentAttnProcessor, Group, Plans
+from .hosts import AttentionLayer, find_attention_layers, frames_of, is_plain, is_tomesd_block
+from .memory import Residuals
 from .modules.adapter import NamedLayer, build_module
 from .modules.operators import TrainedOperator
-from .plan import FULL, KEEP, OPERATOR, SHARE, StepKind
+from .plan import FULL, KEEP, OPERATOR, SHARE, Call, CallKind
 from .recipe import Recipe, stages_of
 from .skip import SkippedLayers
 
@@ -67,58 +65,12 @@ class PendingBackward:
     def leave(self, output: Any, layers: PatchedLayers) -> None:
         """Drop the plans of the call that gave this (None if it raised), unless its backward needs them."""
         sample = output[0] if isinstance(output, tuple) else getattr(output, "sample", None)
-        if not isinstance(sample, Tensor) or not sample.requires_grad:
-            layers.set_plans(self._plans)
-        elif self._checkpoints:
+        if self._checkpoints and isinstance(sample, Tensor) and sample.requires_grad:
             graph = _Graph()
             sample.register_hook(graph.begin)
             self._graph = weakref.ref(graph)
-
-
-@dataclass
-class Group:
-    """Layers on one token grid that share a plan: a whole level, or one layer that makes its own.
-
-    Attributes:
-        layer: the group's first layer.
-        index: its number; part of the key of its random destinations.
-        stages: what it runs in each stage of a run.
-        downsampling_factor: side of its tokens, in tokens of the finest patched level.
-        seed: of the random destinations.
-        skipped: a cached step skips all of its layers.
-        work: of the call under way.
-    """
-
-    layer: AttentionLayer
-    index: int
-    stages: tuple[Operator | None, ...]
-    downsampling_factor: int
-    seed: int
-    skipped: bool = False
-    work: Work = field(default_factory=Work)
-
-    def operator(self, stage: int) -> Operator | None:
-        """What runs in a stage of a run."""
-        return self.stages[stage if len(self.stages) > 1 else 0]
-
-    def begin(self, latent: Tensor, timestep: float, stage: int, shared: dict[int, Any]) -> None:
-        """Make the plan of a call on a latent (B, ..., H, W).
-
-        Args:
-            latent: what the denoiser is called on.
-            timestep: its noise level.
-            stage: of the run.
-            shared: plans of the call by level; an operator that ranks for a whole level has one there.
-        """
-        key = (self.seed, self.index, timestep)
-        operator, level = self.operator(stage), self.downsampling_factor
-        context = GridContext(self.layer.grid(latent), level, latent.device, key)
-        if operator is None or operator.own_ranking:
-            self.work.plan = None if operator is None else operator.plan(context)
         else:
-            if level not in shared:
-                shared[level] = operator.plan(context)
-            self.work.plan = shared[level]
+            layers.set_plans(self._plans)
 
 
 class PatchedLayers:
@@ -131,7 +83,7 @@ class PatchedLayers:
 
     Attributes:
         attention_layers: where the layers are.
-        states: what each knows.
+        processors: what stands in each while a call is under way.
         groups: those that share a plan.
         modules: the trained module of each, where it has one.
 
@@ -144,12 +96,13 @@ class PatchedLayers:
         if recipe.attention is not None:
             some = recipe.levels is None  # two, or one where there is one
             self.attention_layers = find_attention_layers(model, recipe.levels or 2, at_most=some)
-        self.states: list[LayerState] = []
+        self.processors: list[AgentAttnProcessor] = []
         self.modules: list[Module | None] = []
         self._config, self._warn = model.config, warn
         residual = recipe.residual
         self._least_tokens = residual.least_tokens if residual else 0
         self._cached_alone = residual is not None and residual.interval == 1
+        self._backward = PendingBackward()
         self._hooks: list[Any] = []
         self._limits: ExitStack | None = None  # what is set for the call under way
         stages = stages_of(recipe.attention)
@@ -159,12 +112,11 @@ class PatchedLayers:
         groups: dict[int, Group] = {}
         for i, layer in enumerate(self.attention_layers):
             _check_free(layer)
-            group = Group(layer, i, stages, layer.downsampling_factor // finest, recipe.seed)
+            group = Group(layer.grid, i, stages, layer.downsampling_factor // finest, recipe.seed)
             group = groups.setdefault(i if own else layer.downsampling_factor, group)
-            self.states.append(LayerState(layer.name, group.work))
+            self.processors.append(AgentAttnProcessor(layer.name, layer.attn.processor, group))
             self.modules.append(build_module(layer, trained[0], recipe.seed, model) if trained else None)
         self.groups = list(groups.values())
-        self._skipped = [False] * len(self.states)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_limits": None}
@@ -176,163 +128,192 @@ class PatchedLayers:
         return [(layer.name, layer.attn, module) for layer, module in layers]
 
     def attach(self) -> None:
-        """Put a processor, a trained module and a hook into each layer."""
-        for layer, state, module in zip(self.attention_layers, self.states, self.modules, strict=True):
-            attn: Any = layer.attn
-            attn._agentsd = state
-            self._claim(attn, state)
+        """Put a trained module and a hook into each layer."""
+        layers = zip(self.attention_layers, self.processors, self.modules, strict=True)
+        for layer, processor, module in layers:
             if module is not None:
-                attn.add_module(MODULE, module)
-            self._hooks.append(layer.block.norm1.register_forward_pre_hook(state.note_input))
+                layer.attn.add_module(MODULE, module)
+            self._hooks.append(layer.block.norm1.register_forward_pre_hook(processor.note_input))
 
     def detach(self) -> None:
         """Take them out again, also after an attachment that broke off."""
+        self.clean()
         while self._hooks:
             self._hooks.pop().remove()
-        for layer, state in zip(self.attention_layers, self.states, strict=True):
-            attn: Any = layer.attn
-            if not hasattr(attn, "_agentsd"):
-                continue
-            if hasattr(attn, MODULE):
-                delattr(attn, MODULE)
-            if is_ours(attn.processor):
-                attn.set_processor(attn.processor.fallback)
-            del attn._agentsd
-            state.work.plan = None
+        for layer in self.attention_layers:
+            if hasattr(layer.attn, MODULE):
+                delattr(layer.attn, MODULE)
 
     def find_skipped(self, skipped: SkippedLayers) -> None:
-        """Note the layers, and the groups, that a cached step skips."""
-        self._skipped = [skipped.holds(layer.block) for layer in self.attention_layers]
+        """Note the layers, and the groups, that a cached call skips."""
+        for layer, processor in zip(self.attention_layers, self.processors, strict=True):
+            processor.skipped = skipped.holds(layer.block)
         for group in self.groups:
-            states = zip(self._skipped, self.states, strict=True)
-            group.skipped = all(gone for gone, state in states if state.work is group.work)
+            group.skipped = all(one.skipped for one in self.processors if one.group is group)
 
-    def plan(self, context: StepContext, interpolate: bool = False) -> None:
-        """Make the plans of a call, and hold its layers.
+    def enter(self, model: Module) -> None:
+        """A call of the model begins; what a call before left behind that died before its end is cleared.
+
+        Raises:
+            RuntimeError: the backward of the call before is still to come, and would see this one's plans.
+        """
+        if self._limits is not None:
+            self._lift_limits()
+        self._backward.enter(model, self)
+
+    def begin(self, call: Call, residuals: Residuals | None, interpolate: bool = False) -> None:
+        """Make the plans of a call, and put processors into its layers.
 
         Args:
-            context: of the call.
+            call: that begins.
+            residuals: of attention, where they are shared.
             interpolate: it is computed again, at a noise level between those that residuals are known at.
         """
-        computed, attention = context.kind.computed, context.kind.attention
-        # Where cached steps alone share residuals, the layers that they skip need none.
-        unused = attention == KEEP and self._cached_alone
-        shared: dict[int, Plan | None] = {}
+        cached, attention = not call.kind.computed, call.kind.attention
+        # Where cached calls alone share residuals, the layers that they skip need none.
+        alone = attention == KEEP and self._cached_alone
+        shared: Plans = {}
         for index, group in enumerate(self.groups):
-            if not group.skipped or (computed and not unused):
-                self._plan_group(index, group, context, shared)
-        for layer, state, gone in zip(self.attention_layers, self.states, self._skipped, strict=True):
-            state.held = self._claim(layer.attn, state)
-            state.attention, state.residual = FULL if gone and unused else attention, None
-        if attention == SHARE and (residuals := context.residuals) is not None:
-            run = [computed or not gone for gone in self._skipped]
-            residuals.give(context.sigma, interpolate, run)
-        if any(group.layer.block._compiled_call_impl is not None for group in self.groups):
-            # Blocks that are compiled one by one run the same code, and each kind of block is a recompilation
-            # of it: of a group the one that ranks and the others, in either phase. As CUDA graphs they may
-            # overwrite what those before them in the call gave, maps of tokens too, unless it is one step.
-            torch.compiler.cudagraph_mark_step_begin()
-            limit = torch._dynamo.config.recompile_limit + 4 * len(self.groups)
-            self._limits = ExitStack()
-            self._limits.enter_context(torch._dynamo.config.patch(recompile_limit=limit))
+            if not (group.skipped and (cached or alone)):
+                self._plan(index, group, call, residuals, shared)
+        for layer, processor in zip(self.attention_layers, self.processors, strict=True):
+            self._hold(layer.block.attn1, processor)
+            processor.attention = FULL if processor.skipped and alone else attention
+        if attention == SHARE and residuals is not None:
+            residuals.give(call.sigma, interpolate, cached)
+        if any(layer.block._compiled_call_impl is not None for layer in self.attention_layers):
+            self._raise_limits()
 
-    def _plan_group(
-        self, index: int, group: Group, context: StepContext, shared: dict[int, Plan | None]
-    ) -> None:
-        attention, stage, residuals = context.kind.attention, context.stage, context.residuals
-        latent = context.latent
-        group.work.grid = group.layer.grid(latent)
-        group.work.images = latent.shape[0] * frames_of(self._config, latent)
-        if residuals is not None and attention in (SHARE, KEEP) and residuals.fit(stage):
-            group.work.plan = residuals.plan_of(index)
-        elif attention == FULL or self._is_small(group, context):
-            group.work.plan = None
+    def _plan(self, index: int, group: Group, call: Call, residuals: Residuals | None, shared: Plans) -> None:
+        """Make a group's plan of a call."""
+        attention, latent = call.kind.attention, call.latent
+        grid = group.grid(latent)
+        group.tokens = math.prod(grid)
+        group.images = latent.shape[0] * (frames_of(self._config, latent) if latent.ndim == 5 else 1)
+        small = attention == KEEP and group.tokens * group.downsampling_factor**2 < self._least_tokens
+        if attention in (SHARE, KEEP) and residuals is not None and residuals.stage == call.stage:
+            group.plan = residuals.plans.get(index)
+        elif attention == FULL or small:
+            group.plan = None
         else:
-            group.begin(latent, context.timestep, stage, shared)
-            if attention == KEEP and group.work.plan is not None:
-                group.work.plan.hold()
+            group.plan = group.make_plan(call, grid, shared)
+            if attention == KEEP and group.plan is not None:
+                group.plan.hold()
 
-    def _is_small(self, group: Group, context: StepContext) -> bool:
-        """Whether the grid is too small for residuals to be shared."""
-        tokens = math.prod(group.layer.grid(context.latent)) * group.downsampling_factor**2
-        return context.kind.attention == KEEP and tokens < self._least_tokens
+    def _hold(self, attn: Any, processor: AgentAttnProcessor) -> None:
+        """Put a processor in the place of a layer's own, where that computes plain attention."""
+        own = attn.processor
+        if own is processor:  # as a backward is still to come
+            return
+        processor.held = own is processor.fallback or is_plain(own)
+        if processor.held:
+            processor.fallback = own
+            attn.set_processor(processor)
+        else:
+            self._warn(f"{processor.name} now has a {type(own).__name__}; it is left untouched")
 
-    def ran(self, kind: StepKind) -> str:
-        """What the layers computed, all in all, in the call of that kind that ends."""
-        if any(state.attention == SHARE for state in self.states):
-            return SHARE
-        return OPERATOR if kind.attention == OPERATOR and any(self.plans()) else FULL
+    def _raise_limits(self) -> None:
+        """Let blocks that are compiled one by one be compiled as often as they have to.
 
-    def keep_residuals(self, context: StepContext) -> None:
-        """Keep what the layers found, where the call that ends computed full attention and operators."""
-        if context.kind.attention == KEEP and context.residuals is not None:
-            plans = {i: plan for i, plan in enumerate(self.plans()) if plan is not None}
-            if any(state.compiled for state in self.states):  # as a CUDA graph, which overwrites what it gave
-                for state in self.states:
-                    state.residual = None if state.residual is None else state.residual.clone()
-                plans = deepcopy(plans)
-            context.residuals.keep(context.sigma, context.stage, plans)
+        They run the same code, and each kind of block is a recompilation of it: of a group the one that ranks
+        and the others, in either phase. As CUDA graphs they may overwrite what those before them in the call
+        gave, maps of tokens too, unless it is one step.
+        """
+        torch.compiler.cudagraph_mark_step_begin()
+        limit = torch._dynamo.config.recompile_limit + 4 * len(self.groups)
+        self._limits = ExitStack()
+        self._limits.enter_context(torch._dynamo.config.patch(recompile_limit=limit))
 
-    def plans(self) -> list[Plan | None]:
-        """Those of the call under way, one a group."""
-        return [group.work.plan for group in self.groups]
-
-    def set_plans(self, plans: list[Plan | None]) -> None:
-        """Put plans in their place; none where the list is empty."""
-        for i, group in enumerate(self.groups):
-            group.work.plan = plans[i] if plans else None
-
-    def lift_limits(self) -> None:
-        """Set nothing any more for a call."""
+    def _lift_limits(self) -> None:
         if self._limits is not None:
             self._limits.close()
             self._limits = None
 
+    def end(self, call: Call, residuals: Residuals | None, output: Any) -> str:
+        """What the layers computed, all in all, in the call that ends; they keep nothing of it but residuals.
+
+        Args:
+            call: that ends.
+            residuals: of attention, where they are shared.
+            output: what the model gave; None if it raised.
+        """
+        ran = self._ran(call.kind)
+        if call.kind.attention == KEEP and residuals is not None and output is not None:
+            self._keep(call, residuals)
+        self.leave(output)
+        return ran
+
+    def leave(self, output: Any) -> None:
+        """The layers keep nothing of the call that ends, but what its backward needs."""
+        self._let_go(raised=output is None)
+        self._backward.leave(output, self)
+
+    def _ran(self, kind: CallKind) -> str:
+        if any(processor.attention == SHARE for processor in self.processors):
+            return SHARE
+        return OPERATOR if kind.attention == OPERATOR and any(self.plans()) else FULL
+
+    def _keep(self, call: Call, residuals: Residuals) -> None:
+        """Keep what the layers found, in a call that computed full attention and operators."""
+        plans = {i: plan for i, plan in enumerate(self.plans()) if plan is not None}
+        if any(one.compiled for one in self.processors):  # as a CUDA graph, which overwrites what it gave
+            for one in self.processors:
+                one.residual = None if one.residual is None else one.residual.clone()
+            plans = deepcopy(plans)
+        residuals.keep(call.sigma, call.stage, plans)
+
+    def plans(self) -> list[Plan | None]:
+        """Those of the call under way, one a group."""
+        return [group.plan for group in self.groups]
+
+    def set_plans(self, plans: list[Plan | None]) -> None:
+        """Put plans in their place; where the list is empty none, and each layer has its own processor."""
+        for i, group in enumerate(self.groups):
+            group.plan = plans[i] if plans else None
+        if not plans:
+            for layer, processor in zip(self.attention_layers, self.processors, strict=True):
+                attn = layer.block.attn1
+                if attn.processor is processor:
+                    attn.set_processor(processor.fallback)
+
     def clean(self) -> None:
         """Let each layer be the model's own, whatever a call was at."""
-        self.let_go(raised=True)
+        self._let_go(raised=True)
+        self._backward = PendingBackward()
         self.set_plans([])
 
-    def let_go(self, raised: bool) -> None:
+    def _let_go(self, raised: bool) -> None:
         """Forget what the layers hold of a call that ends, but their plans."""
-        self.lift_limits()
-        for state in self.states:
-            if state.block_input is not None and not raised:
-                self._warn(
-                    f"agentsd: {state.name} was computed without its attention processor (T-GATE does so); "
-                    "it was left untouched"
+        self._lift_limits()
+        for one in self.processors:
+            reason = None
+            if one.block_input is not None:
+                reason = "was computed without its attention processor (T-GATE does so)"
+            elif one.mismatch is not None:
+                images, tokens = one.mismatch
+                reason = (
+                    f"got {tokens} tokens of {images} images where the latent's size gives "
+                    f"{one.group.tokens} of {one.group.images}"
                 )
-            if state.mismatch is not None and not raised:
-                images, tokens = state.mismatch
-                self._warn(
-                    f"agentsd: {state.name} got {tokens} tokens of {images} images where the latent's size "
-                    f"gives {state.work.tokens} of {state.work.images}; it was left untouched"
-                )
-            state.block_input, state.mismatch = None, None
-            state.attention, state.residual = OPERATOR, None
+            if reason is not None and not raised:
+                self._warn(f"{one.name} {reason}; it was left untouched")
+            one.block_input, one.mismatch = None, None
+            one.attention, one.residual = OPERATOR, None
 
-    def _claim(self, attn: Any, state: LayerState) -> bool:
-        """Hold a layer, also where the host has since put a plain processor there."""
-        if not is_ours(attn.processor):
-            if not is_plain(attn.processor):
-                kind = type(attn.processor).__name__
-                self._warn(f"agentsd: {state.name} now has a {kind}; it is left untouched")
-                return False
-            attn.set_processor(AgentAttnProcessor(attn.processor))
-        return True
+
+def checkpoints(model: Module) -> bool:
+    """Whether a training forward of the model will be computed again in its backward."""
+    return torch.is_grad_enabled() and any(
+        module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules()
+    )
 
 
 def _check_free(layer: AttentionLayer) -> None:
     if is_tomesd_block(layer.block):
         raise ValueError(f"{layer.name} is patched by tomesd: call tomesd.remove_patch(pipe) first")
-    processor = fallback_of(layer.attn.processor)
+    processor = layer.attn.processor
     if not is_plain(processor):
         raise ValueError(
             f"{layer.name} has a {type(processor).__name__}, which agent attention would replace: "
             "set it to AttnProcessor2_0 first (unet.set_attn_processor), or leave this pipeline unpatched"
         )
-
-
-def fallback_of(processor: Any) -> Any:
-    """The processor itself, or the one that ours stands in for."""
-    return processor.fallback if is_ours(processor) else processor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from .attention.operator import Plan
-from .attention.processor import LayerState
-from .plan import COMPUTED, FULL, SHARE, StepKind
+from .attention.processor import AgentAttnProcessor
+from .foreign import Changes
+from .plan import FULL, KEEP, SHARE, Call, CallKind
 from .sampler import ImpulseResponse, Sampler
 
 Select: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
@@ -65,52 +66,42 @@ class Residuals:
     Args:
         layers: the patched layers.
         order: 0 keeps a residual as it was; 1 extrapolates it linearly.
+
+    Attributes:
+        stage: whose operators they are of; None while there are none.
+        plans: that the layers had with the last residual, by group.
     """
 
-    def __init__(self, layers: Sequence[LayerState], order: int) -> None:
+    def __init__(self, layers: Sequence[AgentAttnProcessor], order: int) -> None:
         self._layers, self._order = layers, order
         self._kept = CachedFeatures(order, order + 1)
-        self._indices: dict[int, int] = {}  # of the layers that have one: where it is in the list
-        self._plans: dict[int, Plan] = {}
-        self._stage: int | None = None
-
-    def fit(self, stage: int) -> bool:
-        """Whether there are any, of the operators of this stage."""
-        return self._stage == stage
-
-    def plan_of(self, group: int) -> Plan | None:
-        """The plan that a group's layers had with the last residual."""
-        return self._plans.get(group)
+        self._found: list[AgentAttnProcessor] = []  # the layers that have one, in its order
+        self.plans: dict[int, Plan] = {}
+        self.stage: int | None = None
 
     def keep(self, sigma: float | None, stage: int, plans: dict[int, Plan]) -> None:
         """Take in what the layers found in a call at a noise level, in this stage of the run."""
-        found = {
-            index: layer.residual for index, layer in enumerate(self._layers) if layer.residual is not None
-        }
-        indices = {layer: i for i, layer in enumerate(found)}
-        if (self._stage, self._indices) != (stage, indices):  # another operator's, or of other layers
+        found = [layer for layer in self._layers if layer.residual is not None]
+        if self.stage != stage or self._found != found:  # another operator's, or of other layers
             self._kept = CachedFeatures(self._order, self._order + 1)
-        self._kept.keep(sigma, list(found.values()))
-        self._indices, self._stage, self._plans = indices, stage, plans
+        self._kept.keep(sigma, [layer.residual for layer in found if layer.residual is not None])
+        self._found, self.stage, self.plans = found, stage, plans
 
-    def give(self, sigma: float | None, interpolate: bool, computed: Sequence[bool]) -> None:
+    def give(self, sigma: float | None, interpolate: bool, cached: bool) -> None:
         """Hand each layer that is computed its residual at a noise level; without one attention is full.
 
         Args:
             sigma: the noise level.
             interpolate: the level is between the last two, whatever the order.
-            computed: whether the call computes each layer.
+            cached: the call skips layers.
         """
-        given = [index for index in self._indices if computed[index]]
-
-        def select(residuals: list[Tensor]) -> list[Tensor]:
-            return [residuals[self._indices[index]] for index in given]
-
-        found = (self._kept.interpolate if interpolate else self._kept.extrapolate)(sigma, select)
-        residuals = dict(zip(given, found, strict=True))
-        for index, layer in enumerate(self._layers):
-            layer.residual = residuals.get(index)
-            layer.attention = FULL if layer.residual is None else SHARE
+        for layer in self._layers:
+            layer.residual, layer.attention = None, FULL
+        given = [i for i, layer in enumerate(self._found) if not (cached and layer.skipped)]
+        at = self._kept.interpolate if interpolate else self._kept.extrapolate
+        residuals = at(sigma, lambda kept: [kept[i] for i in given])
+        for i, residual in zip(given, residuals, strict=True):
+            self._found[i].residual, self._found[i].attention = residual, SHARE
 
 
 class Corrections:
@@ -180,8 +171,8 @@ class Corrections:
 
 
 @dataclass
-class CacheEntry:
-    """What the calls of a run on one text and one shape of latents keep.
+class Memory:
+    """What the calls of a run on one text and one shape of latents leave for those after them.
 
     Attributes:
         text: held, so that no other tensor gets its address.
@@ -189,46 +180,44 @@ class CacheEntry:
         residuals: of attention, where they are shared.
         corrections: of what cached calls got wrong, where the sampler's response is known.
         cached: the cached calls since the last computed one that are to be corrected.
-        step_index: in the scheduler's list, of its last call.
+        index: of its last call, on the list of timesteps.
     """
 
     text: Any
     features: CachedFeatures
     residuals: Residuals | None = None
     corrections: Corrections | None = None
-    cached: list[StepContext] = field(default_factory=list)
-    step_index: int = -1
+    cached: list[Call] = field(default_factory=list)
+    index: int = -1
+
+    def decide(self, planned: CallKind, stage: int) -> CallKind:
+        """What a call computes: what is planned, or more where what that needs is not known yet."""
+        computed, attention = planned.computed or not self.features, planned.attention
+        fits = self.residuals is None or self.residuals.stage == stage  # else they are another operator's
+        if attention == SHARE and not fits:
+            attention = KEEP if computed else FULL
+        return CallKind(computed, attention)
 
 
-@dataclass
-class StepContext:
-    """A call of the denoiser.
+def key_of(inputs: dict[str, Any], changes: Changes | None) -> Any:
+    """What calls agree in that may use what each other left: all that they compute with but latent and time.
 
-    Attributes:
-        latent: (B, ..., H, W) what it is called on.
-        timestep: its noise level, in training timesteps.
-        index: its place on the run's list of timesteps.
-        stage: which of the recipe's operators run in it.
-        inputs: its arguments by name, where something is cached.
-        kind: what it computes.
-        sigma: its noise level, as features are kept by.
-        entry: where its features are kept; None if they are not.
-        is_last: it is in the last step of its run.
-        given: (B, ...) what a cached call gave, until it is corrected.
+    Args:
+        inputs: a call's arguments by name.
+        changes: of the weights and scales within its run.
     """
-
-    latent: Tensor
-    timestep: float
-    index: int
-    stage: int
-    inputs: dict[str, Any] = field(default_factory=dict)
-    kind: StepKind = COMPUTED
-    sigma: float | None = None
-    entry: CacheEntry | None = None
-    is_last: bool = False
-    given: Tensor | None = None
-
-    @property
-    def residuals(self) -> Residuals | None:
-        """Attention's, where they are shared."""
-        return None if self.entry is None else self.entry.residuals
+    sample, scales = inputs["sample"], inputs.get("cross_attention_kwargs")
+    device = sample.device.type
+    autocast = None
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        autocast = torch.get_autocast_dtype(device)
+    named = scales.items() if isinstance(scales, Mapping) else ()
+    numbers = tuple((name, value) for name, value in named if isinstance(value, int | float | str))
+    text = inputs.get("encoder_hidden_states")
+    if isinstance(text, Tensor):  # the same one, unchanged: told without a look at its numbers
+        version = 0 if text.is_inference() else text._version
+        identity: Any = text.data_ptr(), text.shape, text.stride(), version
+    else:
+        identity = id(text)
+    shape = tuple(sample.shape), sample.dtype, sample.device, autocast
+    return shape, identity, numbers, changes and changes.read()

@@ -10,7 +10,8 @@ What is kept is a thread's own, and is let go when the run ends.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from .checks import check, check_types
 
@@ -145,12 +146,12 @@ class ResidualSharing:
 
 
 @dataclass(frozen=True)
-class StepKind:
+class CallKind:
     """What a call computes.
 
     Attributes:
-        computed: all layers; else the last ones.
-        attention: what the patched layers compute (`agentsd.attention.residual`).
+        computed: all layers; else it is cached, and computes the last ones.
+        attention: what the patched layers compute: "operator", "full", "keep" or "share".
     """
 
     computed: bool = True
@@ -158,34 +159,69 @@ class StepKind:
 
     @property
     def letter(self) -> str:
-        """F or f for a computed or a cached step."""
+        """F or f for a computed or a cached one."""
         return "F" if self.computed else "f"
 
 
-COMPUTED = StepKind()
-_NAMES = {"F": "computed", "f": "cached"}
+COMPUTED = CallKind()
+
+
+@dataclass
+class Call:
+    """A call of the U-Net: where it is in its run, and what it computes.
+
+    Attributes:
+        latent: (B, ..., H, W) what it is called on.
+        timestep: its noise level, in training timesteps.
+        index: its place on the run's list of timesteps.
+        stage: which of the recipe's operators run in it; 0 is the early one.
+        begins: it is the first of its run.
+        repeats: it has the timestep of the call before, in the same run (PLMS, Heun).
+        jumps: it skips timesteps of the list, otherwise than the call before.
+        off_list: its timestep is not on the list that it was placed by.
+        kind: what it computes.
+        inputs: its arguments by name, where something is cached.
+        sigma: its noise level, as features are kept by.
+        given: (B, ...) what a cached call gave, until it is corrected.
+    """
+
+    latent: Any
+    timestep: float
+    index: int
+    stage: int = 0
+    begins: bool = False
+    repeats: bool = False
+    jumps: bool = False
+    off_list: bool = False
+    kind: CallKind = COMPUTED
+    inputs: dict[str, Any] = field(default_factory=dict)
+    sigma: float | None = None
+    given: Any = None
 
 
 def plan_run(
     steps: StepCache | None, step_of_call: Sequence[float], residual: ResidualSharing | None = None
-) -> list[StepKind]:
+) -> list[CallKind]:
     """The kind of each call of a run, in its order; calls of one step (PLMS, Heun) are of one kind."""
     number = {step: i for i, step in enumerate(dict.fromkeys(step_of_call))}
     computed = [True] * len(number) if steps is None else steps.computed(len(number))
     attention = [OPERATOR] * len(number) if residual is None else residual.plan(computed)
-    kinds = list(map(StepKind, computed, attention))
+    kinds = list(map(CallKind, computed, attention))
     return [kinds[number[step]] for step in step_of_call]
 
 
-def describe(letters: str, corrected: int = 0, attention: Sequence[str] = ()) -> str:
-    """A line of a run's steps, a letter each, and their counts; also of attention where it is shared."""
+def describe(letters: str, corrected: int = 0, attention: str = "") -> str:
+    """A line of a run's calls, and their counts.
+
+    Args:
+        letters: F for a computed call and f for a cached one.
+        corrected: how many cached ones were.
+        attention: s for a call with a shared residual, a for another.
+    """
     if not letters:
         return "no call yet"
-    counts = [f"{letters.count(letter)} {name}" for letter, name in _NAMES.items() if letter in letters]
-    if corrected:
-        counts.append(f"{corrected} corrected")
-    line = f"{letters}  ({len(letters)} calls: {'; '.join(counts)})"
-    if shared := attention.count(SHARE):
-        of = "".join("s" if kind == SHARE else "a" for kind in attention)
-        line += f"; attention {of}  ({shared} with a shared residual)"
-    return line
+    counts = {"computed": letters.count("F"), "cached": letters.count("f"), "corrected": corrected}
+    told = "; ".join(f"{count} {name}" for name, count in counts.items() if count)
+    line = f"{letters}  ({len(letters)} calls: {told})"
+    shared = attention.count("s")
+    return f"{line}; attention {attention}  ({shared} with a shared residual)" if shared else line

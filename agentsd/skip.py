@@ -122,7 +122,23 @@ class SkippedLayers:
         """Whether a layer is skipped."""
         return any(layer is inner for module, _ in self._stubs for inner in module.modules())
 
-    def begin(self, hidden: Tensor) -> None:
+    def begin(self, hidden: Tensor, given: dict[str, Any], again: bool) -> dict[str, Any]:
+        """Skip them in the call that begins; returns its arguments.
+
+        Args:
+            hidden: (B, C, H, W) what the last layers are computed on.
+            given: the arguments by name.
+            again: they will be used again. A sampler may write into the latent, a CUDA graph of a ControlNet
+                into its residuals.
+        """
+        self.put(hidden)
+        given = self._without_residuals(given)
+        if again:
+            names = [name for name in ("sample", _DOWN_RESIDUALS, _ADAPTER) if name in given]
+            given |= {name: tree_map_only(Tensor, torch.clone, given[name]) for name in names}
+        return given
+
+    def put(self, hidden: Tensor) -> None:
         """From here on the model skips them, and computes its last layers on `hidden`."""
         self.feature_hook.cached, self.feature_hook.hidden = True, hidden
         for module, forward in self._stubs:
@@ -141,7 +157,7 @@ class SkippedLayers:
         computed, hook.computed, hook.hidden, hook.cached = hook.computed, None, None, False
         return computed
 
-    def without_residuals(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _without_residuals(self, given: dict[str, Any]) -> dict[str, Any]:
         """A cached step's arguments: of ControlNet's and T2I-Adapter's residuals those that it needs."""
         given = dict(given)
         mid, down = (given.get(name) for name in ("mid_block_additional_residual", _DOWN_RESIDUALS))
@@ -162,13 +178,6 @@ class SkippedLayers:
 
 _DOWN_RESIDUALS = "down_block_additional_residuals"
 _ADAPTER = "down_intrablock_additional_residuals"
-
-
-def copy_inputs(given: dict[str, Any]) -> dict[str, Any]:
-    """A cached step's arguments, to be used again: a sampler may write into the latent, a CUDA graph of a
-    ControlNet into its residuals."""
-    names = [name for name in ("sample", _DOWN_RESIDUALS, _ADAPTER) if name in given]
-    return given | {name: tree_map_only(Tensor, torch.clone, given[name]) for name in names}
 
 
 def _layers(block: Any) -> list[list[tuple[Module, Callable[..., Any]]]]:

@@ -98,7 +98,7 @@ def test_states_are_let_go_when_a_run_ends_or_breaks_off(ddim, sample):
     assert kept(handle)
     ddim.maybe_free_model_hooks()
     assert not kept(handle)
-    assert handle._hook.cache.skipped.feature_hook.computed is None
+    assert handle._hook.skipped.feature_hook.computed is None
 
 
 def test_no_reference_cycle_holds_the_model():

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "images": BASE,
     "cost": BASE | {"images"},
     "quality": BASE | {"images"},
-    "calibration": BASE | {"cost"},
+    "calibration": BASE | {"cost", "images"},
     "studies": WINGS,
     "options": BASE | {"presets"},
     "cli": BASE | {"presets", "options"},

@@ -200,7 +200,7 @@ def test_images_in_chunks_have_no_residual_of_one_another():
             made = run(unet)
         # the layer in parts computes full attention, as it would without a patch
         expected = apply_agentsd(twin := make_unet(), recipe=recipe)
-        for state, layer in zip(expected._layers.states, expected._layers.attention_layers, strict=True):
+        for state, layer in zip(expected._layers.processors, expected._layers.attention_layers, strict=True):
             if state.name.startswith(("down_blocks.0.attentions.0", "up_blocks.2.attentions.0")):
                 layer.attn.set_processor(type("Whole", (AttnProcessor2_0,), {"agentsd_may_skip": True})())
         torch.testing.assert_close(made, run(twin), rtol=0, atol=1e-5)

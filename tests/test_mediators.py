@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounter
 from agentsd import Agents, ByDistance, Downsample, PooledAgents, Recipe, apply_agentsd
 from agentsd.attention.by_distance import LatentDistance
 from agentsd.attention.pooling import Pool, pool_tokens
+from agentsd.plan import Call
 
 
 def latents(*moves):
@@ -21,7 +22,7 @@ def latents(*moves):
 
 def test_stages_follow_the_distance():
     distance = LatentDistance((0.6, 0.3))
-    stages = [distance.read(x, first_call=i == 0) for i, x in enumerate(latents(10, 7, 6, 5, 3, 2, 8))]
+    stages = [distance.read(x, begins=i == 0) for i, x in enumerate(latents(10, 7, 6, 5, 3, 2, 8))]
     # the first call has no distance; 10 is the first; 6 and 3 are at their thresholds
     assert stages == [0, 0, 0, 1, 1, 2, 2, 0]
 
@@ -29,31 +30,31 @@ def test_stages_follow_the_distance():
 def test_a_new_run_starts_over():
     distance = LatentDistance((0.5,))
     a, b, c = latents(10, 1)
-    assert [distance.read(x, first_call=False) for x in (a, b, c)] == [0, 0, 1]
-    assert [distance.read(x, first_call=x is a) for x in (a, c, b)] == [0, 0, 1]
-    assert distance.read(torch.zeros(2, 1, 2, 2), first_call=False) == 0  # another batch
+    assert [distance.read(x, begins=False) for x in (a, b, c)] == [0, 0, 1]
+    assert [distance.read(x, begins=x is a) for x in (a, c, b)] == [0, 0, 1]
+    assert distance.read(torch.zeros(2, 1, 2, 2), begins=False) == 0  # another batch
 
 
 def test_a_repeated_timestep_stays_in_its_stage():
     distance = LatentDistance((0.5,))
     a, b, c, d, e = latents(10, 1, 2, 9)
     calls = [(a, False), (b, False), (c, True), (d, False), (e, False)]  # PLMS takes its second step twice
-    stages = [distance.read(x, first_call=x is a, repeated_timestep=repeated) for x, repeated in calls]
+    stages = [distance.read(x, begins=x is a, repeats=repeated) for x, repeated in calls]
     assert stages == [0, 0, 0, 1, 0]
 
 
 def test_the_mean_of_a_batch_counts():
     still, moving = latents(10, 1), latents(10, 9)
     distance = LatentDistance((0.5,))
-    read = [distance.read(torch.cat(pair), first_call=False) for pair in zip(still, moving, strict=True)]
+    read = [distance.read(torch.cat(pair), begins=False) for pair in zip(still, moving, strict=True)]
     assert read[-1] == 1  # 5 of 10
 
 
 def test_guidance_that_is_cut_off_goes_on():
     distance = LatentDistance((0.5,))
     a, b, c = latents(10, 1)
-    assert [distance.read(torch.cat([x, x]), first_call=False) for x in (a, b)] == [0, 0]
-    assert distance.read(c, first_call=False) == 1
+    assert [distance.read(torch.cat([x, x]), begins=False) for x in (a, b)] == [0, 0]
+    assert distance.read(c, begins=False) == 1
 
 
 def test_pooling_against_a_loop():
@@ -107,8 +108,8 @@ def test_merged_agents_follow_the_distance_too(pipe, sample):
         many = sample(pipe)
     with apply_agentsd(pipe, recipe=Recipe(stages[0])) as handle:
         assert torch.equal(sample(pipe), few)
-        handle._layers.groups[0].begin(torch.empty(2, 4, 16, 16), 999.0, 0, {})
-        assert handle._layers.groups[0].work.plan.partition.dst.numel() == 4  # cells of 8 x 8
+        plan = handle._layers.groups[0].make_plan(Call(torch.empty(2, 4, 16, 16), 999.0, 0), (16, 16), {})
+        assert plan.partition.dst.numel() == 4  # cells of 8 x 8
     assert not torch.equal(few, many)
 
 

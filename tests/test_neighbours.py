@@ -9,7 +9,7 @@ from recipes import AGENTS_THEN_KEYS
 from tiny import WIDTH, make_image_encoder, make_image_processor
 
 from agentsd import apply_agentsd, remove_agentsd
-from agentsd.attention.processor import is_ours
+from agentsd.attention.processor import AgentAttnProcessor
 
 # Each of these sets every processor anew; two at a time break a baseline pipeline too.
 REPLACE = {"IP-Adapter", "fused QKV", "attention slicing", "unfused attention"}
@@ -128,4 +128,6 @@ def test_no_order_of_loading_and_patching_strands_a_pipeline(new_pipe, seed):
     for module in pipe.unet.modules():
         assert not any("agentsd" in key for key in vars(module))
     kept = getattr(pipe.unet, "original_attn_processors", None) or {}
-    assert not any(is_ours(p) for p in [*kept.values(), *pipe.unet.attn_processors.values()])
+    assert not any(
+        isinstance(p, AgentAttnProcessor) for p in [*kept.values(), *pipe.unet.attn_processors.values()]
+    )

@@ -19,7 +19,6 @@ from agentsd import Agents, Downsample, Merge, Phases, Recipe, apply_agentsd, re
 from agentsd.attention.formula import agent_attention
 from agentsd.attention.matching import rank_tokens, sample_destinations, split_grid
 from agentsd.attention.merging import make_merge_map, merge, unmerge
-from agentsd.attention.processor import is_ours
 
 
 def cells(how):
@@ -210,7 +209,7 @@ def test_phases_in_a_run_of_each_scheduler(pipe, sample, scheduler, monkeypatch)
     calls = []
     attn = pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
     attn.register_forward_pre_hook(
-        lambda module, args: calls.append(PHASES[type(module._agentsd.work.plan).__name__])
+        lambda module, args: calls.append(PHASES[type(module.processor.group.plan).__name__])
     )
     steps = []
     pipe.unet.register_forward_pre_hook(lambda module, args: steps.append(float(args[1])))
@@ -291,9 +290,8 @@ def test_the_processor_that_was_there_does_the_later_steps(pipe, sample, operato
     recipe = Recipe(Phases(Agents(0.5, destinations="first"), operator, early_frac=0))
     baseline = sample(pipe)
     pipe.unet.set_attn_processor(AttnProcessor())
-    apply_agentsd(pipe, recipe=recipe)
-    kinds = {type(p.fallback) for p in pipe.unet.attn_processors.values() if is_ours(p)}
-    assert kinds == {AttnProcessor}
+    handle = apply_agentsd(pipe, recipe=recipe)
+    assert {type(one.fallback) for one in handle._layers.processors} == {AttnProcessor}
     with_unfused = sample(pipe)
     remove_agentsd(pipe)
     pipe.unet.set_attn_processor(AttnProcessor2_0())
@@ -306,10 +304,10 @@ def test_no_tensor_is_kept_and_the_model_is_let_go():
     unet = make_unet()
     handle = apply_agentsd(unet, recipe=AGENTS_THEN_KEYS)
     call(unet)
-    for site, layer in zip(handle._layers.attention_layers, handle._layers.states, strict=True):
+    for site, layer in zip(handle._layers.attention_layers, handle._layers.processors, strict=True):
         assert layer.block_input is None
-        assert layer.work.plan is None
-        assert site.attn._agentsd is layer
+        assert layer.group.plan is None
+        assert site.attn.processor is layer.fallback
     gone = weakref.ref(unet)
     gc.disable()
     try:
@@ -333,5 +331,5 @@ def test_an_exception_in_the_middle_leaves_the_next_run_clean(pipe, sample):
     with pytest.raises(ZeroDivisionError):
         sample(pipe)
     hook.remove()
-    assert all(layer.block_input is None for layer in pipe.unet._agentsd._layers.states)
+    assert all(layer.block_input is None for layer in pipe.unet._agentsd._layers.processors)
     assert torch.equal(sample(pipe), image)

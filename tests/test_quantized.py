@@ -10,6 +10,7 @@ import diffusers
 import pytest
 import torch
 from agentsd_eval.calibration.search import calibrate
+from agentsd_eval.images.digest import weights_digest
 from cache_twin import Twin
 from calibrating import distance
 from quantized import BLOCK, PACKAGES, STAND_IN, dequantized, wide_unet
@@ -17,7 +18,6 @@ from recipes import AGENTS_THEN_KEYS, STEP_CACHING, TODO
 from tiny import call, snapshot, watch_phases
 
 from agentsd import Merge, Recipe, StepCache, apply_agentsd, remove_agentsd
-from agentsd.hosts import weights_digest
 from agentsd.modules import AgentModule, FocusedLinear
 from agentsd.recipe import AGENTSD
 

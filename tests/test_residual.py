@@ -213,7 +213,7 @@ def test_tokens_are_matched_once_a_run(operator, monkeypatch):
         outputs(unet, caller)
     groups = len(handle._layers.groups)
     assert len(ranked) == 2 * groups
-    assert not any(group.work.plan for group in handle._layers.groups)
+    assert not any(group.plan for group in handle._layers.groups)
 
 
 def test_a_stage_of_another_operator_begins_with_full_attention():

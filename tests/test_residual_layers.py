@@ -37,7 +37,7 @@ def attended(monkeypatch):
         attend = plan.attend
 
         def note(self, attn, *args, attend=attend):
-            seen.add(attn._agentsd.name)
+            seen.add(attn.processor.name)
             return attend(self, attn, *args)
 
         monkeypatch.setattr(plan, "attend", note)

@@ -48,7 +48,7 @@ def may_skip(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 def kept(handle: Any) -> list[Any]:
     """The cache entries of all runs."""
-    return [entry for run in handle._hook.runs for entry in run.entries.values()]
+    return [entry for run in handle._hook.runs for entry in run.memories.values()]
 
 
 def make_unet(**changes: Any) -> UNet2DConditionModel:
@@ -201,10 +201,10 @@ PHASES = {
 def watch_phases(handle: Any) -> dict[str, list[str]]:
     """What each patched layer runs, a word for each call, filled as the model runs."""
     seen: dict[str, list[str]] = {name: [] for name in handle.layer_names}
-    for site, layer in zip(handle._layers.attention_layers, handle._layers.states, strict=True):
+    for site, layer in zip(handle._layers.attention_layers, handle._layers.processors, strict=True):
         site.attn.register_forward_pre_hook(
             may_skip(
-                lambda m, args, layer=layer: seen[layer.name].append(PHASES[type(layer.work.plan).__name__])
+                lambda m, args, layer=layer: seen[layer.name].append(PHASES[type(layer.group.plan).__name__])
             )
         )
     return seen

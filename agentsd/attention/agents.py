@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
@@ -67,55 +67,55 @@ class Agents(RankedOperator):
         return AgentsPlan(self, self.sample_partition(context, stride), self.ratio, self.own_ranking)
 
 
-class AgentsPlan(RankedPlan):
-    """Merged tokens, and agents from the same ranking; plain attention where agents would not be few.
+class Maps(NamedTuple):
+    """How the tokens of a layer are merged.
 
     Attributes:
-        agents: how tokens are merged into agents; None where attention is plain.
-        joined: the maps of tokens and agents as one, where tokens are merged too.
+        tokens: into fewer tokens; None where they are not.
+        agents: into agents; None where attention is plain.
+        joined: both as one map, for a single pass over the tokens, where both are.
     """
 
+    tokens: MergeMap | None
     agents: MergeMap | None = None
     joined: MergeMap | None = None
+
+
+class AgentsPlan(RankedPlan):
+    """Merged tokens, and agents from the same ranking; plain attention where agents would not be few."""
 
     def __init__(self, settings: Agents, *args: Any) -> None:
         super().__init__(*args)
         self.settings = settings
 
-    def make_maps(self, ranking: Ranking, block_input: Tensor, n_merged: int) -> None:
-        """Make the merge maps of the tokens and of the agents."""
-        super().make_maps(ranking, block_input, n_merged)
+    def make_maps(self, ranking: Ranking, block_input: Tensor, n_merged: int) -> Maps:
+        """The merge maps of the tokens and of the agents."""
+        tokens = super().make_maps(ranking, block_input, n_merged)
         n_tokens, n_agents = block_input.shape[1], self.partition.targets
         if self.settings.agent_ratio is not None:
             n_agents = max(n_tokens - int(n_tokens * self.settings.agent_ratio), n_agents)
-        if 2 * n_agents < n_tokens - n_merged:  # as the reference: else attention stays plain
-            self._set_agents(make_merge_map(ranking, n_tokens - n_agents, block_input.dtype))
-
-    def _set_agents(self, agents: MergeMap) -> None:
-        self.agents, self.joined = agents, None
-        if self.tokens is not None:
-            self.joined, self.tokens, self.agents = join(self.tokens, agents)
-
-    def forget(self) -> None:
-        """Let go of the agents' map as well."""
-        super().forget()
-        if self.own:
-            self.agents = self.joined = None
+        if 2 * n_agents >= n_tokens - n_merged:  # as the reference: attention stays plain
+            return Maps(tokens)
+        agents = make_merge_map(ranking, n_tokens - n_agents, block_input.dtype)
+        if tokens is None:
+            return Maps(None, agents)
+        joined, tokens, agents = join(tokens, agents)
+        return Maps(tokens, agents, joined)
 
     def attend(self, attn: Attention, tokens: Tensor, fallback: Attend) -> Tensor:
         """Merge, gather and broadcast, unmerge."""
-        merge_map, agents, settings = self.tokens, self.agents, self.settings
-        if agents is None:
-            out = fallback(tokens if merge_map is None else merge(tokens, merge_map))
-        elif self.joined is None or merge_map is None:
-            out = attend_agents(attn, tokens, merge(tokens, agents), settings.k, settings.scale)
+        maps, k, scale = self.maps, self.settings.k, self.settings.scale
+        if maps.agents is None:
+            out = fallback(tokens if maps.tokens is None else merge(tokens, maps.tokens))
+        elif maps.joined is None:
+            out = attend_agents(attn, tokens, merge(tokens, maps.agents), k, scale)
         else:
-            rows, batch = merge_rows(tokens, self.joined), tokens.shape[0]
-            parts = rows.tensor_split([merge_map.offsets.numel() - 1])
-            merged, agent_tokens = (part.unflatten(0, (batch, -1)) for part in parts)
-            out = attend_agents(attn, merged, agent_tokens, settings.k, settings.scale, rows=rows)
+            rows, batch = merge_rows(tokens, maps.joined), tokens.shape[0]
+            parts = rows.tensor_split([maps.tokens.offsets.numel() - 1])
+            merged, agents = (part.unflatten(0, (batch, -1)) for part in parts)
+            out = attend_agents(attn, merged, agents, k, scale, rows=rows)
         self.forget()
-        return out if merge_map is None else unmerge(out, merge_map)
+        return out if maps.tokens is None else unmerge(out, maps.tokens)
 
 
 def attend_agents(

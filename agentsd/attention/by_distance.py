@@ -63,22 +63,21 @@ class LatentDistance:
         self._first: float | None = None
         self._stage = 0
 
-    def read(self, latent: Tensor, first_call: bool, repeated_timestep: bool = False) -> int:
+    def read(self, latent: Tensor, begins: bool, repeats: bool = False) -> int:
         """The stage of a call on `latent` (B, ..., H, W).
 
         Args:
             latent: what the denoiser is called on.
-            first_call: the call is a run's first.
-            repeated_timestep: it has the timestep of the call before.
+            begins: the call is a run's first.
+            repeats: it has the timestep of the call before.
         """
         before, self._previous = self._previous, latent.detach().clone()
         batch = latent.shape[0]
-        if first_call or before is None or before.shape[1:] != latent.shape[1:] or before.shape[0] < batch:
+        if begins or before is None or before.shape[1:] != latent.shape[1:] or before.shape[0] < batch:
             self._first, self._stage = None, 0
-        elif not repeated_timestep:
-            distance = float(
-                (self._previous - before[-batch:]).float().abs().mean()
-            )  # the prompt's come last
+        elif not repeats:
+            same = before[-batch:]  # where guidance is cut off: the prompt's come last
+            distance = float((self._previous - same).float().abs().mean())
             self._first = self._first or distance
             passed = [i + 1 for i, share in enumerate(self.thresholds) if distance <= share * self._first]
             self._stage = max(passed, default=0)

@@ -12,7 +12,7 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
 from .matching import sample_destinations, split_grid
-from .operator import Attend, GridContext, Operator, Plan, separate
+from .operator import Attend, GridContext, Operator, Plan
 from .ranking import check_stride
 
 
@@ -63,4 +63,4 @@ class DownsamplePlan(Plan):
 
     def attend(self, attn: Attention, tokens: Tensor, fallback: Attend) -> Tensor:
         """Attend from all tokens to the kept ones."""
-        return separate(attn, fallback)(tokens, tokens.index_select(1, self.kept))
+        return fallback(tokens, tokens.index_select(1, self.kept))

@@ -41,7 +41,7 @@ class MergePlan(RankedPlan):
 
     def attend(self, attn: Attention, tokens: Tensor, fallback: Attend) -> Tensor:
         """Merge, attend, unmerge."""
-        merge_map = self.tokens
+        merge_map = self.maps
         if merge_map is None:
             return fallback(tokens)
         out = fallback(merge(tokens, merge_map))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
 from ..checks import check_types
@@ -17,8 +17,6 @@ MODULE = "agentsd_module"
 
 Attend = Callable[..., Tensor]
 """What would have run without the patch: (hidden_states, context) -> output; no context is self-attention."""
-
-_SEPARATE = AttnProcessor2_0()  # for layers whose own processor has its projections fused
 
 
 @dataclass(frozen=True)
@@ -50,12 +48,13 @@ class GridContext:
 
 
 class Plan:
-    """What an operator does in the layers of a group in one call."""
+    """What an operator does in the layers of a group in one call.
 
-    @property
-    def ranks(self) -> bool:
-        """Whether `rank` is to be called before `attend`."""
-        return False
+    Attributes:
+        ranks: whether `rank` is to be called before `attend`.
+    """
+
+    ranks: bool = False
 
     def rank(self, block_input: Tensor) -> None:
         """Take in a block's input (B, N, C) before `norm1`."""
@@ -93,11 +92,6 @@ def check_operator(name: str, value: object) -> None:
     """Raise TypeError unless it is an operator, or None."""
     if value is not None and not isinstance(value, Operator):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}: pass an operator, as Agents()")
-
-
-def separate(attn: Attention, fallback: Attend) -> Attend:
-    """`fallback`, or what gives it keys and values of other tokens where projections are fused."""
-    return (lambda *args: _SEPARATE(attn, *args)) if attn.fused_projections else fallback
 
 
 def project(attn: Attention, tokens: Tensor, query: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -71,11 +71,11 @@ class PooledPlan(RankedPlan):
     def __init__(self, settings: PooledAgents, pool: Pool | None, partition: Partition | None) -> None:
         super().__init__(partition, settings.ratio, settings.own_ranking)  # type: ignore[arg-type]
         self.settings, self.pool = settings, pool
-        self.ranked = partition is None
+        self.ranks = partition is not None
 
     def attend(self, attn: Attention, tokens: Tensor, fallback: Attend) -> Tensor:
         """Merge, gather and broadcast, unmerge."""
-        merge_map = self.tokens
+        merge_map = self.maps
         merged = tokens if merge_map is None else merge(tokens, merge_map)
         if self.pool is None:
             out = fallback(merged)

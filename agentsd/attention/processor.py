@@ -1,49 +1,84 @@
-"""The self-attention processor: what the layer's plan says, else the processor that it stands in for."""
+"""What self-attention layers run in a call: a plan for those of a group, a processor in each of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
-from diffusers.models import attention_processor
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor
 from torch.nn import Module
 
-from ..plan import FULL, KEEP, OPERATOR, SHARE
-from .operator import Plan
+from ..plan import FULL, KEEP, OPERATOR, SHARE, Call
+from .operator import GridContext, Operator, Plan
+
+_SEPARATE = AttnProcessor2_0()  # for layers whose own processor has its projections fused
 
 
-@dataclass
-class Work:
-    """What the layers of a group do in the call under way.
+Plans: TypeAlias = dict[int, Plan | None]
+"""The plans of a call by level, as its groups make them."""
+
+
+@dataclass(eq=False)
+class Group:
+    """Layers on one token grid that share a plan: a whole level, or one layer that makes its own.
 
     Attributes:
-        grid: height and width in tokens that they are expected to get.
-        images: how many images they are expected to get, a video's frames among them.
-        plan: of the operator that runs; None is full attention.
+        grid: height and width in tokens for a latent (..., H, W).
+        index: the number of its first layer; part of the key of its random destinations.
+        stages: what it runs in each stage of a run.
+        downsampling_factor: side of its tokens, in tokens of the finest patched level.
+        seed: of the random destinations.
+        skipped: a cached call skips all of its layers.
+        images, tokens: how many they are expected to get in the call under way, a video's frames among the
+            images.
+        plan: of the operator that runs in the call under way; None is full attention.
     """
 
-    grid: tuple[int, int] = (0, 0)
+    grid: Callable[[Tensor], tuple[int, int]]
+    index: int
+    stages: tuple[Operator | None, ...]
+    downsampling_factor: int
+    seed: int
+    skipped: bool = False
     images: int = 0
+    tokens: int = 0
     plan: Plan | None = None
 
-    @property
-    def tokens(self) -> int:
-        """How many tokens the layers are expected to get."""
-        return self.grid[0] * self.grid[1]
+    def make_plan(self, call: Call, grid: tuple[int, int], shared: Plans) -> Plan | None:
+        """The plan of a call on a grid of tokens (height, width).
+
+        Args:
+            call: that is planned.
+            grid: of the group's layers.
+            shared: plans of the call by level; an operator that ranks for a whole level has one there.
+        """
+        operator = self.stages[call.stage if len(self.stages) > 1 else 0]
+        if operator is None:
+            return None
+        level = self.downsampling_factor
+        if operator.own_ranking or level not in shared:
+            key = (self.seed, self.index, call.timestep)
+            plan = operator.plan(GridContext(grid, level, call.latent.device, key))
+            if operator.own_ranking:
+                return plan
+            shared[level] = plan
+        return shared[level]
 
 
-@dataclass
-class LayerState:
-    """What a patched attention layer knows; kept on the layer, not on its processor.
+@dataclass(eq=False)
+class AgentAttnProcessor:
+    """Stands in for a layer's own processor while a call is under way; between calls the model has its own.
 
     Attributes:
         name: the layer's name in the model.
-        work: what it and the layers that share its ranking do in the call under way.
-        held: whether the layer's processor is ours.
-        attention: what it computes in the call under way (`residual.py`).
+        fallback: the layer's own processor.
+        group: the layer and those that share its plan.
+        held: whether it stands in the layer.
+        skipped: whether a cached call skips the layer.
+        attention: what it computes in the call under way (`agentsd.plan`).
         residual: (B, N, C) what is added to the operator's output, or what was found to be missing in it.
         block_input: (B, N, C) the block's input before `norm1`, from which tokens are ranked.
         mismatch: how many images and tokens came instead of the expected ones.
@@ -51,8 +86,10 @@ class LayerState:
     """
 
     name: str
-    work: Work = field(default_factory=Work)
-    held: bool = True
+    fallback: Any
+    group: Group
+    held: bool = False
+    skipped: bool = False
     attention: str = OPERATOR
     residual: Tensor | None = None
     block_input: Tensor | None = None
@@ -61,29 +98,9 @@ class LayerState:
 
     def note_input(self, norm1: Module, args: tuple[Tensor, ...]) -> None:
         """Forward pre-hook of the block's `norm1`: note the block's input, if it will be ranked."""
-        plan = self.work.plan
+        plan = self.group.plan
         if self.held and plan is not None and plan.ranks and self.attention != FULL:
             self.block_input = args[0]
-
-
-class AgentAttnProcessor:
-    """Stands in for the processor that was there before, and says it is of its class.
-
-    Hosts choose by `processor.__class__`, so that they treat the layer as they would without the patch.
-    All state is the layer's (`LayerState`).
-    """
-
-    def __init__(self, fallback: Any = None) -> None:
-        self.fallback = AttnProcessor2_0() if fallback is None else fallback
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        kind = type(self.fallback)
-        # A module would be registered as one, and walked. A plain one of another package has diffusers' name.
-        return getattr(attention_processor, kind.__name__) if issubclass(kind, Module) else kind
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return AgentAttnProcessor, (self.fallback,)
 
     def __call__(
         self,
@@ -95,36 +112,32 @@ class AgentAttnProcessor:
         **kwargs: Any,
     ) -> Tensor:
         """Self-attention on `hidden_states` (B, N, C) -> (B, N, C); else `fallback` is called."""
-        layer: LayerState | None = getattr(attn, "_agentsd", None)
-        plan = None if layer is None else layer.work.plan
+        plan = self.group.plan
         plain = encoder_hidden_states is None and attention_mask is None and hidden_states.ndim == 3
-        if layer is None or plan is None or not plain or layer.attention == FULL:
+        if plan is None or not plain or self.attention == FULL:
             return self.fallback(attn, hidden_states, encoder_hidden_states, attention_mask, *args, **kwargs)
 
-        block_input, layer.block_input = layer.block_input, None
+        block_input, self.block_input = self.block_input, None
         came = hidden_states.shape[0], hidden_states.shape[1]
         # Of a part of the images, or of other tokens, maps and residuals are not (a video in chunks).
-        fits = came == (layer.work.images, layer.work.tokens)
+        fits = came == (self.group.images, self.group.tokens)
         if fits and plan.ranks and block_input is not None:
             plan.rank(block_input)
         if not fits or plan.ranks:
-            layer.mismatch = came
+            self.mismatch = came
             return self.fallback(attn, hidden_states, None, None, *args, **kwargs)
 
-        def fallback(tokens: Tensor, context: Tensor | None = None, *more: Any) -> Tensor:
+        def attend(tokens: Tensor, context: Tensor | None = None) -> Tensor:
+            if context is not None and attn.fused_projections:  # which take keys from the queries' tokens
+                return _SEPARATE(attn, tokens, context)
             return self.fallback(attn, tokens, context, None, *args, **kwargs)
 
-        if layer.attention == KEEP:
-            full = fallback(hidden_states)
-            layer.residual = full - plan.attend(attn, hidden_states, fallback)
-            layer.compiled = torch.compiler.is_compiling()
+        if self.attention == KEEP:
+            full = attend(hidden_states)
+            self.residual = full - plan.attend(attn, hidden_states, attend)
+            self.compiled = torch.compiler.is_compiling()
             return full
-        out = plan.attend(attn, hidden_states, fallback)
-        if layer.attention == SHARE and layer.residual is not None:
-            out = out + layer.residual
+        out = plan.attend(attn, hidden_states, attend)
+        if self.attention == SHARE and self.residual is not None:
+            out = out + self.residual
         return out
-
-
-def is_ours(processor: Any) -> bool:
-    """Whether a processor is an `AgentAttnProcessor`, whatever it says it is."""
-    return type(processor) is AgentAttnProcessor

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..checks import check, check_share
 from .matching import Partition, Ranking, rank_tokens, sample_destinations, split_grid
-from .merging import MergeMap, make_merge_map
+from .merging import make_merge_map
 from .operator import GridContext, Operator, Plan
 
 
@@ -59,33 +59,30 @@ def _to(index: Tensor, device: Any) -> Tensor:
 class RankedPlan(Plan):
     """A plan whose tokens are ranked and then merged.
 
+    Args:
+        partition: sources and destinations.
+        ratio: share of the tokens merged away.
+        own: each layer ranks its own tokens.
+
     Attributes:
-        tokens: how the tokens are merged, once they are ranked; None where none are.
+        maps: how tokens are merged, once they are ranked; None where none are.
     """
 
-    tokens: MergeMap | None = None
-
     def __init__(self, partition: Partition, ratio: float, own: bool) -> None:
-        self.partition = partition
-        self.ratio = ratio
-        self.own = own
-        self.ranked = False
-
-    @property
-    def ranks(self) -> bool:
-        """Whether there is no ranking yet."""
-        return not self.ranked
+        self.partition, self.ratio, self.own = partition, ratio, own
+        self.ranks = True
+        self.maps: Any = None
 
     def rank(self, block_input: Tensor) -> None:
         """Rank the tokens (B, N, C) of a block's input and make the operator's merge maps."""
         ranking = rank_tokens(block_input, self.partition)
         n_merged = min(int(block_input.shape[1] * self.ratio), self.partition.sources)
-        self.make_maps(ranking, block_input, n_merged)
-        self.ranked = True
+        self.maps = self.make_maps(ranking, block_input, n_merged)
+        self.ranks = False
 
-    def make_maps(self, ranking: Ranking, block_input: Tensor, n_merged: int) -> None:
-        """Make the operator's merge maps of a ranking."""
-        self.tokens = make_merge_map(ranking, n_merged, block_input.dtype) if n_merged else None
+    def make_maps(self, ranking: Ranking, block_input: Tensor, n_merged: int) -> Any:
+        """The operator's merge maps of a ranking: of the tokens alone, None where none are merged."""
+        return make_merge_map(ranking, n_merged, block_input.dtype) if n_merged else None
 
     def hold(self) -> None:
         """Keep the maps beyond a layer's own call."""
@@ -94,4 +91,4 @@ class RankedPlan(Plan):
     def forget(self) -> None:
         """Let go of the maps, where they are one layer's alone: they are large where tokens are many."""
         if self.own:
-            self.tokens, self.ranked = None, False
+            self.maps, self.ranks = None, True

@@ -18,12 +18,12 @@ from diffusers.training_utils import cast_training_params
 from rich.progress import Progress
 
 from ..apply import apply_agentsd, remove_agentsd
-from ..hosts import load_pretrained
 from ..sampler import Sampler
 from .checkpoints import check_space, find_checkpoint, list_checkpoints, save_checkpoint, step_of
 from .config import DreamBoothConfig
 from .data import SubjectImages, find_images
 from .images import fill_class_folder, generate, save_grid
+from .pretrained import load_pretrained
 from .step import TARGETS, diffusion_loss, without_cudnn_attention
 
 logger = logging.getLogger(__name__)

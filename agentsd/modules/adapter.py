@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from ..attention.operator import MODULE
-from ..hosts import AttentionLayer, is_quantized, size_of
+from ..hosts import AttentionLayer
 from .agent import AgentAttention, resize_agents
 from .operators import TrainedOperator
 
@@ -123,6 +123,27 @@ def check_fit(layers: Layers, loaded: dict[str, Tensor], where: str | Path) -> N
         raise ValueError(
             f"{where} does not fit this model and the recipe beside it: {sorted(wrong)[0]} differs"
         )
+
+
+def size_of(model: Any) -> tuple[int, int]:
+    """Height and width of the latents that a model was made for.
+
+    Raises:
+        ValueError: its config does not say.
+    """
+    size = getattr(model.config, "sample_size", None)
+    if size is None:
+        raise ValueError(
+            f"sample_size=None: {type(model).__name__} does not say its size, which a trained module is made "
+            "for; call model.register_to_config(sample_size=64) first, with the latents' side"
+        )
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def is_quantized(weight: Tensor) -> bool:
+    """Whether a weight is stored as integers (bitsandbytes, GGUF) or in a class of its own (torchao)."""
+    kind = type(weight)
+    return not weight.is_floating_point() or not (kind in (Parameter, Tensor) or kind.__name__ == "DTensor")
 
 
 class LoadedWeights:

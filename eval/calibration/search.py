@@ -15,9 +15,11 @@ from diffusers.utils import logging
 from agentsd import Recipe, apply_agentsd
 from agentsd.checks import check
 from agentsd.hook import unsupported_reason
-from agentsd.hosts import find_model, is_quantized, weights_digest
+from agentsd.hosts import find_model
+from agentsd.modules.adapter import is_quantized
 
 from ..cost.macs import Cost, name_of_device
+from ..images.digest import weights_digest
 from .candidates import CANDIDATES
 from .measurements import Measurements, json_safe
 from .runs import Metrics, Runs

@@ -8,9 +8,8 @@ from typing import Any
 
 from PIL import Image
 
-from agentsd.hosts import weights_digest
-
 from ..settings import RunSettings
+from .digest import weights_digest
 from .methods import Method
 from .prompts import ImageSpec
 from .sampling import Seconds, sample, size_of, warm_up

@@ -14,7 +14,7 @@ from diffusers import (
     PNDMScheduler,
 )
 
-from agentsd.hosts import load_pretrained
+from agentsd.dreambooth.pretrained import load_pretrained
 
 from ..errors import EvalError
 from ..settings import Settings

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from agentsd.dreambooth.checkpoints import list_checkpoints
-from agentsd.hosts import weights_digest
 
 from ..environment import describe_environment, describe_run
 from ..errors import EvalError
 from ..files import check_writable, save_image, write_bytes
+from ..images.digest import weights_digest
 from ..images.models import load_pipeline
 from ..images.prompts import ImageSpec
 from ..images.sampling import sample, size_of, warm_up
