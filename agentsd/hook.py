@@ -105,6 +105,7 @@ class Hook:
         self._call: Call | None = None
         self._memory: Memory | None = None  # that it uses
         self._recomputes = False  # a cached call is computed again
+        self._response_of: tuple[Any, ImpulseResponse | None] = (None, None)
 
     def __getstate__(self) -> dict[str, Any]:
         gone = {"_patched": None, "_run": None, "_call": None, "_memory": None, "_recomputes": False}
@@ -300,7 +301,16 @@ class Hook:
         if watcher := foreign_outside(unet):
             self._warn(f"{watcher}, which would see calls twice; cached steps are not corrected")
             return None
-        response = impulse_response(scheduler, run.begin)
+        key = (
+            type(scheduler),
+            str(getattr(scheduler, "config", None)),
+            run.begin,
+            run.timesteps,
+            run.sampler.sigmas,
+        )
+        if self._response_of[0] != key:  # of the last run: the next one is likely to be on the same list
+            self._response_of = key, impulse_response(scheduler, run.begin)
+        response = self._response_of[1]
         if response is None:
             self._warn(
                 f"{name} is not linear in what the U-Net gives (clip_sample, thresholding), or can't be "

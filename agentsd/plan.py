@@ -130,18 +130,15 @@ class ResidualSharing:
         Args:
             computed: whether each step computes all layers; in the others the last ones share.
         """
-        warm = [i for i, all_layers in enumerate(computed) if all_layers][: self.warmup_steps]
-        ends, gap = [], 0  # the steps of full attention that can leave a residual
-        for i, all_layers in enumerate(computed):
-            if all_layers:
-                gap = 0 if i in warm else (gap + 1) % self.interval
-                ends += [i] if gap == 0 else []
-        kinds = [FULL if i in warm else SHARE for i in range(len(computed))]
-        used = [
-            SHARE in kinds[i + 1 : after] for i, after in zip(ends, [*ends[1:], len(computed)], strict=True)
-        ]
-        for n, i in enumerate(ends):  # a residual is kept if a step uses it before newer ones take its place
-            kinds[i] = KEEP if any(used[n : n + 1 + self.extrapolation_order]) else FULL
+        whole = [i for i, all_layers in enumerate(computed) if all_layers]
+        warm, later = whole[: self.warmup_steps], whole[self.warmup_steps :]
+        full = [*warm, *later[self.interval - 1 :: self.interval]]
+        kinds = [FULL if i in full else SHARE for i in range(len(computed))]
+        until_next = zip(full, [*full[1:], len(computed)], strict=True)
+        used = [SHARE in kinds[i + 1 : end] for i, end in until_next]
+        for n, i in enumerate(full):  # a residual is kept if a step uses it before newer ones take its place
+            if any(used[n : n + 1 + self.extrapolation_order]):
+                kinds[i] = KEEP
         return kinds
 
 

@@ -13,7 +13,7 @@ from sampling import SAMPLERS, Denoiser
 from tiny import BETAS, may_skip
 from tiny import training_sigma as sigma
 
-from agentsd import Recipe, StepCache, apply_agentsd
+from agentsd import Recipe, StepCache, apply_agentsd, hook
 from agentsd.memory import Corrections
 from agentsd.sampler import Sampler, impulse_response
 
@@ -202,3 +202,22 @@ def test_states_on_a_line_between_computed_steps_need_no_correction_of_order_1(o
         expected = caller(twin, i)
         right = torch.allclose(out, expected, rtol=1e-4, atol=1e-4)
         assert right == (order == 1 or i < 2)
+
+
+def test_a_response_is_worked_out_once_for_a_list_of_timesteps(monkeypatch):
+    begun = []
+    monkeypatch.setattr(hook, "impulse_response", lambda *args: begun.append(1) or impulse_response(*args))
+    caller = Caller(10)
+    apply_agentsd(host := caller.pipe(deep_unet()), recipe=Recipe(steps=StepCache(2)))
+    for steps, runs in ((10, 1), (10, 1), (11, 2), (10, 3)):
+        host.scheduler.set_timesteps(steps)
+        latent = torch.zeros(2, 4, 16, 16)
+        with torch.no_grad():
+            for t in host.scheduler.timesteps:
+                host.unet(latent, t, caller.text)
+        assert len(begun) == runs
+    host.scheduler = diffusers.DDIMScheduler.from_config(host.scheduler.config, prediction_type="sample")
+    host.scheduler.set_timesteps(10)
+    with torch.no_grad():
+        host.unet(latent, host.scheduler.timesteps[0], caller.text)
+    assert len(begun) == 4

@@ -62,3 +62,9 @@ def test_half_precision_sums_are_taken_in_float32_whatever_was_ranked(dtype):
     ranking = Ranking(order, torch.zeros_like(order), src, torch.tensor([0]))
     x = torch.ones(1, n, 1, dtype=torch.float16)
     assert merge(x, make_merge_map(ranking, n, dtype)).item() == 1
+
+
+def test_the_example_beside_the_index_algebra():
+    order, match = torch.tensor([[2, 1, 0]]), torch.zeros(1, 3, dtype=torch.int64)
+    found = make_merge_map(Ranking(order, match, torch.tensor([0, 2, 3]), torch.tensor([1])), 1)
+    assert [part.tolist() for part in found] == [[1, 2, 0, 2], [2, 0, 1, 3], [0, 1, 2, 4], [1, 1, 0.5, 0.5]]

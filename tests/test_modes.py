@@ -70,7 +70,7 @@ def test_agents_are_bounded(side, agents):
     assert plan.partition.dst.numel() == agents
     tokens = torch.randn(1, side * side, 2, generator=torch.Generator().manual_seed(0))
     plan.rank(tokens)
-    assert merge(tokens, plan.agents).shape == (1, agents, 2)
+    assert merge(tokens, plan.maps.agents).shape == (1, agents, 2)
 
 
 def test_the_papers_mode_bounds_no_agents():

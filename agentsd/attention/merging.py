@@ -30,7 +30,16 @@ class MergeMap(NamedTuple):
 
 
 def make_merge_map(ranking: Ranking, r: int, dtype: torch.dtype = torch.float32) -> MergeMap:
-    """Merge the `r` best-matched sources, at most all of them; `dtype` is that of the tokens to be merged."""
+    """Merge the `r` best-matched sources, at most all of them; `dtype` is that of the tokens to be merged.
+
+    Of four tokens let 1 be the destination, and 3, 2, 0 the sources in the order of their likeness to it.
+    With r = 1 the merged tokens are 2, 0, and 1 with 3:
+
+        assignment  [1, 2, 0, 2]    token 0 is in row 1, tokens 1 and 3 are in row 2, token 2 is in row 0
+        members     [2, 0, 1, 3]    the tokens of row 0, of row 1, of row 2
+        offsets     [0, 1, 2, 4]    where each row begins in that
+        weights     [1, 1, 1/2, 1/2]
+    """
     order, match, src, dst = ranking
     (batch, sources), targets = order.shape, dst.numel()
     kept = sources - min(r, sources)  # sources that stay tokens of their own; destinations come after them

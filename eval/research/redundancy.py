@@ -24,6 +24,7 @@ from agentsd.hosts import (
     find_attention_layers,
     find_model,
     latent_and_timestep,
+    named_arguments,
 )
 
 from ..environment import describe_run
@@ -78,7 +79,9 @@ class _Probe:
 
     def begin(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the model's call: count the step."""
-        timestep = float(torch.as_tensor(latent_and_timestep(model, args, kwargs)[1]).max())
+        timestep = float(
+            torch.as_tensor(latent_and_timestep(model, named_arguments(model, args, kwargs))[1]).max()
+        )
         opens = timestep != self._timestep
         self._step += opens
         self._timestep = timestep

@@ -1,0 +1,90 @@
+"""How far a reader goes to follow one call: the files it passes through, and the moves between them."""
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from callers import Host
+from recipes import AGENTS_CACHED, STEP_CACHING
+from tiny import BETAS, make_unet
+
+import agentsd
+from agentsd import apply_agentsd
+from agentsd.recipe import FAST
+
+PACKAGE = Path(agentsd.__file__).parent
+FILES, MOVES = 10, 40
+OPERATOR = {f"attention/{name}.py" for name in ("agents", "formula", "merging", "operator", "ranking")}
+"""The arithmetic of merged agents."""
+
+
+def path_of(work):
+    """The package's files that run in it, and how often one is entered from another, or from the host."""
+    files, moves = set(), 0
+
+    def follow(frame, event, arg):
+        nonlocal moves
+        inside = frame.f_code.co_filename
+        if event != "call" or not inside.startswith(str(PACKAGE)):
+            return
+        caller = frame.f_back
+        while caller is not None and not caller.f_code.co_filename.startswith(str(PACKAGE)):
+            caller = caller.f_back
+        files.add(Path(inside).relative_to(PACKAGE).as_posix())
+        moves += caller is None or caller.f_code.co_filename != inside
+
+    sys.setprofile(follow)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return files, moves
+
+
+@torch.no_grad()
+def path_of_a_cached_call(recipe):
+    """Of the second of a run's cached calls, guided, under DPM-Solver++."""
+    unet, scheduler = make_unet(), diffusers.DPMSolverMultistepScheduler(**BETAS, use_karras_sigmas=True)
+    scheduler.set_timesteps(12)
+    rng = torch.Generator().manual_seed(0)
+    latent, text = torch.randn(2, 4, 16, 16, generator=rng), torch.randn(2, 7, 16, generator=rng)
+    host, paths = Host(unet, scheduler), []
+    with apply_agentsd(host, recipe=recipe) as handle:
+        for t in scheduler.timesteps:
+            paths.append(path_of(lambda t=t: scheduler.step(unet(latent, t, text).sample, t, latent)))
+        letters = handle.summary().split()[0]
+    return paths[letters.index("f", letters.index("f") + 1)]
+
+
+def everywhere(recipe):
+    """The recipe with its residuals shared on the toy's grid, too."""
+    return replace(recipe, residual=replace(recipe.residual, least_tokens=0))
+
+
+AGENTS = everywhere(AGENTS_CACHED).with_settings(early_frac=1.0)
+
+
+@pytest.mark.parametrize("recipe", [STEP_CACHING, everywhere(FAST)], ids=["step caching", "fast"])
+def test_a_cached_call(recipe):
+    files, moves = path_of_a_cached_call(recipe)
+    assert len(files) <= FILES, files
+    assert moves <= MOVES
+
+
+def test_a_cached_call_with_agents_has_their_arithmetic_besides():
+    files, moves = path_of_a_cached_call(AGENTS)
+    assert files >= OPERATOR
+    assert len(files - OPERATOR) <= FILES
+    assert moves <= MOVES
+
+
+def test_the_architectures_drawing_names_the_files_of_a_call():
+    page = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    drawn = page.split("## Architecture")[1].split("\n## ")[0]
+    named = set(re.findall(r"`(?:attention/)?(\w+)\.py`", drawn))
+    files, _ = path_of_a_cached_call(AGENTS)
+    assert {Path(file).stem for file in files} - {"operator"} <= named
