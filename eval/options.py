@@ -16,7 +16,7 @@ GROUPS = {
     "Model": "model dtype device arch backend backends compile",
     "Sampling": "prompt prompts classes scheduler steps guidance_scale height width sizes "
     "seed images batch_size batches",
-    "Methods": "methods ratio ratios fewer_steps calibrated ablate_ratio ablate_values recipe",
+    "Methods": "methods ratio ratios fewer_steps samplers calibrated ablate_ratio ablate_values recipe",
     "References": "reference references reference_steps other_seeds features clip dino",
     "Output and measurement": "",
 }

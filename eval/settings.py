@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from agentsd import Recipe
 
 Backend = Literal["sdpa", "unfused"]
-Scheduler = Literal["model", "plms", "ddim", "ddpm", "euler", "dpm++", "dpm++karras"]
+Scheduler = Literal["model", "plms", "ddim", "ddpm", "euler", "dpm++", "dpm++karras", "unipckarras"]
 FeatureName = Literal["efficientnet-lite0", "inception"]
 Scope = Literal["forward", "pipeline", "training"]
 Ratio = Annotated[float, Field(ge=0, le=0.75)]
@@ -27,14 +27,18 @@ OneRatio = Annotated[Ratio, Field(description="Share of the tokens that is merge
 Methods = Annotated[
     tuple[str, ...],
     Field(
-        description="Rows: a mode, tomesd, todo, deepcache-N, METHOD@STEPS, two joined by +. The modes are "
-        "agentsd and fast; no-attention and no-attention-all leave out "
+        description="Rows: a mode, tomesd, todo, deepcache-N, two joined by +, NAME@STEPS, NAME/SAMPLER. The "
+        "modes are agentsd and fast; no-attention and no-attention-all leave out "
         "self-attention's core at the finest and at every level, an upper bound on speed."
     ),
 ]
 FewerSteps = Annotated[
     tuple[Annotated[float, Field(gt=0, lt=1)], ...],
-    Field(description="Rows of the baseline in these shares of the steps."),
+    Field(description="Rows of baseline in these shares of the steps."),
+]
+PlainSamplers = Annotated[
+    tuple[Scheduler, ...],
+    Field(description="Baseline's rows under these, too. Gain is then against the best of all of them."),
 ]
 Steps = Annotated[int, Field(ge=1, le=1000, description="Denoising steps.")]
 Guidance = Annotated[float, Field(ge=0, description="Guidance scale; 1 or less turns it off.")]
@@ -70,7 +74,7 @@ class Settings(CommandSettings):
     model: str = "demo"
     """demo (the toy model), a folder, or a hub id."""
     dtype: DType = "float32"
-    """The model's numbers: float32, float16, bfloat16."""
+    """float32, float16 or bfloat16."""
     device: str | None = None
     """cpu, cuda, cuda:1; else the first GPU, or the CPU."""
     backend: Backend = "sdpa"
@@ -267,6 +271,7 @@ class RunSettings(SamplingSettings):
     resumes: ClassVar[bool] = True
     methods: Methods = ("baseline", "tomesd", "agentsd", "fast")
     fewer_steps: FewerSteps = (0.8, 0.6, 0.4)
+    samplers: PlainSamplers = ()
     ratios: tuple[Ratio, ...] = (0.1, 0.2, 0.3, 0.4, 0.5)
     """Shares of the tokens that are merged, for every method."""
     ablate_ratio: OneRatio = 0.5
@@ -329,6 +334,7 @@ class CheckSettings(RunSettings):
     scheduler: SchedulerName = "dpm++karras"
     steps: Steps = 25
     methods: Methods = ("agentsd", "fast")
+    samplers: PlainSamplers = ("unipckarras",)
     ratios: tuple[Ratio, ...] = (0.4,)
     """Shares of the tokens that are merged, for every method."""
     calibrated: tuple[Path, ...] = ()

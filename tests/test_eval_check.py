@@ -35,9 +35,10 @@ def test_one_command_leaves_a_page_and_results_to_send(
     assert "a photograph of a fox in the snow" in page
     text = (out / "check.json").read_text()
     sent = json.loads(text)
-    assert [row["label"] for row in sent["rows"]] == [
-        "baseline", "baseline@6", "baseline@5", "baseline@3", "fast", "mine"
-    ]  # fmt: skip
+    plain = ["baseline", "baseline@6", "baseline@5", "baseline@3"]
+    others = [f"{name}/unipckarras" for name in plain]
+    assert [row["label"] for row in sent["rows"]] == [*plain, *others, "fast", "mine"]
+    assert all(row["gain_best_macs"] > 0 for row in sent["rows"])
     assert sent["rows"] == [json.loads(line) for line in (out / "check.jsonl").read_text().splitlines()]
     assert all(row["reference_distance"] >= 0 and row["macs"] > 0 for row in sent["rows"])
     assert (sent["format"], sent["settings"]["steps"]) == (2, 8)
@@ -71,6 +72,9 @@ def test_what_gains_over_fewer_steps_is_said() -> None:
     assert verdict(rows).endswith("beyond the error: fast.")
     assert verdict(rows[1:]).endswith("take fewer steps.")
     assert verdict([{"method": "baseline", "images": 32}]).startswith("No row's gain is known")
+    best = [{"gain_best_seconds": low, "gain_best_seconds_low": low} for low in (0.97, 0.7, 1.2)]
+    plain = {"method": "baseline@17/unipckarras", "label": "UniPC", "images": 32}
+    assert verdict([a | b for a, b in zip([*rows, plain], best, strict=True)]).endswith("take fewer steps.")
 
 
 @pytest.mark.parametrize(

@@ -40,3 +40,12 @@ def test_a_method_below_the_line_is_drawn_below_it():
         return np.argwhere((np.asarray(image.convert("RGB")) == blue).all(-1))[:, 0].mean()
 
     assert ink(0.11) > ink(0.19)
+
+
+def test_each_samplers_fewer_steps_are_a_line_of_their_own():
+    others = [row("baseline/b", 100, 0.08), row("baseline@12/b", 50, 0.15)]
+    axes = frontier([*ROWS[:3], *(one | {"sampler": "b"} for one in others)], "").axes[0]
+    lines = {one.get_label(): one.lines[0].get_ydata().tolist() for one in axes.containers if one.lines[0]}
+    assert lines["fewer steps"] == [0.2, 0.1]
+    assert lines["fewer steps, b"] == [0.15, 0.08]
+    assert [text.get_text() for text in axes.texts] == ["12", "all", "12", "all"]

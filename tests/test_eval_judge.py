@@ -132,3 +132,30 @@ def test_the_embedded_model_is_judged_by_its_prompts(tmp_path: Path) -> None:
     assert floor["images"] == 4
     others = list((tmp_path / "images" / baseline["key"]).glob("1*.png"))
     assert len(others) == 4
+
+
+def test_gain_over_the_best_plain_sampler_is_against_the_lower_envelope() -> None:
+    """By hand: at a distance of .2 the own sampler costs 50 and the other one 40; at .1, 100 and 80."""
+    own = [row("baseline", 100, 1.0), row("baseline@12", 50, 2.0)]
+    other = [
+        row(name, macs, 100 / macs) | {"sampler": "b"}
+        for name, macs in (("baseline@20/b", 80), ("baseline@10/b", 40))
+    ]
+    quick = [row("quick", 20, 5.0), row("quick/b", 20, 5.0) | {"sampler": "b"}]
+    rows = [*own, *other, *quick]
+    distances = (0.1, 0.2, 0.1, 0.2, 0.2, 0.1)
+    singles = [
+        {"method": one["key"], "reference_distance": distance * factor}
+        for one, distance in zip(rows, distances, strict=True)
+        for factor in (1, 2, 3)
+    ]
+    table.add_gain(rows, singles)
+    assert [rows[i]["gain_macs"] for i in (4, 5)] == pytest.approx([50 / 20, 80 / 20])
+    assert [rows[i]["gain_best_macs"] for i in (4, 5)] == pytest.approx([40 / 20, 80 / 20])
+    assert rows[4]["gain_best_seconds"] == pytest.approx(2.0)
+    assert [rows[i]["gain_best_macs"] for i in (0, 1)] == pytest.approx([0.8, 0.8])  # swap the sampler
+    assert all("gain_macs" not in one for one in (*own, *other))
+    alone = [row("baseline", 100, 1.0), row("baseline@12", 50, 2.0), row("quick", 20, 5.0)]
+    table.add_gain(alone, [one for one in singles if not one["method"].endswith("/b")])
+    assert "gain_macs" in alone[2]
+    assert not any("gain_best_macs" in one for one in alone)

@@ -19,7 +19,7 @@ from agentsd_eval.images.other_packages import finest_attention_downsample
 from agentsd_eval.images.prompts import from_prompts
 from agentsd_eval.images.sampling import sample as images_of_method
 from agentsd_eval.settings import CompareSettings, RunSettings
-from diffusers import DDIMScheduler, HeunDiscreteScheduler, PNDMScheduler
+from diffusers import DDIMScheduler, HeunDiscreteScheduler, PNDMScheduler, UniPCMultistepScheduler
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from tiny import BETAS, fingerprint, make_sdxl_unet, make_unet
 
@@ -217,3 +217,34 @@ def test_a_recipe_with_a_name_is_a_method(pipe: Any, monkeypatch: pytest.MonkeyP
     assert method.ratio is None  # it has none
     with method.applied(pipe):
         assert pipe.unet._agentsd.recipe == recipe
+
+
+def test_a_method_under_another_sampler(pipe: Any) -> None:
+    """It is the run that has this sampler, and the pipeline gets its own back."""
+    settings, specs = SETTINGS.model_copy(update={"steps": 9}), from_prompts(["a red circle"], 1, 0)
+    method, scheduler = parse_method("fast@9/unipckarras", None, settings), pipe.scheduler
+    assert (method.name, method.steps, method.is_baseline) == ("fast@9/unipckarras", 9, False)
+    assert "/" not in method.key
+    (image,), _ = images_of_method(pipe, method, specs, settings)
+    assert pipe.scheduler is scheduler
+    pipe.scheduler = UniPCMultistepScheduler.from_config(scheduler.config, use_karras_sigmas=True)
+    (expected,), _ = images_of_method(pipe, parse_method("fast@9", None, settings), specs, settings)
+    assert image.tobytes() == expected.tobytes()
+    pipe.scheduler = scheduler
+    (other,), _ = images_of_method(pipe, parse_method("fast@9", None, settings), specs, settings)
+    assert other.tobytes() != expected.tobytes()
+    assert parse_method("baseline/dpm++karras", None, settings) == parse_method("baseline", None, settings)
+    with pytest.raises(EvalError, match=r"after the / stands a sampler, one of model, plms"):
+        parse_method("fast/dmp", None, settings)
+
+
+def test_plain_rows_of_other_samplers() -> None:
+    settings = RunSettings(scheduler="dpm++karras", steps=25)
+    rows = expand(["fast"], [0.4], settings, (0.8, 0.6), ("dpm++karras", "unipckarras", "unipckarras"))
+    assert [row.name for row in rows] == [
+        *("baseline", "baseline@20", "baseline@15"),
+        *("baseline/unipckarras", "baseline@20/unipckarras", "baseline@15/unipckarras"),
+        "fast",
+    ]
+    assert len({row.key for row in rows}) == len(rows)
+    assert len(expand(["fast"], [0.4], settings, (), ("unipckarras",))) == 2  # there is no run to compare

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 
@@ -17,9 +17,11 @@ from agentsd.recipe import MODES
 
 from ..errors import EvalError
 from ..names import METHODS, is_method, numbered
-from ..settings import Backend, FewerSteps, Settings, recipe_of
+from ..settings import Backend, FewerSteps, Scheduler, Settings, recipe_of
+from .models import scheduler_like
 from .other_packages import OTHER_PACKAGES, Applied, unet_of
 
+SAMPLERS: tuple[str, ...] = get_args(Scheduler)
 _DEFAULTS = {"k": 0.075, "scale": -0.15, "early_frac": 0.4}
 
 
@@ -38,19 +40,22 @@ class Method:
     """Or where it is read from, with trained attention or without."""
     steps: int | None = None
     """Denoising steps; None is as many as the run's."""
+    scheduler: str | None = None
+    """The sampler; None is the run's."""
     varied: str | None = None
     """What a row is called where that says more than its name."""
 
     @property
     def name(self) -> str:
-        """The parts joined by "+", or "baseline"; "@" stands before a number of steps of its own."""
+        """The parts joined by "+", or "baseline"; after "@" steps of its own, after "/" a sampler."""
         steps = "" if self.steps is None else f"@{self.steps}"
-        return ("+".join(self.parts) or "baseline") + steps
+        sampler = "" if self.scheduler is None else f"/{self.scheduler}"
+        return ("+".join(self.parts) or "baseline") + steps + sampler
 
     @property
     def key(self) -> str:
         """A folder name that differs wherever the images may differ; a setting's default goes unsaid."""
-        words = [self.name]
+        words = [self.name.replace("/", "@")]
         if self.ratio is not None:
             words.append(f"r{self.ratio:g}")
         words += [f"{key}{value}" for key, value in self.agent if value != _DEFAULTS.get(key)]
@@ -70,8 +75,8 @@ class Method:
 
     @property
     def is_baseline(self) -> bool:
-        """Whether nothing is changed, not even the number of steps."""
-        return not self.parts and self.steps is None
+        """Whether nothing is changed, not even the number of steps or the sampler."""
+        return not self.parts and self.steps is None and self.scheduler is None
 
     @property
     def interval(self) -> int | None:
@@ -95,6 +100,8 @@ class Method:
         """Patch `pipe` (a pipeline or, without deepcache, a U-Net) and put everything back on leaving."""
         with ExitStack() as stack:
             stack.enter_context(_attention_backend(pipe, self.backend))
+            if self.scheduler is not None:
+                stack.enter_context(_sampler(pipe, self.scheduler))
             parts = [stack.enter_context(_patch_of(part)(self, pipe)) for part in self.parts]
             call = next((part.call for part in parts if part.call is not pipe), pipe)
             yield Applied(call, lambda seed: [part.reseed(seed) for part in parts])
@@ -103,11 +110,15 @@ class Method:
 def parse_method(
     text: str, ratio: float | None, settings: Settings, backend: Backend | None = None
 ) -> Method:
-    """Return the method named by `text`, as "agentsd+deepcache" or "baseline@20"; "baseline" has no parts.
+    """Return the method named by `text`, as "agentsd+deepcache", "baseline@20" or "fast/unipckarras";
+    "baseline" has no parts.
 
     A method that has no ratio drops it. Raises EvalError on an unknown name.
     """
-    joined, at, count = text.partition("@")
+    named, slash, sampler = text.partition("/")
+    if slash and sampler not in SAMPLERS:
+        raise EvalError(f"{text!r}: after the / stands a sampler, one of {', '.join(SAMPLERS)}")
+    joined, at, count = named.partition("@")
     if at and not re.fullmatch(r"[1-9]\d{0,2}|1000", count):
         raise EvalError(f"{text!r}: after the @ stands a number of steps, as in baseline@20")
     parts = () if joined == "baseline" else tuple(joined.split("+"))
@@ -137,6 +148,7 @@ def parse_method(
         recipe=recipe,
         folder=folder,
         steps=int(count) if at else None,
+        scheduler=sampler if slash and sampler != settings.scheduler else None,
     )
 
 
@@ -147,11 +159,25 @@ def fewer(shares: FewerSteps, settings: Settings, backend: Backend | None = None
     return [replace(baseline, steps=count) for count in dict.fromkeys(counts) if count < settings.steps]
 
 
+def plain_rows(shares: FewerSteps, samplers: Sequence[str], settings: Settings) -> list[Method]:
+    """Return baseline under other samplers, in all steps and in each share of them."""
+    others = [sampler for sampler in dict.fromkeys(samplers) if sampler != settings.scheduler]
+    whole = parse_method("baseline", None, settings)
+    runs = [whole, *fewer(shares, settings)] if shares else []
+    return [replace(run, scheduler=sampler) for sampler in others for run in runs]
+
+
 def expand(
-    names: Sequence[str], ratios: Sequence[float], settings: Settings, fewer_steps: FewerSteps = ()
+    names: Sequence[str],
+    ratios: Sequence[float],
+    settings: Settings,
+    fewer_steps: FewerSteps = (),
+    samplers: Sequence[str] = (),
 ) -> list[Method]:
-    """Return "baseline" first, then in fewer steps, then every method at every ratio, without repeats."""
+    """Return "baseline" first, then in fewer steps, then under other samplers, then every method at every
+    ratio, without repeats."""
     methods = [parse_method("baseline", None, settings), *fewer(fewer_steps, settings)]
+    methods += plain_rows(fewer_steps, samplers, settings)
     for name in names:
         for ratio in ratios:
             method = parse_method(name, ratio, settings)
@@ -172,6 +198,17 @@ def _attention_backend(pipe: Any, backend: Backend) -> Iterator[None]:
         yield
     finally:
         unet.set_attn_processor(before)
+
+
+@contextmanager
+def _sampler(pipe: Any, name: str) -> Iterator[None]:
+    """Let a pipeline have another sampler on the same noise schedule."""
+    before = pipe.scheduler
+    pipe.scheduler = scheduler_like(before, name)
+    try:
+        yield
+    finally:
+        pipe.scheduler = before
 
 
 @contextmanager
@@ -220,11 +257,12 @@ def check_schedulers(methods: Sequence[Method], scheduler: Any, steps: int) -> N
     for method in methods:
         if (interval := method.interval) is None:
             continue
-        scheduler.set_timesteps(method.steps or steps)
-        timesteps = scheduler.timesteps.tolist()
+        own = scheduler_like(scheduler, method.scheduler or "model")
+        own.set_timesteps(method.steps or steps)
+        timesteps = own.timesteps.tolist()
         for call, timestep in enumerate(timesteps):
             if (timesteps.index(timestep) % interval == 0) != (call % interval == 0):
                 raise EvalError(
-                    f"DeepCache mistakes call {call} of {type(scheduler).__name__} for an earlier one "
+                    f"DeepCache mistakes call {call} of {type(own).__name__} for an earlier one "
                     f"(timestep {timestep} repeats) at interval {interval}; use --scheduler ddim"
                 )

@@ -12,6 +12,7 @@ from diffusers import (
     DPMSolverMultistepScheduler,
     EulerDiscreteScheduler,
     PNDMScheduler,
+    UniPCMultistepScheduler,
 )
 
 from agentsd.dreambooth.pretrained import load_pretrained
@@ -29,6 +30,7 @@ _SCHEDULERS: dict[str, tuple[Any, dict[str, Any]]] = {
         DPMSolverMultistepScheduler,
         {"algorithm_type": "dpmsolver++", "use_karras_sigmas": True},
     ),
+    "unipckarras": (UniPCMultistepScheduler, {"solver_order": 2, "use_karras_sigmas": True}),
 }
 
 
@@ -87,6 +89,12 @@ def load_pipeline(settings: Settings) -> Any:
 
 def set_scheduler(pipe: Any, name: str) -> None:
     """Replace the scheduler, keeping the model's noise schedule; "model" keeps the model's own."""
-    if name != "model":
-        kind, options = _SCHEDULERS[name]
-        pipe.scheduler = kind.from_config(pipe.scheduler.config, **options)
+    pipe.scheduler = scheduler_like(pipe.scheduler, name)
+
+
+def scheduler_like(scheduler: Any, name: str) -> Any:
+    """Return a sampler by its name, on the noise schedule of another; "model" is that one itself."""
+    if name == "model":
+        return scheduler
+    kind, options = _SCHEDULERS[name]
+    return kind.from_config(scheduler.config, **options)

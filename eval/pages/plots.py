@@ -1,6 +1,7 @@
 """The one plotter: series of points with their intervals on axes; and the plots of a report."""
 
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,10 +92,17 @@ def frontier(rows: Sequence[Row], title: str = "", key: str = "reference_distanc
     axes = figure.subplots()
     baseline = next(row["macs"] for row in rows if row["method"] == "baseline")
     placed = [row for row in rows if is_placed(row, key)]
-    fewer = sorted(filter(is_baseline, placed), key=lambda row: row["macs"])
-    line = [(row["macs"] / baseline, row[key]) for row in fewer]
-    names = [row["method"].partition("@")[2] or "all" for row in fewer]
-    series = [Series("fewer steps", line, line=True, names=names)] if line else []
+    series: list[Series] = []
+    lines: list[list[tuple[float, float]]] = []
+    for sampler in dict.fromkeys(row.get("sampler") for row in placed if is_baseline(row)):
+        fewer = [row for row in placed if is_baseline(row) and row.get("sampler") == sampler]
+        fewer.sort(key=lambda row: row["macs"])
+        line = [(row["macs"] / baseline, row[key]) for row in fewer]
+        names = [row["method"].partition("/")[0].partition("@")[2] or "all" for row in fewer]
+        label = f"fewer steps, {sampler}" if sampler else "fewer steps"
+        colour = f"C{len(lines)}" if sampler else INK
+        series.append(Series(label, line, line=True, names=names, colour=colour))
+        lines.append(line)
     for i, row in enumerate(row for row in placed if not is_baseline(row)):
         point = (row["macs"] / baseline, row[key])
         label = row.get("label") or row["method"]
@@ -112,7 +120,9 @@ def frontier(rows: Sequence[Row], title: str = "", key: str = "reference_distanc
         xlabel="MACs of an image, all steps of baseline = 1",
         ylabel=f"perceptual distance to {where}",
     )
-    axes.fill_between([x for x, _ in line], [y for _, y in line], 1e-12, color="#2a7f4f", alpha=0.07, lw=0)
+    for line in lines:
+        across, up = zip(*line, strict=True)
+        axes.fill_between(across, up, 1e-12, color="#2a7f4f", alpha=0.07, lw=0)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     return figure
 
@@ -138,8 +148,8 @@ def id_of(label: str) -> str:
 
 
 def is_baseline(row: Row) -> bool:
-    """Whether a row is of the baseline, in however many steps."""
-    return row["method"].partition("@")[0] == "baseline"
+    """Whether a row is of the baseline, in however many steps, under whichever sampler."""
+    return re.split("[@/]", row["method"])[0] == "baseline"
 
 
 def is_placed(row: Row, key: str) -> bool:

@@ -98,6 +98,8 @@ def tables_of(rows: Sequence[Row], features: str | None) -> dict[str, list[Colum
             Column("images", figure("images", "d")),
             Column("to reference image", interval("reference_distance")),
             Column("to the baseline", interval("baseline_distance")),
+            Column("gain, best plain sampler, by time", gain("gain_best_seconds")),
+            Column("gain, best plain sampler, by MACs", gain("gain_best_macs")),
             Column("gain, by time", gain("gain_seconds")),
             Column("gain, by MACs", gain("gain_macs")),
             Column("PSNR to the baseline, dB", _psnr),
@@ -156,11 +158,11 @@ def _kernel(row: Row) -> str:
 _NOTE = (
     "change: against the baseline, same seeds, ± half of a 95% interval; ≈ marks a change inside the noise. "
     "Perceptual distances are geometric means, of EfficientNet-Lite0's features{distances}. Gain: what fewer "
-    "steps of the same sampler cost at the same distance, over the row's own cost; a row marked no is the "
-    "worse buy. > and <: fewer steps were not measured that near, or that far. Speed-ups are "
-    "against baseline with the attention named in the row. GB/img is the growth of the peak of GPU memory "
-    "when the batch grows by 1, denoising and decoding together; where decoding takes more, it hides what "
-    "denoising saves."
+    "steps of the same sampler cost at the same distance, over the row's own cost; best plain sampler: what "
+    "the cheapest of all baseline's rows costs there; a row marked no is the worse buy. > and <: fewer steps "
+    "were not measured that near, or that far. Speed-ups are against baseline with the attention named in "
+    "the row. GB/img is the growth of the peak of GPU memory when the batch grows by 1, denoising and "
+    "decoding together; where decoding takes more, it hides what denoising saves."
 )
 
 

@@ -20,7 +20,7 @@ from ..errors import EvalError
 from ..files import write_bytes
 from ..settings import ReportSettings
 from . import cost_table, quality_table, subject_table
-from .plots import frontier, id_of, is_placed, speeds
+from .plots import frontier, id_of, is_baseline, is_placed, speeds
 from .rows import Column, Row, cells, method_text
 
 _SIDE = 512  # pixels on a side of an image in the page, at most
@@ -136,8 +136,8 @@ def _case(row: Row) -> str:
 
 def _best(rows: Sequence[Row]) -> Row | None:
     """Return the row of the highest gain; where none has a gain, the fastest."""
-    own = [row for row in rows if row["method"] != "baseline" and "@" not in row["method"]]
-    for key in ("gain_macs", "speedup"):
+    own = [row for row in rows if not is_baseline(row) and "@" not in row["method"]]
+    for key in ("gain_best_macs", "gain_macs", "speedup"):
         if told := [row for row in own if row.get(key) is not None]:
             return max(told, key=lambda row: row[key])
     return None
@@ -151,13 +151,15 @@ def _gain_and_loss(rows: Sequence[Row], clock: str) -> str | None:
     if row.get("speedup") is not None:
         told.append(f"{row['speedup']:.2f}x as fast as baseline ({clock} time),")
     if row.get("gain_macs") is not None:
+        best = row.get("gain_best_macs") is not None
+        key, plain = ("gain_best_macs", "the best plain sampler") if best else ("gain_macs", "fewer steps")
         baseline = next(row for row in rows if row["method"] == "baseline")
-        distance, gain = quality_table.interval("reference_distance"), quality_table.gain("gain_macs")
+        distance, gain = quality_table.interval("reference_distance"), quality_table.gain(key)
         told.append(
             f"perceptual distance to the reference image {distance(row)}, "
             f"the baseline's {distance(baseline)};"
         )
-        told.append(f"gain over fewer steps {gain(row)} by MACs.")
+        told.append(f"gain over {plain} {gain(row)} by MACs.")
     elif row.get("psnr") is None:
         told.append("its images are the baseline's." if row.get("equal_images") else "no loss was measured.")
     else:

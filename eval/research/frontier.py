@@ -88,7 +88,9 @@ def _read(folder: Path) -> tuple[Row, list[Row]]:
     except OSError:
         raise EvalError(f"{folder} holds no table; run agentsd-eval table --out {folder}") from None
     rows = [json.loads(line) for line in text.splitlines()]
-    rows = [row for row in rows if row.get("reference_distance") and row.get("macs")]
+    rows = [
+        row for row in rows if row.get("reference_distance") and row.get("macs") and not row.get("sampler")
+    ]
     if not any(row["method"] == "baseline" for row in rows):
         raise EvalError(f"{folder}: its table has no distance of the baseline; give it --reference-steps")
     return run, rows

@@ -14,6 +14,7 @@ from .. import run_file
 from ..errors import EvalError
 from ..files import write_bytes
 from ..images.prompts import SHIPPED
+from ..pages.plots import is_baseline
 from ..pages.quality_table import FEWEST, row_label
 from ..pages.report import write_report
 from ..pages.rows import Row
@@ -62,13 +63,14 @@ def completed(settings: CheckSettings) -> CheckSettings:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Return which rows gain over fewer steps by time."""
-    rows = [row for row in rows if row.get("gain_seconds") is not None]
+    """Return which rows gain by time over the best plain sampler in fewer steps."""
+    key = "gain_best_seconds" if any("gain_best_seconds" in row for row in rows) else "gain_seconds"
+    rows = [row for row in rows if row.get(key) is not None and not is_baseline(row)]
     if not rows:
         return "No row's gain is known: it takes the baseline in fewer steps, and recipes."
     if (few := min(row["images"] for row in rows)) < FEWEST:
         return f"{few} images a row are too few to say what gains: take {FEWEST} or more."
-    gain = [row_label(row) for row in rows if row["gain_seconds_low"] > 1]
+    gain = [row_label(row) for row in rows if row[f"{key}_low"] > 1]
     if gain:
         return f"Better than fewer steps here, by time, beyond the error: {', '.join(gain)}."
     return "Nothing here is better than fewer steps beyond the error: take fewer steps."

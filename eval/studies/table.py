@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,8 @@ def command(settings: RunSettings, console: Console) -> None:
 
 def table_methods(settings: RunSettings) -> list[Method]:
     """Return the rows of Table 10: baseline, also in fewer steps, then every method at every ratio."""
-    return expand(settings.methods, settings.ratios, settings, settings.fewer_steps)
+    shares, samplers = settings.fewer_steps, settings.samplers
+    return expand(settings.methods, settings.ratios, settings, shares, samplers)
 
 
 def show(settings: RunSettings, methods: list[Method], name: str, console: Console) -> list[Row]:
@@ -212,35 +214,38 @@ def _process(settings: RunSettings) -> tuple[PartialState, RunSettings]:
 
 
 def add_gain(rows: Sequence[Row], singles: Sequence[Row]) -> None:
-    """Add to each row what fewer steps of the same sampler would cost at its distance, over its own cost.
+    """Add to each row what the plain model in fewer steps would cost at its distance, over its own cost.
 
-    By the distance to reference images where there are any, else to the baseline's; by time and by MACs.
+    `gain` is against fewer steps of the row's own sampler, `gain_best` against the best of all plain rows,
+    where those are of several samplers. By the distance to reference images where there are any, else to the
+    baseline's; by time and by MACs.
     """
     to_reference = any(single["reference_distance"] is not None for single in singles)
     found: dict[str, list[float | None]] = {row["key"]: [] for row in rows}
     for single in singles:
         found[single["method"]].append(single["reference_distance" if to_reference else "baseline_distance"])
     measured = [row for row in rows if None not in found[row["key"]]]
-    curve = [row for row in measured if is_baseline(row)]
-    if len(curve) < 2:
-        return
+    plain = [row for row in measured if is_baseline(row)]
     costs: dict[str, Callable[[Row], float | None]] = {
         "seconds": lambda row: 1 / row["speedup"] if row.get("speedup") else None,
         "macs": lambda row: row["macs"],
     }
-    plain = [np.array(found[row["key"]]) for row in curve]
-    for name, cost_of in costs.items():
-        known = [cost for row in curve if (cost := cost_of(row)) is not None]
-        for row in measured:
+    several = len({row.get("sampler") for row in plain}) > 1
+    for row in measured:
+        own = [one for one in plain if one.get("sampler") == row.get("sampler")]
+        curves = {"gain": [] if is_baseline(row) else own, "gain_best": plain if several else []}
+        for (kind, curve), (name, cost_of) in product(curves.items(), costs.items()):
+            known = [cost for one in curve if (cost := cost_of(one)) is not None]
             cost = cost_of(row)
-            if is_baseline(row) or cost is None or len(known) < len(curve):
+            if len(curve) < 2 or cost is None or len(known) < len(curve):
                 continue
-            value = gain(np.array(found[row["key"]]), cost, plain, known)
+            distances = [np.array(found[one["key"]]) for one in curve]
+            value = gain(np.array(found[row["key"]]), cost, distances, known)
             row |= {
-                f"gain_{name}": value.value,
-                f"gain_{name}_low": value.low,
-                f"gain_{name}_high": value.high,
-                f"gain_{name}_beyond": value.beyond,
+                f"{kind}_{name}": value.value,
+                f"{kind}_{name}_low": value.low,
+                f"{kind}_{name}_high": value.high,
+                f"{kind}_{name}_beyond": value.beyond,
             }
 
 
@@ -251,6 +256,7 @@ def identity(method: Method) -> Row:
         "method": method.name,
         "ratio": method.ratio,
         "backend": method.backend,
+        "sampler": method.scheduler,
         "key": method.key,
         "agent": agent or None,
         "label": f"{method.label}, {agent}" if agent else method.label,
