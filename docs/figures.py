@@ -100,6 +100,8 @@ KINDS: dict[str, Callable[[Row, Rows], str]] = {
     "gain-range": _gain("seconds", interval=True),
     "gain-macs": _gain("macs", interval=False),
     "gain-macs-range": _gain("macs", interval=True),
+    "gain-best-macs-range": _gain("best_macs", interval=True),
+    "gain-best-range": _gain("best_seconds", interval=True),
     "fd": lambda row, rows: f"{row['fd']:.1f}" if row["images"] >= FEWEST else "",
     "fd-change": _change("fd", ".1f"),
     "kid-change": _change("kid", ".4f"),

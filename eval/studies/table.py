@@ -173,14 +173,14 @@ def make(
     taken: list[Row] = [{} for _ in methods]
     read = None
     with progress(console, disable=not state.is_main_process) as bars:
+        if state.is_main_process and real is not None:  # first: one of them may be broken
+            task = bars.add_task("real images", total=len(real.images))
+            read = read_real(real, metrics, partial(bars.advance, task))
         if state.is_main_process and costs:
             task = bars.add_task("memory and MACs", total=len(methods))
             for method, row in zip(methods, taken, strict=True):
                 row |= _cost_of_an_image(pipe, method, asked, settings)
                 bars.advance(task)
-        if state.is_main_process and real is not None:
-            task = bars.add_task("real images", total=len(real.images))
-            read = read_real(real, metrics, partial(bars.advance, task))
         task = bars.add_task("images", total=-(-(len(asked) * len(made) + len(others)) // share.world))
         for what, of in ((made, asked), (methods[:1], others)):
             generate(pipe, store, what, of, settings, share, partial(bars.advance, task))
