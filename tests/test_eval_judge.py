@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from agentsd_eval.cli import main
 from agentsd_eval.pages.quality_table import change, plan
+from agentsd_eval.quality.gain import cost_at
 from agentsd_eval.quality.summary import summary_of
 from agentsd_eval.studies import table
 from click.testing import CliRunner
@@ -159,6 +160,11 @@ def test_gain_over_the_best_plain_sampler_is_against_the_lower_envelope() -> Non
     assert rows[4]["gain_best_seconds"] == pytest.approx(2.0)
     assert [rows[i]["gain_best_macs"] for i in (0, 1)] == pytest.approx([0.8, 0.8])  # swap the sampler
     assert all("gain_macs" not in one for one in (*own, *other))
+    for worse_first in (1, -1):  # of two that cost the same the nearer one counts, whichever comes first
+        costs = np.array([100.0, 50, 100, 50])[::worse_first]
+        assert cost_at(0.15, costs, np.array([0.2, 0.3, 0.1, 0.2])[::worse_first]) == pytest.approx(
+            50 * 2 ** (np.log(0.2 / 0.15) / np.log(2))
+        )
     alone = [row("baseline", 100, 1.0), row("baseline@12", 50, 2.0), row("quick", 20, 5.0)]
     table.add_gain(alone, [one for one in singles if not one["method"].endswith("/b")])
     assert "gain_macs" in alone[2]

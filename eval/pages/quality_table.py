@@ -65,7 +65,7 @@ def gain(key: str) -> Callable[[Row], str]:
         if row.get("images", FEWEST) < FEWEST:
             return f"{bound}{row[key]:.2f}"
         low, high = row[f"{key}_low"], row[f"{key}_high"]
-        return f"{bound}{row[key]:.2f} ({low:.2f}-{high:.2f})" + (" no" if high < 1 else "")
+        return f"{bound}{row[key]:.2f} ({low:.2f}-{high:.2f})" + (" no" if round(high, 2) < 1 else "")
 
     return text
 

@@ -12,9 +12,11 @@ RESAMPLES = 200
 def cost_at(distance: float, costs: Array, distances: Array) -> float:
     """Return what fewer steps cost at a distance: linear between the points in the logarithms of both.
 
-    `costs` (N,) rise. Of points that do not fall in distance the cheaper one counts. Beyond the ends it is
-    the nearest end's cost.
+    `costs` (N,) are in any order. Of points that do not fall in distance the cheaper one counts, and of
+    equally cheap ones the nearer. Beyond the ends it is the nearest end's cost.
     """
+    order = np.lexsort((distances, costs))
+    costs, distances = np.asarray(costs, float)[order], distances[order]
     nearer = np.concatenate([[True], distances[1:] < np.minimum.accumulate(distances)[:-1]])
     near, cost = -np.log(distances[nearer]), np.log(costs[nearer])
     return float(np.exp(np.interp(-np.log(distance), near, cost)))
@@ -45,13 +47,11 @@ def gain(ours: Array, cost: float, plain: Sequence[Array], costs: Sequence[float
         plain: for each number of steps of the same sampler, its distances (P,) for the same seeds.
         costs: what an image of each costs.
     """
-    order = np.argsort(costs)
-    rising = np.asarray(costs, float)[order]
-    logs = np.log(np.maximum(np.stack([np.asarray(plain)[i] for i in order]), 1e-12))
+    logs = np.log(np.maximum(np.stack([np.asarray(one) for one in plain]), 1e-12))
     own = np.log(np.maximum(np.asarray(ours, float), 1e-12))
 
     def value(picked: Array) -> float:
-        return cost_at(np.exp(own[picked].mean()), rising, np.exp(logs[:, picked].mean(1))) / cost
+        return cost_at(np.exp(own[picked].mean()), np.asarray(costs), np.exp(logs[:, picked].mean(1))) / cost
 
     everyone = np.arange(len(own))
     random = np.random.default_rng(0)
