@@ -17,6 +17,7 @@ from typing import Any
 from torch.nn import Module
 from torch.nn.modules import module as torch_module
 
+from .attention.processor import AgentAttnProcessor
 from .hosts import PLAIN_PROCESSORS
 
 _MAY_SKIP = "agentsd_may_skip"
@@ -46,7 +47,8 @@ def foreign_inside(unet: Module) -> str:
     for name, module in unet.named_modules():
         where, kind = name or type(unet).__name__, type(module)
         processor = vars(module).get("processor", module._modules.get("processor"))
-        processor = getattr(processor, "fallback", processor)  # of ours, while a backward is awaited
+        if isinstance(processor, AgentAttnProcessor):  # while a backward is awaited
+            processor = processor.fallback
         if processor is not None and not _keeps_nothing(processor):
             return f"{where} has a {type(processor).__name__}"
         if not _is_known_class(kind):

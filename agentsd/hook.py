@@ -280,14 +280,14 @@ class Hook:
             run.kinds = dict(zip(ahead, kinds, strict=True))
             run.changes = Changes(unet)
             if self._recipe.steps is not None and self._recipe.steps.correct:
-                run.response = self._response(unet, run)
+                run.response = self._response(unet, run, call)
         if call.jumps:
             self._warn(
                 "the U-Net is called on timesteps that skip some of the scheduler's list; what is left of "
                 "the run is planned again there, and cached steps are not corrected"
             )
 
-    def _response(self, unet: Module, run: Run) -> ImpulseResponse | None:
+    def _response(self, unet: Module, run: Run, call: Call) -> ImpulseResponse | None:
         """Of the run's sampler, where it has one and cached calls can be corrected; says what it means."""
         scheduler, name = run.scheduler, type(run.scheduler).__name__
         if run.stride > 1:  # its steps are not from one call to the next
@@ -308,8 +308,9 @@ class Hook:
             run.timesteps,
             run.sampler.sigmas,
         )
-        if self._response_of[0] != key:  # of the last run: the next one is likely to be on the same list
-            self._response_of = key, impulse_response(scheduler, run.begin)
+        # The next run is likely to be on the same list. In the middle of one a sampler has a history.
+        if not call.begins or self._response_of[0] != key:
+            self._response_of = key if call.begins else None, impulse_response(scheduler, run.begin)
         response = self._response_of[1]
         if response is None:
             self._warn(

@@ -179,6 +179,7 @@ class PatchedLayers:
         for layer, processor in zip(self.attention_layers, self.processors, strict=True):
             self._hold(layer.block.attn1, processor)
             processor.attention = FULL if processor.skipped and alone else attention
+            processor.residual = None  # the last call may have died with one
         if attention == SHARE and residuals is not None:
             residuals.give(call.sigma, interpolate, cached)
         if any(layer.block._compiled_call_impl is not None for layer in self.attention_layers):

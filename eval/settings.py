@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from agentsd import Recipe
 
 Backend = Literal["sdpa", "unfused"]
-Scheduler = Literal["model", "plms", "ddim", "ddpm", "euler", "dpm++", "dpm++karras", "unipckarras"]
+Sampler = Literal["plms", "ddim", "ddpm", "euler", "dpm++", "dpm++karras", "unipckarras"]
+Scheduler = Literal["model", Sampler]
 FeatureName = Literal["efficientnet-lite0", "inception"]
 Scope = Literal["forward", "pipeline", "training"]
 Ratio = Annotated[float, Field(ge=0, le=0.75)]
@@ -37,7 +38,7 @@ FewerSteps = Annotated[
     Field(description="Rows of baseline in these shares of the steps."),
 ]
 PlainSamplers = Annotated[
-    tuple[Scheduler, ...],
+    tuple[Sampler, ...],
     Field(description="Baseline's rows under these, too. Gain is then against the best of all of them."),
 ]
 Steps = Annotated[int, Field(ge=1, le=1000, description="Denoising steps.")]

@@ -234,7 +234,10 @@ def test_a_method_under_another_sampler(pipe: Any) -> None:
     (other,), _ = images_of_method(pipe, parse_method("fast@9", None, settings), specs, settings)
     assert other.tobytes() != expected.tobytes()
     assert parse_method("baseline/dpm++karras", None, settings) == parse_method("baseline", None, settings)
-    with pytest.raises(EvalError, match=r"after the / stands a sampler, one of model, plms"):
+    other = parse_method("baseline/dpm++", None, settings)
+    with parse_method("baseline/dpm++karras", None, RunSettings()).applied(pipe), other.applied(pipe):
+        assert not pipe.scheduler.config.use_karras_sigmas  # whatever the run has
+    with pytest.raises(EvalError, match=r"after the / stands a sampler, one of plms"):
         parse_method("fast/dmp", None, settings)
 
 

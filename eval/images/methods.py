@@ -17,11 +17,11 @@ from agentsd.recipe import MODES
 
 from ..errors import EvalError
 from ..names import METHODS, is_method, numbered
-from ..settings import Backend, FewerSteps, Scheduler, Settings, recipe_of
+from ..settings import Backend, FewerSteps, Sampler, Settings, recipe_of
 from .models import scheduler_like
 from .other_packages import OTHER_PACKAGES, Applied, unet_of
 
-SAMPLERS: tuple[str, ...] = get_args(Scheduler)
+SAMPLERS: tuple[str, ...] = get_args(Sampler)
 _DEFAULTS = {"k": 0.075, "scale": -0.15, "early_frac": 0.4}
 
 
@@ -89,7 +89,7 @@ class Method:
         recipes = [MODES[part] for part in self.parts if part in MODES]
         recipes += [self.recipe] if self.recipe else []
         calls_left_out = any(recipe.steps for recipe in recipes)
-        return not self._numbered and self.steps is None and not calls_left_out
+        return not self._numbered and (self.steps, self.scheduler) == (None, None) and not calls_left_out
 
     @property
     def _numbered(self) -> list[tuple[str, int]]:

@@ -24,8 +24,8 @@ _SCHEDULERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "plms": (PNDMScheduler, {"skip_prk_steps": True}),
     "ddim": (DDIMScheduler, {}),
     "ddpm": (DDPMScheduler, {"clip_sample": False}),
-    "euler": (EulerDiscreteScheduler, {}),
-    "dpm++": (DPMSolverMultistepScheduler, {"algorithm_type": "dpmsolver++"}),
+    "euler": (EulerDiscreteScheduler, {"use_karras_sigmas": False}),
+    "dpm++": (DPMSolverMultistepScheduler, {"algorithm_type": "dpmsolver++", "use_karras_sigmas": False}),
     "dpm++karras": (
         DPMSolverMultistepScheduler,
         {"algorithm_type": "dpmsolver++", "use_karras_sigmas": True},
