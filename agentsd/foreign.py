@@ -47,8 +47,6 @@ def foreign_inside(unet: Module) -> str:
     for name, module in unet.named_modules():
         where, kind = name or type(unet).__name__, type(module)
         processor = vars(module).get("processor", module._modules.get("processor"))
-        if isinstance(processor, AgentAttnProcessor):  # while a backward is awaited
-            processor = processor.fallback
         if processor is not None and not _keeps_nothing(processor):
             return f"{where} has a {type(processor).__name__}"
         if not _is_known_class(kind):
@@ -99,6 +97,8 @@ class Changes:
 
 def _keeps_nothing(processor: Any) -> bool:
     """Whether a processor computes its layer from its arguments alone, so that a call may be left out."""
+    if isinstance(processor, AgentAttnProcessor):  # while a backward is awaited
+        return _keeps_nothing(processor.fallback)
     kind = type(processor)
     known = kind.__name__ in PLAIN_PROCESSORS or _STATELESS_PROCESSOR.search(kind.__name__)
     return bool(known or getattr(kind, _MAY_SKIP, False)) and _is_known_class(kind)
