@@ -349,8 +349,8 @@ class Hook:
     def _new_memory(self, run: Run, call: Call) -> Memory:
         steps, residual = self._recipe.steps, self._recipe.residual
         order = 0 if steps is None else steps.extrapolation_order
-        count = 1 + max(order, run.response is not None)  # corrections interpolate
-        memory = Memory(call.inputs.get("encoder_hidden_states"), CachedFeatures(order, count))
+        features = CachedFeatures(order, interpolates=run.response is not None)
+        memory = Memory(call.inputs.get("encoder_hidden_states"), features)
         if run.response is not None:
             memory.corrections = Corrections(run.sampler, run.response, run.begin)
         if residual is not None:
@@ -399,7 +399,10 @@ class Hook:
 
     def _make_up(self, call: Call, memory: Memory, corrections: Corrections, output: Any) -> Any:
         """What a cached call gives: without what is wrong in the sampler's history. It will be corrected."""
-        call.given = corrections.make_up(call.index, sample_of(output)).clone()
+        call.output = sample_of(output).clone()
+        call.given = corrections.make_up(call.index, call.output)
+        for one in memory.cached:
+            one.inputs = {}  # the last alone is computed again
         memory.cached.append(call)
         return with_sample(output, call.given)
 
@@ -415,17 +418,17 @@ class Hook:
     ) -> Any:
         """What a computed call gives, so that the sampler gets to where it would have been.
 
-        Now that features are known on both sides of the cached calls before it, each is computed again on
-        those between, which tells what it got wrong.
+        Now that features are known on both sides of the cached calls before it, the last is computed again on
+        those between, which tells what they got wrong.
         """
         sample = sample_of(output)
         cached, memory.cached = memory.cached, []
         if cached and self.skipped is not None and self.skipped.feature_hook.compiled:
             sample = sample.clone()  # as a CUDA graph, whose next call overwrites it
         try:
-            for one in cached:
-                again = sample_of(self._recompute(unet, positional, one, memory))
-                corrections.note(one.index, one.given, again)
+            if cached:
+                last = sample_of(self._recompute(unet, positional, cached[-1], memory))
+                corrections.note(cached, memory.features, last)
         except BaseException:
             run.forget()
             raise

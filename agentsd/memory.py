@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -22,13 +23,16 @@ Select: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 class CachedFeatures:
     """The features of the last computed steps, with the noise level of each: a list of tensors a step.
 
+    Between and after them they are on a polynomial over sigma: before the next step is computed on that
+    through `order + 1` of them, which extrapolates, and then on that through one more, which interpolates.
+
     Args:
         order: 0 keeps features as they were; 1 extrapolates them linearly.
-        count: of how many steps they are kept.
+        interpolates: one more step is kept.
     """
 
-    def __init__(self, order: int, count: int) -> None:
-        self._order, self._count = order, count
+    def __init__(self, order: int, interpolates: bool = False) -> None:
+        self._order, self._count = order, order + 1 + interpolates
         self._kept: list[tuple[float | None, list[Tensor]]] = []
 
     def __bool__(self) -> bool:
@@ -36,28 +40,53 @@ class CachedFeatures:
 
     def keep(self, sigma: float | None, features: list[Tensor]) -> None:
         """Take in a computed step's features; a repeated noise level replaces the one before."""
-        others = [kept for kept in self._kept if kept[0] != sigma or sigma is None]
+        others = [kept for kept in self._kept if sigma is None or not _same(kept[0], sigma)]
         self._kept = [*others, (sigma, features)][-self._count :]
 
     def extrapolate(self, sigma: float | None, select: Select = list) -> list[Tensor]:
-        """The features at a noise level after the last: as they were, or on the line through the last two.
+        """The features at a noise level after the last.
 
         Args:
             sigma: the noise level.
             select: takes those that are wanted from a step's.
         """
-        return self.interpolate(sigma, select) if self._order else select(self._kept[-1][1])
+        return self._at(sigma, self._kept[-self._order - 1 :], select)
 
     def interpolate(self, sigma: float | None, select: Select = list) -> list[Tensor]:
-        """The features on the line over sigma through the last two; the last, where no line is known."""
-        last, features = self._kept[-1]
-        ends = select(features)
-        if len(self._kept) == 1 or not ends:
-            return ends
-        before, earlier = self._kept[-2]
-        if sigma is None or last is None or before is None or last == before:
-            return ends
-        return list(torch._foreach_lerp(select(earlier), ends, (sigma - before) / (last - before)))
+        """The features at a noise level before the last."""
+        return self._at(sigma, self._kept, select)
+
+    def change(self, sigma: float | None) -> float:
+        """How far `interpolate` now moves the features that `extrapolate` gave before the last was kept.
+
+        That is Newton's next term: a difference that is the same everywhere, times this.
+        """
+        before = [level for level, _ in self._kept[:-1]]
+        if sigma is None or None in before:
+            return 1.0
+        return float(np.prod([sigma - level for level in before[-self._order - 1 :] if level is not None]))
+
+    def _at(self, sigma: float | None, kept: list[tuple[float | None, list[Tensor]]], select: Select) -> Any:
+        levels = [level for level, _ in kept if level is not None]
+        newest = select(kept[-1][1])
+        if not newest or sigma is None or len(levels) < len(kept) or len(kept) == 1:
+            return newest
+        weights = [_lagrange(levels, i, sigma) for i in range(len(levels))]
+        total = torch._foreach_mul(newest, weights[-1])
+        for weight, (_, features) in zip(weights[:-1], kept[:-1], strict=True):
+            torch._foreach_add_(total, select(features), alpha=weight)
+        return list(total)
+
+
+def _same(level: float | None, sigma: float) -> bool:
+    """Whether two noise levels are one but for rounding, as those of KDPM2's pairs of calls."""
+    return level is not None and math.isclose(level, sigma, rel_tol=1e-4)
+
+
+def _lagrange(levels: Sequence[float], i: int, at: float) -> float:
+    """The weight of the value at `levels[i]` in the polynomial through all."""
+    others = [level for j, level in enumerate(levels) if j != i]
+    return float(np.prod([(at - other) / (levels[i] - other) for other in others]))
 
 
 class Residuals:
@@ -74,7 +103,7 @@ class Residuals:
 
     def __init__(self, layers: Sequence[AgentAttnProcessor], order: int) -> None:
         self._layers, self._order = layers, order
-        self._kept = CachedFeatures(order, order + 1)
+        self._kept = CachedFeatures(order)
         self._found: list[AgentAttnProcessor] = []  # the layers that have one, in its order
         self.plans: dict[int, Plan] = {}
         self.stage: int | None = None
@@ -83,7 +112,7 @@ class Residuals:
         """Take in what the layers found in a call at a noise level, in this stage of the run."""
         found = [layer for layer in self._layers if layer.residual is not None]
         if self.stage != stage or self._found != found:  # another operator's, or of other layers
-            self._kept = CachedFeatures(self._order, self._order + 1)
+            self._kept = CachedFeatures(self._order)
         self._kept.keep(sigma, [layer.residual for layer in found if layer.residual is not None])
         self._found, self.stage, self.plans = found, stage, plans
 
@@ -108,8 +137,10 @@ class Corrections:
     """What the outputs given in a run are wrong by, and what takes the sampler to where it would have been.
 
     A cached step's hidden state is extrapolated from computed steps before it. The next computed step shows
-    the state on the other side: on the state between, the same layers tell how wrong the output was. By then
-    the sampler has moved the latent by it. With R the sampler's impulse response (`agentsd.sampler`), the
+    the state on the other side: on the state between, the same layers tell how wrong the output was. The
+    states of several cached steps in a row change by the same difference, times a number for each
+    (`CachedFeatures.change`); to first order their outputs do, too, so that one tells for all. By then
+    the sampler has moved the latent by that. With R the sampler's impulse response (`agentsd.sampler`), the
     latent of call n is off by the sum of R[n, j] wrong[j]. So call n gives
 
         best - sum_{j<n} R[n + 1, j] wrong[j] / R[n + 1, n]
@@ -129,9 +160,18 @@ class Corrections:
         self._since = begin  # the last call whose latent was right
         self._wrong: dict[int, Tensor] = {}  # (B, ...) by call: what it gave less what is right
 
-    def note(self, call: int, given: Tensor, output: Tensor) -> None:
-        """Take in what a cached call gave, and what its layers give on the features that are known now."""
-        self._wrong[call] = given - self._best(call, output)
+    def note(self, calls: Sequence[Call], features: CachedFeatures, last: Tensor) -> None:
+        """Take in the cached calls since the last computed one.
+
+        Args:
+            calls: with what each gave.
+            features: those that are known now.
+            last: (B, ...) what the last one's layers give on them.
+        """
+        change, its_share = last - calls[-1].output, features.change(calls[-1].sigma)
+        for call in calls:
+            share = min(1.0, features.change(call.sigma) / its_share) if its_share else 1.0
+            self._wrong[call.index] = call.given - self._best(call.index, call.output + share * change)
 
     def correct(self, call: int, output: Tensor) -> Tensor:
         """What a computed call (B, ...) gives, all calls before it being noted: the next latent is right."""

@@ -23,21 +23,24 @@ class StepCache:
     A cached step computes `conv_in`, the last layers of the last up block and what follows it. The hidden
     state that enters those layers comes from the computed steps before ("DeepCache: Accelerating Diffusion
     Models for Free", CVPR 2024, keeps it as it was, as order 0 does). That costs `extrapolation_order + 1`
-    features of the finest level for each image and pass: 320 x 64 x 64 numbers each in SD 1.5 at 512 px.
+    features of the finest level for each image and pass, and one more where cached steps are corrected:
+    320 x 64 x 64 numbers each in SD 1.5 at 512 px.
 
     A computed step shows what the cached steps just before it should have had: the state between two computed
-    steps. Where they are corrected, each is computed again on that, and the computed step's prediction
-    makes up for what they got wrong (`agentsd.memory.Corrections`).
+    steps. Where they are corrected, the last of them is computed again on that. It tells what all of them got
+    wrong, and the computed step's prediction makes up for it (`agentsd.memory.Corrections`).
 
     A step is a timestep: calls that repeat a timestep (PLMS, Heun) share its decision. A run's first step
     is always computed.
 
     Attributes:
-        interval: a step in so many is computed; 1 caches none.
+        interval: a step in so many is computed.
         extrapolation_order: 0 keeps the last state; 1 extrapolates the last two linearly in the noise level
             sigma of Stable Diffusion's training schedule.
         warmup_steps: how many first steps are computed.
-        late_interval: in place of `interval` in the second half of the steps after those; None is `interval`.
+        late_interval: intervals grow evenly over the run, from 1 at its first step to this at its end, but
+            none is less than `interval`. The last step but one is then not passed over, as what follows the
+            last computed step is not corrected. None leaves all at `interval`.
         layers: how many last layers a cached step computes.
         correct: cached steps are corrected, where a step of the run's scheduler is one call.
 
@@ -65,12 +68,20 @@ class StepCache:
 
     def computed(self, count: int) -> list[bool]:
         """Whether each step of a run of so many is computed."""
-        computed, last = [], -1
+        computed, following = [], 0
         for i in range(count):
-            late = self.late_interval if 2 * i >= count + self.warmup_steps else None
-            computed.append(i < self.warmup_steps or i - last >= (late or self.interval))
-            last = i if computed[-1] else last
+            computed.append(i < self.warmup_steps or i == following)
+            if computed[-1]:
+                following = self._following(i, count)
         return computed
+
+    def _following(self, i: int, count: int) -> int:
+        """The computed step after computed step i."""
+        if self.late_interval is None:
+            return i + self.interval
+        grown = round(1 + (self.late_interval - 1) * i / count)
+        following, last_but_one = i + max(self.interval, grown), count - 2
+        return last_but_one if following > last_but_one > i + 1 else following
 
 
 OPERATOR, FULL, KEEP, SHARE = "operator", "full", "keep", "share"
@@ -179,7 +190,8 @@ class Call:
         kind: what it computes.
         inputs: its arguments by name, where something is cached.
         sigma: its noise level, as features are kept by.
-        given: (B, ...) what a cached call gave, until it is corrected.
+        output: (B, ...) what a cached call's layers gave, until it is corrected.
+        given: (B, ...) what the call gave for that.
     """
 
     latent: Any
@@ -193,6 +205,7 @@ class Call:
     kind: CallKind = COMPUTED
     inputs: dict[str, Any] = field(default_factory=dict)
     sigma: float | None = None
+    output: Any = None
     given: Any = None
 
 

@@ -337,10 +337,10 @@ FAST = Recipe(
     Downsample(stride=4, at_most=None),
     levels=1,  # cached steps compute no other
     residual=ResidualSharing(interval=1, least_tokens=2304),
-    steps=StepCache(interval=2, warmup_steps=4, late_interval=3),
+    steps=StepCache(interval=2, warmup_steps=3, late_interval=6),
 )
 """Step caching whose cached steps attend to downsampled keys, on residuals of the computed ones.
 
-After four steps one in two is computed, and of the second half of those one in three.
+After three steps one in two is computed, and towards the end of the run one in five or six.
 """
 MODES: dict[str, Recipe] = {"agentsd": AGENTSD, "fast": FAST}

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from agentsd import Recipe
 
 Backend = Literal["sdpa", "unfused"]
-Sampler = Literal["plms", "ddim", "ddpm", "euler", "dpm++", "dpm++karras", "unipckarras"]
+_OnKarrasLevels = Literal["dpm++karras", "dpm++3karras", "unipckarras", "deiskarras", "sasolverkarras"]
+Sampler = Literal["plms", "ddim", "ddpm", "euler", "dpm++", _OnKarrasLevels]
 Scheduler = Literal["model", Sampler]
 FeatureName = Literal["efficientnet-lite0", "inception"]
 Scope = Literal["forward", "pipeline", "training"]

@@ -94,23 +94,32 @@ class Twin:
 
     def cached_call(self, args: Any, kwargs: Any, out: Any) -> Any:
         """A cached call's output makes up for what multistep samplers have kept of those before it."""
-        out = out + self.change(out)
-        self.cached.append((self.call, self.timestep, args, kwargs, out))
-        return out
+        given = out + self.change(out)
+        self.cached.append((self.call, self.timestep, args, kwargs, out, given))
+        return given
 
     def computed_call(self, unet: Any, out: Any) -> Any:
         """A computed call's output is changed by what takes its step to where the run would have been."""
-        for call, timestep, args, kwargs, given in self.cached:
-            self.entering = self.line(self.level(call, timestep))
-            again = unet(*args, **kwargs)
-            self.entering = None
-            again = again[0] if isinstance(again, tuple) else again.sample
-            self.wrong[call] = given - self.right(call, timestep, again)
-            self.corrected += 1
+        if self.cached:
+            change = self.change_of_the_last(unet)
+            (before, *_), *_ = self.known[-2:]
+            whole = self.level(*self.cached[-1][:2]) - before
+            for call, timestep, *_, got, given in self.cached:
+                share = (self.level(call, timestep) - before) / whole if whole else 1.0
+                self.wrong[call] = given - self.right(call, timestep, got + share * change)
+                self.corrected += 1
         self.cached = []
         best = self.right(self.call, self.timestep, out)
         change = self.wrong[self.call] = self.change(best)
         return best + change
+
+    def change_of_the_last(self, unet: Any) -> Any:
+        """How the last cached call's output changes on the state between those that are known now."""
+        call, timestep, args, kwargs, out, _ = self.cached[-1]
+        self.entering = self.line(self.level(call, timestep))
+        again = unet(*args, **kwargs)
+        self.entering = None
+        return (again[0] if isinstance(again, tuple) else again.sample) - out
 
     def right(self, call: int, timestep: float, out: Any) -> Any:
         """An output on the right latent: as Gaussian data of unit variance answer to a latent."""

@@ -1,6 +1,7 @@
 """What cached steps got wrong, made up for by the computed steps after them."""
 
 import inspect
+import math
 from dataclasses import replace
 
 import diffusers
@@ -14,7 +15,8 @@ from tiny import BETAS, may_skip
 from tiny import training_sigma as sigma
 
 from agentsd import Recipe, StepCache, apply_agentsd, hook
-from agentsd.memory import Corrections
+from agentsd.memory import CachedFeatures, Corrections
+from agentsd.plan import Call
 from agentsd.sampler import Sampler, impulse_response
 
 LINEAR = [name for name, sampling in SAMPLERS.items() if not sampling.says.startswith("off")]
@@ -57,15 +59,31 @@ def test_the_latent_is_where_every_step_computed_would_have_taken_it(name, steps
     sampler, response = Sampler(scheduler, timesteps), impulse_response(scheduler)
     assert response is not None
     corrections, pending, seen = Corrections(sampler, response, 0), [], []
+    features, known = CachedFeatures(1, interpolates=True), []
+    slope, of_state = torch.randn(1, 1, 3, 4, generator=rng), 1.0
+    steps_of_calls = list(dict.fromkeys(sampler.step_of_call))
     for i in range(len(timesteps)):
+        step = steps_of_calls.index(sampler.step_of_call[i])
         output = torch.randn(1, 1, 3, 4, generator=rng)
         moved = sampler.gain(i) * (run.model_input(i) - right.model_input(i))
-        if i > 2 and i % 4 != 1:
-            given = corrections.make_up(i, output + moved + torch.randn(1, 1, 3, 4, generator=rng))
-            pending.append((i, given, output + moved))
+        if step > 2 and step % 4 != 1:
+            level = sampler.sigmas and sampler.sigmas[i]
+            call = Call(None, 0.0, i, sigma=level)
+            if level is not None:  # a state's extrapolation is off by how far it is from both that are known
+                before, last = known[-2:]
+                of_state = (level - before) * (level - last) / (last - before) ** 2
+            call.output = output + moved + of_state * slope
+            given = call.given = corrections.make_up(i, call.output)
+            pending.append(call)
         else:
-            for cached in pending:
-                corrections.note(*cached)
+            level = sampler.sigmas and sampler.sigmas[i]
+            features.keep(level, [])
+            if pending:
+                corrections.note(pending, features, pending[-1].output - of_state * slope)
+            known = [
+                *(one for one in known if one is None or not math.isclose(one, level, rel_tol=1e-4)),
+                level,
+            ]
             pending, given = [], corrections.correct(i, output + moved)
         right.step(i, output)
         run.step(i, given)

@@ -32,9 +32,9 @@ SEQUENCES = int(os.environ.get("AGENTSD_SEQUENCES", "100"))
 RECIPES = {
     "baseline": None,
     "step-caching": STEP_CACHING,
-    "steps": Recipe(steps=StepCache(2, late_interval=3)),
+    "steps": Recipe(steps=StepCache(2, late_interval=4)),
     "two layers": Recipe(steps=StepCache(3, extrapolation_order=0, layers=2)),
-    "intervals": Recipe(steps=StepCache(3, warmup_steps=2, late_interval=4)),
+    "intervals": Recipe(steps=StepCache(3, warmup_steps=2, late_interval=5)),
     "residual": Recipe(Agents(stride=2), residual=ResidualSharing(2, 2)),
     "all": Recipe(
         Phases(Agents(stride=2), Downsample()),

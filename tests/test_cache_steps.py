@@ -139,7 +139,7 @@ def test_noise_levels_are_those_of_karras_sigmas():
 
 
 def test_order_1_is_exact_on_states_linear_in_the_noise_level():
-    states, slope, base = CachedFeatures(1, 2), torch.randn(2, 3), torch.randn(2, 3)
+    states, slope, base = CachedFeatures(1), torch.randn(2, 3), torch.randn(2, 3)
     for timestep in (981.0, 901.0, 701.0):
         states.keep(sigma(timestep), [base + noise_level(timestep) * slope])
         expected = base + noise_level(661) * slope
@@ -150,6 +150,40 @@ def test_order_1_is_exact_on_states_linear_in_the_noise_level():
     torch.testing.assert_close(
         states.extrapolate(sigma(901.0)), [base + noise_level(901) * slope], rtol=1e-4, atol=1e-4
     )
+
+
+def test_states_between_three_are_on_the_parabola_through_them():
+    """And each moves there from where it was extrapolated to by one difference, times a number of its own."""
+    parts = torch.randn(3, 2, 3, dtype=torch.float64)
+
+    def state(level):
+        return [parts[0] + level * parts[1] + level**2 * parts[2]]
+
+    states, between = CachedFeatures(1, interpolates=True), (5.0, 4.0, 3.5)
+    for level in (9.0, 8.0, 6.0):
+        states.keep(level, state(level))
+    before = [states.extrapolate(level)[0] for level in between]
+    torch.testing.assert_close(before[0], state(6.0)[0] + (state(8.0)[0] - state(6.0)[0]) * -0.5)
+    states.keep(3.0, state(3.0))
+    after = [states.interpolate(level)[0] for level in between]
+    for found, level in zip(after, between, strict=True):
+        torch.testing.assert_close(found, state(level)[0])
+    moved = [(new - old) / states.change(at) for new, old, at in zip(after, before, between, strict=True)]
+    torch.testing.assert_close(moved, [moved[0]] * 3)
+
+
+@pytest.mark.parametrize(
+    ("count", "symbols"),
+    [
+        (20, "FFFfFfFfFffFfffFffFf"),
+        (25, "FFFfFfFfFffFffFfffFffffFf"),
+        (34, "FFFfFfFfFfFfFffFffFfffFfffFffffFff"),
+    ],
+)
+def test_later_intervals_are_longer_in_runs_of_any_length(count, symbols):
+    """Written out by hand: after step i comes the next computed one max(2, round(1 + 5 i / count)) later."""
+    computed = StepCache(2, warmup_steps=3, late_interval=6).computed(count)
+    assert "".join("fF"[one] for one in computed) == symbols
 
 
 def test_order_1_in_a_run():
@@ -217,9 +251,9 @@ def test_every_step_computed_is_bit_equal_to_baseline(make_pipeline, sample, sch
     [
         (diffusers.DDIMScheduler, {"interval": 2}, "FfFfFfFfFf"),
         (diffusers.DDIMScheduler, {"interval": 3, "warmup_steps": 3}, "FFFffFffFf"),
-        (diffusers.DDIMScheduler, {"late_interval": 4}, "FfFfFfffFf"),
-        (diffusers.DDIMScheduler, {"interval": 2, "late_interval": 3, "warmup_steps": 4}, "FFFFfFffFf"),
-        (diffusers.DDIMScheduler, {"interval": 3, "late_interval": 1}, "FffFffFFFF"),
+        (diffusers.DDIMScheduler, {"late_interval": 6}, "FfFfFffFff"),
+        (diffusers.DDIMScheduler, {"interval": 2, "late_interval": 3, "warmup_steps": 4}, "FFFFfFfFfF"),
+        (diffusers.DDIMScheduler, {"interval": 1, "late_interval": 3}, "FFFFfFfFfF"),
         (diffusers.PNDMScheduler, {"interval": 3}, "FfffFffFffF"),  # PLMS repeats its second timestep
         (diffusers.HeunDiscreteScheduler, {"interval": 3}, "FffffFFffffFFffffFF"),
     ],

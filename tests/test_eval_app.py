@@ -47,7 +47,7 @@ def test_each_mode_offers_the_settings_that_it_has() -> None:
     assert set(defaults_of("fast")) == set(LABELS) - set(ATTENTION)
     assert python_of("agentsd", {"ratio": 0.5}).endswith('apply_agentsd(pipe, mode="agentsd", ratio=0.5)\n')
     line = python_of("fast", {"interval": 3})
-    assert "StepCache(interval=3, warmup_steps=4, late_interval=3)" in line
+    assert "StepCache(interval=3, warmup_steps=3, late_interval=6)" in line
     assert recipe_from("fast", {"interval": 3}) == replace(FAST, steps=replace(FAST.steps, interval=3))
 
 

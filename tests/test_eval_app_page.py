@@ -59,7 +59,7 @@ def make(page: Any) -> Any:
 
 def test_both_images_are_made_and_compared_under_a_slider(page: Any) -> None:
     strip = make(page)
-    assert strip.get_attribute("aria-label") == "FFFFfFffFf  (10 calls: 6 computed; 4 cached; 3 corrected)"
+    assert strip.get_attribute("aria-label") == "FFFfFffFff  (10 calls: 5 computed; 5 cached; 3 corrected)"
     assert strip.locator("i").count() == 10
     assert re.search(
         r"baseline \d+\.\d\d s, fast \d+\.\d\d s: .* PSNR to the baseline", page.inner_text("body")
@@ -89,8 +89,8 @@ def settings_that_run(page: Any, label: str, value: str) -> tuple[str, bytes]:
 def test_the_settings_that_are_chosen_are_those_that_run(page: Any) -> None:
     page.get_by_label("fast", exact=True).click()
     page.get_by_text('mode="fast"').wait_for()
-    assert settings_that_run(page, "interval (of", "3")[0] == "FFFFffFffF"
-    assert settings_that_run(page, "interval (of", "1")[0] == "FFFFFFFffF"
+    assert settings_that_run(page, "interval (of", "3")[0] == "FFFffFffFf"
+    assert settings_that_run(page, "interval (of", "4")[0] == "FFFfffFfFf"
     page.get_by_label("agentsd", exact=True).click()
     page.get_by_text('mode="agentsd"').wait_for()
     assert settings_that_run(page, "ratio (", "0.1")[1] != settings_that_run(page, "ratio (", "0.7")[1]
@@ -100,7 +100,7 @@ def test_the_line_of_python_follows_the_recipe_and_is_copied(page: Any) -> None:
     page.get_by_label("fast", exact=True).click()
     page.get_by_text('mode="fast"').wait_for()
     page.get_by_label("interval (of").fill("3")
-    page.get_by_text("StepCache(interval=3, warmup_steps=4, late_interval=3)").wait_for()
+    page.get_by_text("StepCache(interval=3, warmup_steps=3, late_interval=6)").wait_for()
     page.get_by_role("button", name="Copy").click()
     copied = page.evaluate("navigator.clipboard.readText()")
     assert copied.rstrip().endswith('apply_agentsd(pipe, recipe=replace(MODES["fast"], steps=steps))')

@@ -20,7 +20,7 @@ def test_handle_tells_its_settings(pipe):
     assert handle.recipe == AGENTSD.with_settings(ratio=0.3, k=0.05, scale=-0.25, early_frac=0.6)
     assert repr(apply_agentsd(pipe, mode="fast")) == (
         "AgentSDHandle(Recipe(attention=Downsample(stride=4, at_most=None), levels=1, "
-        "steps=StepCache(warmup_steps=4, late_interval=3), "
+        "steps=StepCache(warmup_steps=3, late_interval=6), "
         "residual=ResidualSharing(interval=1, least_tokens=2304)), 1 layers)"
     ).replace("1 layers", f"{len(handle.layer_names)} layers")
 
@@ -107,7 +107,7 @@ def test_a_handle_that_is_not_enabled_leaves_the_baseline(pipe, sample, recipe):
 
 def test_the_last_run_is_told_step_by_step(make_pipeline, sample):
     pipe = make_pipeline(scheduler=diffusers.DDIMScheduler(**BETAS, clip_sample=False))
-    sharing = replace(AGENTS_CACHED, residual=replace(AGENTS_CACHED.residual, least_tokens=0))
+    sharing = replace(FAST, residual=replace(FAST.residual, least_tokens=0))
     handle = apply_agentsd(pipe, recipe=sharing)
     assert handle.last_run == []
     sample(pipe, num_inference_steps=12)

@@ -42,7 +42,7 @@ def test_defaults_are_the_papers():
 
 def test_fast_has_no_agents_and_caches_steps():
     assert FAST.operators == [Downsample(4, at_most=None)]
-    assert FAST.steps == StepCache(2, warmup_steps=4, late_interval=3)
+    assert FAST.steps == StepCache(2, warmup_steps=3, late_interval=6)
     assert MODES == {"agentsd": AGENTSD, "fast": FAST}
 
 

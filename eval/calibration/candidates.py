@@ -8,15 +8,15 @@ from itertools import product
 from agentsd import Agents, Downsample, Phases, Recipe, ResidualSharing, StepCache
 from agentsd.recipe import FAST, Schedule
 
-INTERVALS = ((2, 2), (2, 3), (2, 4), (3, 3), (3, 4), (4, 4))
-"""Of step caching: one computed step in so many, and in the later half of the run."""
+INTERVALS = ((2, None), (2, 4), (2, 6), (3, None), (3, 6), (4, None))
+"""Of step caching: one computed step in so many, and at the run's end."""
 _KEYS = Downsample(4, at_most=None)
 _AGENTS = Phases(Agents(), _KEYS)
 _OPERATORS: tuple[Schedule, ...] = (_KEYS, _AGENTS)
 
 
 def _step_caches() -> list[StepCache]:
-    spaced = product((2, 4, 6), INTERVALS)
+    spaced = product((2, 3, 5), INTERVALS)
     return [StepCache(interval, warmup_steps=warm, late_interval=late) for warm, (interval, late) in spaced]
 
 

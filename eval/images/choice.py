@@ -17,7 +17,7 @@ ATTENTION = {
 }
 STEPS = {
     "interval": "interval (of computed steps)",
-    "late_interval": "late_interval (in the later half)",
+    "late_interval": "late_interval (at the end)",
     "extrapolation_order": "extrapolation_order (0 keeps)",
 }
 LABELS = ATTENTION | STEPS

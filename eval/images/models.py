@@ -9,9 +9,11 @@ from diffusers import (
     AutoPipelineForText2Image,
     DDIMScheduler,
     DDPMScheduler,
+    DEISMultistepScheduler,
     DPMSolverMultistepScheduler,
     EulerDiscreteScheduler,
     PNDMScheduler,
+    SASolverScheduler,
     UniPCMultistepScheduler,
 )
 
@@ -30,8 +32,12 @@ _SCHEDULERS: dict[str, tuple[Any, dict[str, Any]]] = {
         DPMSolverMultistepScheduler,
         {"algorithm_type": "dpmsolver++", "use_karras_sigmas": True},
     ),
+    "dpm++3karras": (DPMSolverMultistepScheduler, {"solver_order": 3, "use_karras_sigmas": True}),
     "unipckarras": (UniPCMultistepScheduler, {"solver_order": 2, "use_karras_sigmas": True}),
+    "deiskarras": (DEISMultistepScheduler, {"solver_order": 2, "use_karras_sigmas": True}),
+    "sasolverkarras": (SASolverScheduler, {"tau_func": lambda timestep: 0, "use_karras_sigmas": True}),
 }
+"""Those with a number in their name are of that order; SA-Solver is without its noise (tau = 0)."""
 
 
 _HUB_ID = r"\w[\w.-]*/\w[\w.-]*"
