@@ -100,6 +100,8 @@ KINDS: dict[str, Callable[[Row, Rows], str]] = {
     "gain-range": _gain("seconds", interval=True),
     "gain-macs": _gain("macs", interval=False),
     "gain-macs-range": _gain("macs", interval=True),
+    "gain-best": _gain("best_seconds", interval=False),
+    "gain-best-macs": _gain("best_macs", interval=False),
     "gain-best-macs-range": _gain("best_macs", interval=True),
     "gain-best-range": _gain("best_seconds", interval=True),
     "fd": lambda row, rows: f"{row['fd']:.1f}" if row["images"] >= FEWEST else "",
@@ -226,63 +228,61 @@ def unmarked(text: str) -> str:
 
 
 def points() -> dict[str, Any]:
-    """What the plot shows: seconds and distance of fewer steps and of methods, from the README's run."""
+    """What the plot shows of README's run: seconds and distance of plain samplers and of methods."""
     plot = _CONTENT["plot"]
     rows = rows_of(plot["run"])
 
     def point(label: str) -> tuple[float, float]:
         return round(rows[label]["cpu_seconds"], 2), round(rows[label]["reference_distance"], 4)
 
-    steps = {row["label"].partition("@")[2] or "25": row["label"] for row in rows.values() if _is_fewer(row)}
+    lines: dict[str, dict[str, tuple[float, float]]] = {name: {} for name in plot["samplers"]}
+    for label in rows:
+        method, _, sampler = label.partition("/")
+        kind, _, steps = method.partition("@")
+        for name, of in plot["samplers"].items():
+            if kind == "baseline" and sampler == of and int(steps or 25) >= plot["fewest_steps"]:
+                lines[name][steps or "25"] = point(label)
     return {
         "run": RUNS[plot["run"]],
-        "fewer steps": {n: point(label) for n, label in steps.items() if int(n) >= plot["fewest_steps"]},
+        "samplers": lines,
         "methods": {name: point(label) for name, label in plot["methods"].items() if label in rows},
     }
 
 
-def _is_fewer(row: Row) -> bool:
-    return row["method"].partition("@")[0] == "baseline"
-
-
 def draw(shown: dict[str, Any], path: Path) -> None:
     """Write the plot, with what it shows as its description."""
+    import numpy as np
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    line = sorted(shown["fewer steps"].values())
-    axes.plot(*zip(*line, strict=True), "-o", color="#444444", ms=5, zorder=2)
-    axes.fill_between([x for x, _ in line], [y for _, y in line], color="#2a7f4f", alpha=0.09, lw=0)
-    names = sorted(shown["fewer steps"], key=int)
-    for name in (names[0], names[-1]):
-        place = shown["fewer steps"][name]
-        axes.annotate(
-            f"{name} steps", place, (0, 9), textcoords="offset points", ha="center", color="#444444"
-        )
+    lines = {name: np.array(sorted(of.values())) for name, of in shown["samplers"].items()}
+    for (name, line), style in zip(lines.items(), ("-o", "--s"), strict=True):
+        axes.plot(*line.T, style, color="#444444", ms=5, zorder=2, label=f"plain {name}, fewer steps")
+        few, many = min(shown["samplers"][name], key=int), max(shown["samplers"][name], key=int)
+        for steps in (few, many):
+            place = shown["samplers"][name][steps]
+            axes.annotate(f"{steps}", place, (0, 7), textcoords="offset points", ha="center", color="#444444")
+    seconds = np.linspace(
+        max(line[0, 0] for line in lines.values()), min(line[-1, 0] for line in lines.values())
+    )
+    best = np.min([np.interp(seconds, *line.T) for line in lines.values()], axis=0)
+    axes.fill_between(seconds, best, color="#2a7f4f", alpha=0.09, lw=0)
     for i, (name, place) in enumerate(shown["methods"].items()):
         first = i == 0
         axes.plot(*place, "o", ms=10 if first else 7, color="#c4600c" if first else "#2b6cb0", zorder=3)
-        # The first two are neighbours: the one on the left is named to the left.
+        # The first is near the line: it is named to the left.
         shift, side = ((-9, -4), "right") if first else ((9, -4), "left")
         weight = "bold" if first else "normal"
         axes.annotate(name, place, shift, textcoords="offset points", ha=side, weight=weight)
-    tops = [y for group in ("fewer steps", "methods") for _, y in shown[group].values()]
-    rights = [x for group in ("fewer steps", "methods") for x, _ in shown[group].values()]
-    axes.set(ylim=(0, 1.15 * max(tops)), xlim=(0.85 * line[0][0], 1.12 * max(rights)))
+    places = [*shown["methods"].values(), *(place for line in lines.values() for place in line)]
+    rights, tops = zip(*places, strict=True)
+    axes.set(ylim=(0, 1.15 * max(tops)), xlim=(0.85 * min(rights), 1.12 * max(rights)))
     axes.set_xlabel("CPU seconds an image")
     axes.set_ylabel("perceptual distance to the reference image")
     axes.spines[["top", "right"]].set_visible(False)
-    middle = line[len(line) // 2]
-    axes.annotate(
-        "the baseline in fewer steps",
-        middle,
-        (12, 7),
-        textcoords="offset points",
-        color="#444444",
-        style="italic",
-    )
-    axes.text(middle[0], 0.004, "nearer than fewer steps in the same time", color="#2a7f4f", fontsize=9)
+    axes.legend(frameon=False)
+    axes.text(seconds[len(seconds) // 2], 0.002, "nearer in the same time", color="#2a7f4f", fontsize=9)
     path.parent.mkdir(exist_ok=True)
     description = json.dumps(shown, sort_keys=True)
     figure.savefig(path, dpi=130, metadata={"Description": description, "Software": None})

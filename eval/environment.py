@@ -14,7 +14,7 @@ import torch
 
 from .settings import CommandSettings
 
-_PACKAGES = ("agentsd", "torch", "diffusers", "transformers", "tomesd", "DeepCache", "tgate", "numpy")
+_PACKAGES = ("agentsd", "torch", "diffusers", "transformers", "tomesd", "DeepCache", "numpy")
 
 
 def describe_run(settings: CommandSettings, device: torch.device) -> dict[str, Any]:

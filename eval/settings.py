@@ -161,7 +161,8 @@ class CompareSettings(ShowSettings):
     steps: Steps = 25
     guidance_scale: Guidance = 4.0
     methods: Methods = ("baseline", "tomesd", "agentsd", "fast")
-    fewer_steps: FewerSteps = (0.6,)
+    fewer_steps: FewerSteps = (0.5,)
+    samplers: PlainSamplers = ("unipckarras",)
     ratio: OneRatio = 0.4
     images: int = Field(6, ge=1)
     """How many prompts, where none is given."""

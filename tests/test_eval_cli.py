@@ -40,7 +40,7 @@ def test_compare(model_folder: str, tmp_path: Path) -> None:
         "compare", "--model", model_folder, "--prompt", "a cat", "--prompt", "a dog", "--steps", 8,
         "--ratio", 0.5, "--out", out,
     )  # fmt: skip
-    for method in ("baseline", "baseline@5", "tomesd r=0.5", "agentsd r=0.5"):
+    for method in ("baseline", "baseline@4/", "tomesd r=0.5", "agentsd r=0.5"):
         assert method in printed
     assert "fast, each call: FFFfFfFf (8 calls: 5 computed; 3 cached; 2 corrected)" in printed
     with Image.open(out) as image:

@@ -95,7 +95,7 @@ LISTED = [(name, command) for name, preset in presets().items() for command in p
 def test_each_preset_is_valid_for_each_of_its_commands(name: str, command: str) -> None:
     word, *given = command.split()
     kind, _ = COMMANDS[word]
-    made = {"operators": "runs/operators/", "techniques_intervals": "runs/calibrated/"}
+    made = {"operators": "runs/operators/"}
     missing = pytest.raises(EvalError, match=rf"{made.get(name)}.* isn't there; make it first")
     with missing if name in made else nullcontext():
         settings: Any = load_settings(kind, name, {"what": given[0]} if given else {})

@@ -250,7 +250,7 @@ def test_a_method_that_the_sampler_does_not_suit_is_told_before_any_work(
     assert not list(tmp_path.iterdir())
 
 
-RESULTS = Path(__file__).parents[1] / "eval/results/techniques-96-demo"
+RESULTS = Path(__file__).parents[1] / "eval/results/benchmark-128-demo"
 DAMAGE = {
     "a line cut": lambda folder: _edit(folder / "table.jsonl", lambda text: text[: len(text) // 2]),
     "no rows": lambda folder: (folder / "table.jsonl").unlink(),

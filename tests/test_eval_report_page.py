@@ -15,13 +15,13 @@ from agentsd_eval.pages.rows import write_singles
 from PIL import Image
 
 pytestmark = pytest.mark.slow
-RESULTS = Path(__file__).parents[1] / "eval/results/techniques-demo"
+RESULTS = Path(__file__).parents[1] / "eval/results/benchmark-64-demo"
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """That of the committed results, with images of one colour for each method and seed."""
-    folder = tmp_path_factory.mktemp("report") / "techniques-demo"
+    folder = tmp_path_factory.mktemp("report") / "benchmark-64-demo"
     shutil.copytree(RESULTS, folder, ignore=shutil.ignore_patterns("features"))
     rows = map(json.loads, (folder / "table.jsonl").read_text(encoding="utf-8").splitlines())
     keys = [row["key"] for row in rows if "key" in row]

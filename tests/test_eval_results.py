@@ -37,7 +37,7 @@ def test_each_result_names_its_maker_and_has_one_set_of_figures(folder: Path) ->
         assert run["command"] in (folder / f"{name}.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["techniques-demo", "runs-sd15-512-cpu"])
+@pytest.mark.parametrize("name", ["benchmark-64-demo", "runs-sd15-512-cpu"])
 def test_a_report_is_written_of_them(name: str, tmp_path: Path) -> None:
     folder = tmp_path / name
     shutil.copytree(RESULTS / name, folder, ignore=shutil.ignore_patterns("features"))

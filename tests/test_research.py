@@ -12,22 +12,17 @@ import numpy as np
 import pytest
 import torch
 from agentsd_demo.scenes import random_scene, triples
-from agentsd_eval.images.methods import parse_method
 from agentsd_eval.research import breakdown, mediators, metric_validation, redundancy
 from agentsd_eval.research.__main__ import main
 from agentsd_eval.research.divergence import attention_map, js_score, js_score_sampled
-from agentsd_eval.research.forecast import FULL_AT_FIRST, Forecast
 from agentsd_eval.research.gpu import Campaign
 from agentsd_eval.research.scene_details import high_frequency_energy, position_distance, wasserstein
 from agentsd_eval.research.settings import GpuSettings, MediatorSettings, ProfileSettings, RedundancySettings
-from agentsd_eval.settings import CompareSettings
 from click.testing import CliRunner
-from diffusers import DPMSolverMultistepScheduler
 from PIL import Image
 from rich.console import Console
 from sd_folder import stand_in_for_inception
-from tgate import TgateSDLoader
-from tiny import BETAS, fingerprint
+from tiny import fingerprint
 
 
 def invoke(*arguments: Any) -> str:
@@ -152,16 +147,6 @@ def test_the_profile_is_written(model_folder: str, tmp_path: Path) -> None:
     assert rows_of(tmp_path / "profile.jsonl")[-1]["part"] == "whole call"
 
 
-def test_the_frontier_of_committed_tables(tmp_path: Path) -> None:
-    results = Path(__file__).parents[1] / "eval" / "results"
-    runs = [results / "techniques-demo", results / "techniques-plms-demo"]
-    invoke("frontier", "--runs", runs[0], "--runs", runs[1], "--out", tmp_path)
-    rows = rows_of(tmp_path / "frontier.jsonl")
-    assert {row["sampler"] for row in rows} == {"dpm++karras", "plms"}
-    assert next(row for row in rows if row["label"] == "baseline")["cost_macs"] == 1
-    assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_fid_of_two_folders(photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_for_inception(monkeypatch)
     assert "FID" in invoke("fid", photographs, photographs, "--cache", tmp_path)
@@ -208,58 +193,6 @@ def test_wasserstein_is_the_area_between_the_quantile_functions(sizes: tuple[int
     assert wasserstein(a, b) == pytest.approx(np.abs(quantile[0] - quantile[1]).mean(), rel=1e-3)
     points = rng.normal(size=(9, 3))
     assert position_distance(points, points + 2.5) == (pytest.approx(2.5), pytest.approx(2.5))
-
-
-class Linear:
-    """A U-Net whose clean latent is linear in sigma, and which counts its calls."""
-
-    def __init__(self, scheduler: Any) -> None:
-        self.scheduler, self.calls = scheduler, 0
-
-    def __call__(self, sample: torch.Tensor, t: Any, **kwargs: Any) -> tuple[torch.Tensor]:
-        self.calls += 1
-        alpha = self.scheduler.alphas_cumprod[int(t)].double()
-        sigma = ((1 - alpha) / alpha).sqrt()
-        clean = torch.linspace(-1, 1, sample.numel()).reshape(sample.shape).double() * (1 + 0.3 * sigma)
-        noise = (sample - alpha.sqrt() * clean) / (1 - alpha).sqrt()
-        if self.scheduler.config.prediction_type == "epsilon":
-            return (noise,)
-        return (alpha.sqrt() * noise - (1 - alpha).sqrt() * clean,)
-
-
-@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
-def test_a_clean_latent_that_is_linear_in_sigma_is_forecast_exactly(prediction_type: str) -> None:
-    scheduler = DPMSolverMultistepScheduler(**BETAS, prediction_type=prediction_type, use_karras_sigmas=True)
-    scheduler.set_timesteps(12)
-    unet, truth = Linear(scheduler), Linear(scheduler)
-    forecast = Forecast(unet, scheduler, 3)
-    for step, t in enumerate(scheduler.timesteps):
-        sample = torch.randn(2, 4, 3, 3, generator=torch.Generator().manual_seed(step)).double()
-        found = forecast(sample, t, encoder_hidden_states=None)[0]
-        assert torch.allclose(found, truth(sample, t)[0], rtol=1e-3, atol=1e-3)
-    assert unet.calls == FULL_AT_FIRST + len(range(FULL_AT_FIRST, 12, 3))
-
-
-def test_forecasts_leave_calls_out(make_pipeline: Any) -> None:
-    pipe, calls = make_pipeline(scheduler=DPMSolverMultistepScheduler(**BETAS)), []
-    pipe.unet.conv_in.register_forward_hook(lambda *args: calls.append(1))
-    with parse_method("forecast-2", None, CompareSettings()).applied(pipe) as applied:
-        applied.call("a cat", num_inference_steps=10, output_type="latent")
-    assert len(calls) == 7  # of 10: four, and then one in two
-    assert "forward" not in pipe.unet.__dict__
-
-
-def test_tgate_is_its_packages_own_run(make_pipeline: Any) -> None:
-    def run(call: Any, **settings: Any) -> torch.Tensor:
-        noise = torch.Generator().manual_seed(0)
-        return call("a cat", num_inference_steps=6, generator=noise, output_type="latent", **settings).images
-
-    theirs = run(TgateSDLoader(make_pipeline()).tgate, gate_step=3)
-    pipe, rows = make_pipeline(), []
-    pipe.unet.conv_in.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
-    with parse_method("tgate-3", None, CompareSettings()).applied(pipe) as applied:
-        assert torch.equal(run(applied.call), theirs)
-    assert rows == [2] * 4 + [1] * 3  # PLMS has a call more than steps; later ones are not guided
 
 
 def test_a_stage_that_fails_or_does_not_fit_costs_no_other(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -16,6 +16,7 @@ from torch import Tensor
 from agentsd import Recipe, apply_agentsd
 
 from ..cost.macs import Cost, cost_of
+from ..images.models import sampler
 from .measurements import Measurements
 
 
@@ -66,15 +67,19 @@ class Runs:
         found: Tensor = self.pipe(self.prompts[number], generator=rng, output_type="latent", **settings)[0]
         return found.float().cpu()
 
-    def compare(self, recipe: Recipe | None, numbers: Sequence[int], **changes: Any) -> Metrics:
-        """Run prompts under a recipe, or with changed settings, and compare them with the baseline's runs."""
-        of = repr((None if recipe is None else recipe.to_mapping(), changes))
+    def compare(
+        self, recipe: Recipe | None, numbers: Sequence[int], scheduler: str | None = None, **changes: Any
+    ) -> Metrics:
+        """Run prompts under a recipe, another sampler or settings; compare with the baseline's runs."""
+        of = repr((None if recipe is None else recipe.to_mapping(), scheduler, changes))
         key = sha256(of.encode()).hexdigest()[:16]
-        rows = [
-            self.measurements.get(f"run {n} {key}", partial(self._measure, n, recipe, changes))
-            for n in numbers
-        ]
-        first = self.measurements.get(f"run 0 {key}", partial(self._measure, 0, recipe, changes))
+
+        def measured(number: int) -> dict[str, Any]:
+            measure = partial(self._measure, number, recipe, scheduler, changes)
+            found: dict[str, Any] = self.measurements.get(f"run {number} {key}", measure)
+            return found
+
+        rows, first = [measured(number) for number in numbers], measured(0)
         return Metrics(
             self._baseline(0)["cost"] / first["cost"],
             _mean([row["distance"] for row in rows]) or 0.0,
@@ -84,7 +89,8 @@ class Runs:
 
     def baseline_reference_distance(self, numbers: Sequence[int]) -> float | None:
         """The baseline's own distance to the reference."""
-        return _mean([self._to_reference(n, self._baseline_latents(n)) for n in numbers])
+        pairs = [(self._baseline_latents(n), self._reference_latents(n)) for n in numbers]
+        return _mean([None if right is None else relative_rmse(latents, right) for latents, right in pairs])
 
     def _baseline_latents(self, number: int) -> Tensor:
         return torch.tensor(self._baseline(number)["latents"], device="cpu")
@@ -99,24 +105,31 @@ class Runs:
         found: dict[str, Any] = self.measurements.get(f"baseline {number}", measure)
         return found
 
-    def _measure(self, number: int, recipe: Recipe | None, changes: dict[str, Any]) -> dict[str, Any]:
-        baseline = self._baseline_latents(number)
-        with nullcontext() if recipe is None else apply_agentsd(self.pipe, recipe=recipe) as handle:
+    def _measure(
+        self, number: int, recipe: Recipe | None, scheduler: str | None, changes: dict[str, Any]
+    ) -> dict[str, Any]:
+        baseline, reference = self._baseline_latents(number), self._reference_latents(number)
+        with ExitStack() as stack:
+            if scheduler is not None:
+                stack.enter_context(sampler(self.pipe, scheduler))
+            handle = None
+            if recipe is not None:
+                handle = stack.enter_context(apply_agentsd(self.pipe, recipe=recipe))
             latents, cost = self._metered(number, **changes)
             steps = "" if handle is None else handle.summary().split()[0]
         return {
             "cost": cost,
             "distance": relative_rmse(latents, baseline),
-            "reference_distance": self._to_reference(number, latents),
+            "reference_distance": None if reference is None else relative_rmse(latents, reference),
             "steps": steps,
         }
 
-    def _to_reference(self, number: int, latents: Tensor) -> float | None:
+    def _reference_latents(self, number: int) -> Tensor | None:
         if self.reference_steps is None:
             return None
         run = partial(self.latents, number, num_inference_steps=self.reference_steps)
         reference = self.measurements.get(f"reference {number}", lambda: run().tolist())
-        return relative_rmse(latents, torch.tensor(reference, device="cpu"))
+        return torch.tensor(reference, device="cpu")
 
     def _metered(self, number: int, **changes: Any) -> tuple[Tensor, float | None]:
         """A run's latents, and the cost of its U-Net calls, which of MACs is counted for the first prompt."""

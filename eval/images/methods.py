@@ -18,7 +18,7 @@ from agentsd.recipe import MODES
 from ..errors import EvalError
 from ..names import METHODS, is_method, numbered
 from ..settings import Backend, FewerSteps, Sampler, Settings, recipe_of
-from .models import scheduler_like
+from .models import sampler, scheduler_like
 from .other_packages import OTHER_PACKAGES, Applied, unet_of
 
 SAMPLERS: tuple[str, ...] = get_args(Sampler)
@@ -101,7 +101,7 @@ class Method:
         with ExitStack() as stack:
             stack.enter_context(_attention_backend(pipe, self.backend))
             if self.scheduler is not None:
-                stack.enter_context(_sampler(pipe, self.scheduler))
+                stack.enter_context(sampler(pipe, self.scheduler))
             parts = [stack.enter_context(_patch_of(part)(self, pipe)) for part in self.parts]
             call = next((part.call for part in parts if part.call is not pipe), pipe)
             yield Applied(call, lambda seed: [part.reseed(seed) for part in parts])
@@ -115,8 +115,8 @@ def parse_method(
 
     A method that has no ratio drops it. Raises EvalError on an unknown name.
     """
-    named, slash, sampler = text.partition("/")
-    if slash and sampler not in SAMPLERS:
+    named, slash, other = text.partition("/")
+    if slash and other not in SAMPLERS:
         raise EvalError(f"{text!r}: after the / stands a sampler, one of {', '.join(SAMPLERS)}")
     joined, at, count = named.partition("@")
     if at and not re.fullmatch(r"[1-9]\d{0,2}|1000", count):
@@ -133,7 +133,7 @@ def parse_method(
         )
     kinds = [(numbered(part) or (part,))[0] for part in parts]
     beside = kinds.count("deepcache")
-    if beside > 1 or len(parts) - beside > 1 or (beside and {"tgate", "forecast"} & {*kinds}):
+    if beside > 1 or len(parts) - beside > 1:
         raise EvalError(f"{text!r} can't be combined: name one method, and deepcache beside it at most")
     mode = next((MODES[part] for part in parts if part in MODES), None)
     if "tomesd" not in parts and not (mode and any(hasattr(part, "ratio") for part in mode.operators)):
@@ -148,7 +148,7 @@ def parse_method(
         recipe=recipe,
         folder=folder,
         steps=int(count) if at else None,
-        scheduler=sampler if slash and sampler != settings.scheduler else None,
+        scheduler=other if slash and other != settings.scheduler else None,
     )
 
 
@@ -161,10 +161,10 @@ def fewer(shares: FewerSteps, settings: Settings, backend: Backend | None = None
 
 def plain_rows(shares: FewerSteps, samplers: Sequence[str], settings: Settings) -> list[Method]:
     """Return baseline under other samplers, in all steps and in each share of them."""
-    others = [sampler for sampler in dict.fromkeys(samplers) if sampler != settings.scheduler]
+    others = [name for name in dict.fromkeys(samplers) if name != settings.scheduler]
     whole = parse_method("baseline", None, settings)
     runs = [whole, *fewer(shares, settings)] if shares else []
-    return [replace(run, scheduler=sampler) for sampler in others for run in runs]
+    return [replace(run, scheduler=name) for name in others for run in runs]
 
 
 def expand(
@@ -198,17 +198,6 @@ def _attention_backend(pipe: Any, backend: Backend) -> Iterator[None]:
         yield
     finally:
         unet.set_attn_processor(before)
-
-
-@contextmanager
-def _sampler(pipe: Any, name: str) -> Iterator[None]:
-    """Let a pipeline have another sampler on the same noise schedule."""
-    before = pipe.scheduler
-    pipe.scheduler = scheduler_like(before, name)
-    try:
-        yield
-    finally:
-        pipe.scheduler = before
 
 
 @contextmanager

@@ -1,6 +1,8 @@
 """Load the pipeline that a command measures."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +106,14 @@ def scheduler_like(scheduler: Any, name: str) -> Any:
         return scheduler
     kind, options = _SCHEDULERS[name]
     return kind.from_config(scheduler.config, **options)
+
+
+@contextmanager
+def sampler(pipe: Any, name: str) -> Iterator[None]:
+    """Let a pipeline have another sampler on the same noise schedule."""
+    before = pipe.scheduler
+    pipe.scheduler = scheduler_like(before, name)
+    try:
+        yield
+    finally:
+        pipe.scheduler = before

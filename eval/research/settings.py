@@ -96,20 +96,6 @@ class FidSettings(CommandSettings):
     """cpu, cuda, cuda:1 ...; without it the first CUDA device, else the CPU."""
 
 
-class FrontierSettings(CommandSettings):
-    """Draw several tables' methods in one plot: distance against cost, beside fewer steps."""
-
-    has_config: ClassVar[bool] = True
-    runs: tuple[Path, ...] = Field((), min_length=1, validate_default=True)
-    """Folders with a table. Of rows of one method and sampler the first folder's stands."""
-    methods: tuple[str, ...] = ()
-    """Rows' labels; without them, all rows."""
-    title: str = ""
-    """The title of the plot."""
-    out: Path = Path("runs/frontier")
-    """Folder for the plot and its table."""
-
-
 class DetailsSettings(CommandSettings):
     """Measure high-frequency energy, position, size and style of a table's images."""
 

@@ -94,7 +94,8 @@ def figures(found: Recipe) -> Table:
 
 def fewer(row: Row) -> str:
     """Return what a row of the baseline in fewer steps is called."""
-    return f"baseline, {row['steps']} steps"
+    sampler = f" of {row['sampler']}" if row["sampler"] else ""
+    return f"baseline, {row['steps']} steps{sampler}"
 
 
 def note(found: Recipe) -> str:
@@ -108,7 +109,7 @@ def note(found: Recipe) -> str:
         to = "reference" if "reference_distance" in validation else "baseline"
         most = max(row["steps"] for row in validation["fewer_steps"])
         lines.append(
-            f"Fewer steps of the same sampler end nearer to the {to} at this cost: use {most} steps of it."
+            f"Fewer plain steps end nearer to the {to} at this cost: use {most} steps of the better sampler."
         )
     held_out = "held-out prompts" if validation["held_out"] else "of the prompts that it was chosen by"
     lines.append(f"Measured on {validation['prompts']} {held_out}. Chosen on:")

@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ from PIL import Image
 from rich.console import Console
 
 from ..files import check_own_image, check_writable, save_image
-from ..images.methods import Method, check_schedulers, expand
+from ..images.methods import Method, check_schedulers, expand, fewer
 from ..images.models import load_pipeline
 from ..images.prompts import ImageSpec, note_unknown_words, specs_to_show
 from ..images.sampling import Seconds, sample, warm_up
@@ -22,7 +23,7 @@ from ..settings import CompareSettings
 
 def command(settings: CompareSettings, console: Console) -> None:
     """Draw the images, print their figures."""
-    methods = expand(settings.methods, [settings.ratio], settings, settings.fewer_steps)
+    methods = methods_of(settings)
     check_writable(settings.out)
     check_own_image(settings.out)
     pipe = load_pipeline(settings)
@@ -42,6 +43,14 @@ def command(settings: CompareSettings, console: Console) -> None:
         if row["calls"] is not None:
             console.print(f"{row['label']}, each call: {row['calls']}", markup=False)
     console.print(f"images: {settings.out}", soft_wrap=True)
+
+
+def methods_of(settings: CompareSettings) -> list[Method]:
+    """Return the baseline, then what is free, fewer steps under the other samplers, then the methods."""
+    fewer_steps = fewer(settings.fewer_steps, settings)
+    plain = [replace(row, scheduler=name) for name in settings.samplers for row in fewer_steps]
+    baseline, *others = expand(settings.methods, [settings.ratio], settings)
+    return list(dict.fromkeys([baseline, *(plain or fewer_steps), *others]))
 
 
 def compare(
