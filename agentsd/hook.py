@@ -273,7 +273,8 @@ class Hook:
                 "the run's steps are not known (pass elements of scheduler.timesteps to the U-Net, or apply "
                 "agentsd to the pipeline)"
             )
-        kinds = plan_run(self._recipe.steps, step_of_call, self._recipe.residual)
+        residual = self._layers.residual_on(call.latent)
+        kinds = plan_run(self._recipe.steps, step_of_call, residual)
         if reason:
             self._warn(f"{reason}; nothing is skipped in this run")
         elif any(kind not in (COMPUTED, CallKind(attention=FULL)) for kind in kinds):

@@ -19,7 +19,7 @@ from .hosts import AttentionLayer, find_attention_layers, frames_of, is_plain, i
 from .memory import Residuals
 from .modules.adapter import NamedLayer, build_module
 from .modules.operators import TrainedOperator
-from .plan import FULL, KEEP, OPERATOR, SHARE, Call, CallKind
+from .plan import FULL, KEEP, OPERATOR, SHARE, Call, CallKind, ResidualSharing
 from .recipe import Recipe, stages_of
 from .skip import SkippedLayers
 
@@ -99,9 +99,7 @@ class PatchedLayers:
         self.processors: list[AgentAttnProcessor] = []
         self.modules: list[Module | None] = []
         self._config, self._warn = model.config, warn
-        residual = recipe.residual
-        self._least_tokens = residual.least_tokens if residual else 0
-        self._cached_alone = residual is not None and residual.interval == 1
+        self._residual = recipe.residual
         self._backward = PendingBackward()
         self._hooks: list[Any] = []
         self._limits: ExitStack | None = None  # what is set for the call under way
@@ -161,6 +159,17 @@ class PatchedLayers:
             self._lift_limits()
         self._backward.enter(model, self)
 
+    def residual_on(self, latent: Tensor) -> ResidualSharing | None:
+        """How residuals are shared on a latent's grid."""
+        if self._residual is None or not self.groups:
+            return self._residual
+        group = self.groups[0]
+        return self._residual.on_grid(math.prod(group.grid(latent)) * group.downsampling_factor**2)
+
+    def _cached_alone(self, latent: Tensor) -> bool:
+        residual = self.residual_on(latent)
+        return residual is not None and residual.interval == 1
+
     def begin(self, call: Call, residuals: Residuals | None, interpolate: bool = False) -> None:
         """Make the plans of a call, and put processors into its layers.
 
@@ -171,7 +180,7 @@ class PatchedLayers:
         """
         cached, attention = not call.kind.computed, call.kind.attention
         # Where cached calls alone share residuals, the layers that they skip need none.
-        alone = attention == KEEP and self._cached_alone
+        alone = attention == KEEP and self._cached_alone(call.latent)
         shared: Plans = {}
         for index, group in enumerate(self.groups):
             if not (group.skipped and (cached or alone)):
@@ -191,7 +200,8 @@ class PatchedLayers:
         grid = group.grid(latent)
         group.tokens = math.prod(grid)
         group.images = latent.shape[0] * (frames_of(self._config, latent) if latent.ndim == 5 else 1)
-        small = attention == KEEP and group.tokens * group.downsampling_factor**2 < self._least_tokens
+        least = self._residual.least_tokens if self._residual else 0
+        small = attention == KEEP and group.tokens * group.downsampling_factor**2 < least
         if attention in (SHARE, KEEP) and residuals is not None and residuals.stage == call.stage:
             group.plan = residuals.plans.get(index)
         elif attention == FULL or small:

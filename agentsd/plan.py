@@ -10,7 +10,7 @@ What is kept is a thread's own, and is let go when the run ends.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .checks import check, check_types
@@ -108,6 +108,7 @@ class ResidualSharing:
         warmup_steps: how many steps that compute all layers have it first.
         extrapolation_order: 0 takes the last residual; 1 extrapolates the last two linearly in sigma.
         least_tokens: attention stays full where the finest patched level has fewer tokens.
+        interval_from: where that has fewer than these, cached steps alone share, as at interval 1.
 
     Raises:
         TypeError, ValueError: a setting has a wrong type or value.
@@ -117,6 +118,7 @@ class ResidualSharing:
     warmup_steps: int = 4
     extrapolation_order: int = 1
     least_tokens: int = 0
+    interval_from: int = 0
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -131,9 +133,13 @@ class ResidualSharing:
         )
         order = self.extrapolation_order
         check("extrapolation_order", order, order in (0, 1), "pass 0 (keep) or 1 (extrapolate)")
-        check(
-            "least_tokens", self.least_tokens, self.least_tokens >= 0, "pass 0 (share on every grid) or more"
-        )
+        for name in ("least_tokens", "interval_from"):
+            value = getattr(self, name)
+            check(name, value, value >= 0, "pass 0 (on every grid) or more")
+
+    def on_grid(self, tokens: int) -> ResidualSharing:
+        """The settings on a grid of so many tokens at the finest patched level."""
+        return self if tokens >= self.interval_from else replace(self, interval=1)
 
     def plan(self, computed: Sequence[bool]) -> list[str]:
         """What attention computes in each step of a run.

@@ -336,11 +336,12 @@ AGENTSD = Recipe(
 FAST = Recipe(
     Downsample(stride=4, at_most=None),
     levels=1,  # cached steps compute no other
-    residual=ResidualSharing(interval=1, least_tokens=2304),
+    residual=ResidualSharing(interval=2, warmup_steps=3, least_tokens=2304, interval_from=9216),
     steps=StepCache(interval=2, warmup_steps=3, late_interval=6),
 )
 """Step caching whose cached steps attend to downsampled keys, on residuals of the computed ones.
 
+On grids of 9,216 tokens and more every second computed step does, too.
 After three steps one in two is computed, and towards the end of the run one in five or six.
 """
 MODES: dict[str, Recipe] = {"agentsd": AGENTSD, "fast": FAST}

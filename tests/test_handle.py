@@ -21,7 +21,7 @@ def test_handle_tells_its_settings(pipe):
     assert repr(apply_agentsd(pipe, mode="fast")) == (
         "AgentSDHandle(Recipe(attention=Downsample(stride=4, at_most=None), levels=1, "
         "steps=StepCache(warmup_steps=3, late_interval=6), "
-        "residual=ResidualSharing(interval=1, least_tokens=2304)), 1 layers)"
+        "residual=ResidualSharing(warmup_steps=3, least_tokens=2304, interval_from=9216)), 1 layers)"
     ).replace("1 layers", f"{len(handle.layer_names)} layers")
 
 

@@ -103,7 +103,7 @@ def test_early_steps_with_agents_are_counted_op_by_op(unet, baseline):
 
 @pytest.mark.parametrize(("operator", "each_layer"), [(Downsample(4), 2), (Agents(), 4)])
 def test_between_two_residuals_nothing_is_ranked(unet, baseline, operator, each_layer):
-    """Ten layers add 20 or 40 launches to 726, for keys or agents and the sum; the residuals' line is one."""
+    """Ten layers add 20 or 40 launches to 726, for keys or agents and the sum; the residuals' line is two."""
     latent, text = torch.randn(2, 4, 32, 32), torch.randn(2, 77, 32)
     scheduler = DDIMScheduler()
     scheduler.set_timesteps(20)
@@ -115,12 +115,12 @@ def test_between_two_residuals_nothing_is_ranked(unet, baseline, operator, each_
             with Launches() as mode:
                 unet(latent, t, text)
     more = {name: mode.counts[name] - baseline[name] for name in mode.counts | baseline}
-    assert sum(more.values()) == 10 * each_layer + 2  # the line; a timestep that is an integer is copied
-    assert more["_foreach_lerp"] == 1
+    assert sum(more.values()) == 10 * each_layer + 3  # the line; a timestep that is an integer is copied
+    assert (more["_foreach_mul"], more["_foreach_add_"]) == (1, 1)
     assert not more.get("sort")
 
 
-def test_the_default_adds_five_launches_to_a_cached_step(unet):
+def test_cached_agents_add_six_launches_to_a_cached_step(unet):
     """Merge, gather, + kV, unmerge, the residual and its line, less a division: beside step caching alone."""
     sharing = replace(AGENTS_CACHED, residual=replace(AGENTS_CACHED.residual, least_tokens=0))
     calls = []
@@ -136,5 +136,5 @@ def test_the_default_adds_five_launches_to_a_cached_step(unet):
                 counts.append(mode.counts.total())
         calls.append(counts)
     added = [more - less for less, more in zip(*calls, strict=True)]
-    assert added[4] == 5  # the first cached step; it has 63 launches, a guided call of the baseline 726
-    assert sum(added) < 0.02 * sum(calls[0])
+    assert added[3] == 6  # the first cached step; it has 62 launches, a guided call of the baseline 726
+    assert sum(added) < 0.025 * sum(calls[0])

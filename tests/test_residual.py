@@ -235,6 +235,23 @@ def test_small_grids_keep_full_attention():
         assert same(outputs(unet, caller), baseline(8)) != shared
 
 
+def test_computed_steps_share_from_a_size_on():
+    """16 x 16 tokens: as at interval 1 where it begins above them, and else as at the interval."""
+    made = {}
+    for name, residual in {
+        "above": ResidualSharing(2, 3, interval_from=257),
+        "cached alone": ResidualSharing(1, 3),
+        "from here": ResidualSharing(2, 3, interval_from=256),
+        "everywhere": ResidualSharing(2, 3),
+    }.items():
+        unet, handle = patched(Downsample(), residual, steps=StepCache(**STEPS))
+        made[name] = outputs(unet, Caller(steps=12)), handle.summary()
+    for one, other in (("above", "cached alone"), ("from here", "everywhere")):
+        assert made[one][1] == made[other][1]
+        assert same(made[one][0], made[other][0])
+    assert made["above"][1] != made["everywhere"][1]
+
+
 @pytest.mark.parametrize("broken", ["step", "run", "text"])
 def test_nothing_is_left_of_a_run(broken):
     recipe = Recipe(Agents(), residual=ResidualSharing(), steps=StepCache(**STEPS))

@@ -91,8 +91,11 @@ def recipe_of(method: Method) -> Recipe | None:
 
 def on_grid(recipe: Recipe | None, tokens: int) -> Recipe | None:
     """Return what a recipe runs on a grid: without its attention where residuals aren't shared there."""
-    small = recipe and recipe.residual and tokens < recipe.residual.least_tokens
-    return replace(recipe, residual=None, attention=None, levels=None) if recipe and small else recipe
+    if recipe is None or recipe.residual is None:
+        return recipe
+    if tokens < recipe.residual.least_tokens:
+        return replace(recipe, residual=None, attention=None, levels=None)
+    return replace(recipe, residual=recipe.residual.on_grid(tokens))
 
 
 def calls_of(recipe: Recipe | None, timesteps: Sequence[float]) -> Counter[Kind]:
@@ -103,16 +106,16 @@ def calls_of(recipe: Recipe | None, timesteps: Sequence[float]) -> Counter[Kind]
     timing = recipe.timing
     early = round(timing.early_frac * len(timesteps)) if isinstance(timing, Phases) else 0
     found: Counter[Kind] = Counter()
-    waiting: list[Kind] = []  # cached steps that the next computed one corrects
+    last: Kind | None = None  # of the cached steps that the next computed one corrects: it is computed again
     for i in range(len(timesteps)):
         step = plan[i]
         kind = Kind(i < early if timing and step.attention != FULL else None, step.computed, step.attention)
         found[kind] += 1
         if not step.computed:
-            waiting.append(kind)
-        elif recipe.steps is not None and recipe.steps.correct:
-            found.update(waiting)
-            waiting = []
+            last = kind
+        elif recipe.steps is not None and recipe.steps.correct and last is not None:
+            found[last] += 1
+            last = None
     return found
 
 
@@ -129,15 +132,21 @@ def unit_costs(pipe: Any, recipe: Recipe | None, call: Any) -> dict[Kind, Second
     for number, operator in enumerate(stages):
         assert recipe is not None
         stage = number == 0 if len(stages) > 1 else None
-        steps = recipe.steps and replace(recipe.steps, interval=2, warmup_steps=1, late_interval=None)
-        residual = recipe.residual and replace(recipe.residual, interval=1 if steps else 2, warmup_steps=1)
-        probe = replace(recipe, attention=operator, steps=steps, residual=residual)
-        pipe.scheduler.set_timesteps(PROBED)
-        plan = plan_run(steps, [float(t) for t in pipe.scheduler.timesteps], residual)
-        with apply_agentsd(pipe, recipe=probe):
-            probed = pipe.scheduler.timesteps[: 2 if steps or residual else 1]
-            for kind, timestep in zip(plan, probed, strict=False):
-                costs[Kind(stage, kind.computed, kind.attention)] = call(timestep)
+        cached = recipe.steps and replace(recipe.steps, interval=2, warmup_steps=1, late_interval=None)
+        probes = [cached]
+        if cached and recipe.residual and recipe.residual.interval > 1:
+            probes.append(None)  # computed steps share, too
+        for steps in probes:
+            residual = recipe.residual and replace(
+                recipe.residual, interval=1 if steps else 2, interval_from=0, warmup_steps=1
+            )
+            probe = replace(recipe, attention=operator, steps=steps, residual=residual)
+            pipe.scheduler.set_timesteps(PROBED)
+            plan = plan_run(steps, [float(t) for t in pipe.scheduler.timesteps], residual)
+            with apply_agentsd(pipe, recipe=probe):
+                probed = pipe.scheduler.timesteps[: 2 if steps or residual else 1]
+                for kind, timestep in zip(plan, probed, strict=False):
+                    costs[Kind(stage, kind.computed, kind.attention)] = call(timestep)
     return costs
 
 
