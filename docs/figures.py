@@ -259,10 +259,12 @@ def draw(shown: dict[str, Any], path: Path) -> None:
     lines = {name: np.array(sorted(of.values())) for name, of in shown["samplers"].items()}
     for (name, line), style in zip(lines.items(), ("-o", "--s"), strict=True):
         axes.plot(*line.T, style, color="#444444", ms=5, zorder=2, label=f"plain {name}, fewer steps")
-        few, many = min(shown["samplers"][name], key=int), max(shown["samplers"][name], key=int)
-        for steps in (few, many):
-            place = shown["samplers"][name][steps]
-            axes.annotate(f"{steps}", place, (0, 7), textcoords="offset points", ha="center", color="#444444")
+    of_first = next(iter(shown["samplers"].values()))
+    for steps in (min(of_first, key=int), max(of_first, key=int)):
+        place, shift = max((of[steps] for of in shown["samplers"].values()), key=lambda at: at[1]), (0, 9)
+        axes.annotate(
+            f"{steps} steps", place, shift, textcoords="offset points", ha="center", color="#444444"
+        )
     seconds = np.linspace(
         max(line[0, 0] for line in lines.values()), min(line[-1, 0] for line in lines.values())
     )

@@ -13,7 +13,7 @@ from agentsd_eval.pages import cost_table, quality_table, report, rows
 RESULTS = Path(__file__).parents[1] / "eval" / "results"
 GOLDEN = Path(__file__).parent / "golden"
 RUNS = {"table": "benchmark-64-demo", "latency": "latency-sd15-512-cpu"}
-SHOWN = ("baseline", "baseline@12", "step-caching", "paper", "tomesd", "real/real")
+SHOWN = ("baseline", "baseline@12", "fast", "paper", "agentsd", "tomesd", "real/real")
 """Methods of those runs that the golden files hold."""
 
 
