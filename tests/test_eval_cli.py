@@ -118,13 +118,13 @@ def test_a_second_run_goes_on_with_another_ratio(run: Path, model_folder: str, p
         "--methods", "agentsd", "--ratios", 0.5, "--ratios", 0.25, "--steps", 3, "--images", 5,
         "--batch-size", 2, "--out", run,
     )  # fmt: skip
-    after = {r["key"]: r for r in map(json.loads, (run / "table.jsonl").read_text().splitlines()[:-1])}
+    after = {r.get("label"): r for r in map(json.loads, (run / "table.jsonl").read_text().splitlines()[:-1])}
     old = json.loads(before[2])
-    assert after["agentsd-r0.5-sdpa"]["fd"] == old["fd"]
-    assert after["agentsd-r0.5-sdpa"]["seconds"] == old["seconds"]
-    assert after["agentsd-r0.5-sdpa"]["speedup"] == old["speedup"]
+    assert after["agentsd r=0.5"]["fd"] == old["fd"]
+    assert after["agentsd r=0.5"]["seconds"] == old["seconds"]
+    assert after["agentsd r=0.5"]["speedup"] == old["speedup"]
     # another process made it at another time: its speed-up is over the baseline's batches timed again
-    assert after["agentsd-r0.25-sdpa"]["speedup_batches"] == 3
+    assert after["agentsd r=0.25"]["speedup_batches"] == 3
     (run / "table.jsonl").write_text("\n".join(before) + "\n")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -69,7 +70,17 @@ def test_a_mode_can_stand_in_the_name(pipe: Any) -> None:
     varied = replace(parse_method("agentsd", 0.5, SETTINGS), agent=(("k", 0.1),))
     with varied.applied(pipe):
         assert pipe.unet._agentsd.recipe == AGENTSD.with_settings(ratio=0.5, k=0.1)
-    assert varied.key == "agentsd-r0.5-k0.1-sdpa"
+    assert re.fullmatch("agentsd-r0.5-k0.1-[0-9a-f]{8}-sdpa", varied.key)
+
+
+def test_images_of_a_modes_other_recipe_are_not_taken_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under an earlier version's key they would be found again, and stand in the new one's row."""
+    before = [
+        parse_method(name, 0.4, SETTINGS).key for name in ("fast", "fast@9", "fast+deepcache", "tomesd")
+    ]
+    monkeypatch.setitem(MODES, "fast", Recipe(steps=StepCache(3)))
+    after = [parse_method(name, 0.4, SETTINGS).key for name in ("fast", "fast@9", "fast+deepcache", "tomesd")]
+    assert [one != other for one, other in zip(before, after, strict=True)] == [True, True, True, False]
 
 
 @pytest.mark.parametrize(("backend", "kind"), [("sdpa", AttnProcessor2_0), ("unfused", AttnProcessor)])

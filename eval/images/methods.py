@@ -59,8 +59,8 @@ class Method:
         if self.ratio is not None:
             words.append(f"r{self.ratio:g}")
         words += [f"{key}{value}" for key, value in self.agent if value != _DEFAULTS.get(key)]
-        if self.recipe is not None:
-            words.append(_hash(repr(self.recipe.to_mapping()).encode()))
+        for recipe in self._recipes:  # of a mode, too: another version's may be another
+            words.append(_hash(repr(recipe.to_mapping()).encode()))
         if self.folder is not None:
             words.append(_content(self.folder))
         words.append(self.backend)
@@ -86,10 +86,13 @@ class Method:
     @property
     def within_a_call(self) -> bool:
         """Whether what it saves shows in one U-Net call: no call is left out."""
-        recipes = [MODES[part] for part in self.parts if part in MODES]
-        recipes += [self.recipe] if self.recipe else []
-        calls_left_out = any(recipe.steps for recipe in recipes)
+        calls_left_out = any(recipe.steps for recipe in self._recipes)
         return not self._numbered and (self.steps, self.scheduler) == (None, None) and not calls_left_out
+
+    @property
+    def _recipes(self) -> list[Recipe]:
+        own = [self.recipe] if self.recipe else []
+        return [MODES[part] for part in self.parts if part in MODES] + own
 
     @property
     def _numbered(self) -> list[tuple[str, int]]:
