@@ -44,19 +44,20 @@ def test_launches_of_each_kind_of_call(unet):
     symbols, counts = run(unet, Recipe(steps=StepCache(2, correct=False)), 8)
     assert symbols == "FfFfFfFf"
     assert counts[-2].total() == BASELINE + 1  # a state kept
-    assert counts[-1].total() == LAST_LAYERS + 1  # a line
+    assert counts[-1].total() == LAST_LAYERS + 2  # a line
 
 
 @pytest.mark.parametrize("cached", [1, 2])
 def test_launches_of_a_correction(unet, cached):
-    """The last layers once more for each cached step, and a few."""
+    """The last layers once more, however many steps were cached, and a few for each."""
     symbols, counts = run(unet, Recipe(steps=StepCache(cached + 1)), 2 * cached + 3)
     assert symbols == "F" + 2 * ("f" * cached + "F")
-    assert counts[-2].total() == LAST_LAYERS + 3  # a line; the latent and the output cloned
-    # One state kept; for each cached step a line, and subtracted. An error of the latent is a term for each
-    # error before, and a sum: in the second cached step's output, in the own one, and in what mends it.
+    assert counts[-2].total() == LAST_LAYERS + 4  # a line; the latent and the output cloned
+    # One state kept; a parabola, and how the output changes on it; for each cached step its share of that,
+    # added, and subtracted. An error of the latent is a term for each error before, and a sum: in the second
+    # cached step's output, in the own one, and in what mends it.
     errors = sum(n + 1 for n in range(1, cached)) + 2 * (cached + 1)
-    assert counts[-1].total() == BASELINE + 1 + cached * (LAST_LAYERS + 2) + errors
+    assert counts[-1].total() == BASELINE + 1 + LAST_LAYERS + 3 + 1 + 3 * cached + errors
 
 
 @pytest.mark.parametrize("order", [0, 1])

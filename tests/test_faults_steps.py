@@ -110,9 +110,9 @@ def test_a_list_that_is_walked_in_another_order(order):
     asked = ORDERS[order](scheduler.timesteps)
     made = loop(unet, scheduler, asked)
     baseline = loop(make_unet(), scheduler, asked)
-    # A list of its own is a run of its own, in whatever order: its first four steps are computed.
+    # A list of its own is a run of its own, in whatever order: its first three steps are computed.
     # Numbers that are on no known list stay whole.
-    assert same(made[:4], baseline[:4])
+    assert same(made[:3], baseline[:3])
     assert order != "from the middle, then the start" or same(made, baseline)
 
 
