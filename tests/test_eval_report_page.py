@@ -58,7 +58,7 @@ def test_the_headline_has_the_gain_and_the_loss(page: Any) -> None:
     said = page.inner_text(".headline")
     assert re.search(
         r": \d\.\d\dx as fast as baseline .* perceptual distance .*\d\); "
-        r"gain over fewer steps [<> ]*\d\.\d\d \(",
+        r"gain over the best plain sampler [<> ]*\d\.\d\d \(",
         said,
     )
     assert said.endswith(") by MACs.")
@@ -116,11 +116,11 @@ def test_the_first_column_stays_in_sight(page: Any) -> None:
 
 
 def test_a_method_that_is_left_out_is_seen_nowhere(page: Any) -> None:
-    seen = page.locator("[data-row='row-paper_20_r_3d_0_2e_4'], g[id^='row-paper_20_r_3d_0_2e_4-']")
+    seen = page.locator("[data-row='row-agentsd_20_r_3d_0_2e_4'], g[id^='row-agentsd_20_r_3d_0_2e_4-']")
     before = [one.is_visible() for one in seen.all()]
     assert sum(before) > 6
     page.locator("summary").click()
-    box = page.get_by_role("checkbox", name="paper r=0.4", exact=True)
+    box = page.get_by_role("checkbox", name="agentsd r=0.4", exact=True)
     box.uncheck()
     assert not any(one.is_visible() for one in seen.all())
     box.check()
