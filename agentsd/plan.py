@@ -42,7 +42,7 @@ class StepCache:
             none is less than `interval`. The last step but one is then not passed over, as what follows the
             last computed step is not corrected. None leaves all at `interval`.
         layers: how many last layers a cached step computes.
-        correct: cached steps are corrected, where a step of the run's scheduler is one call.
+        correct: cached steps are corrected, where the response of the run's sampler is known.
 
     Raises:
         TypeError, ValueError: a setting has a wrong type or value.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import replace
 from typing import Any
@@ -10,12 +11,14 @@ import pytest
 import torch
 from agentsd_eval.errors import EvalError
 from agentsd_eval.images.methods import (
+    SAMPLERS,
     Method,
     check_schedulers,
     expand,
     fewer,
     parse_method,
 )
+from agentsd_eval.images.models import scheduler_like
 from agentsd_eval.images.other_packages import finest_attention_downsample
 from agentsd_eval.images.prompts import from_prompts
 from agentsd_eval.images.sampling import sample as images_of_method
@@ -250,6 +253,26 @@ def test_a_method_under_another_sampler(pipe: Any) -> None:
         assert not pipe.scheduler.config.use_karras_sigmas  # whatever the run has
     with pytest.raises(EvalError, match=r"after the / stands a sampler, one of plms"):
         parse_method("fast/dmp", None, settings)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_sampler_is_the_same_whichever_the_run_has(name: str) -> None:
+    """Stepped through 8 steps, made of the model's own scheduler and of each other sampler."""
+
+    def stepped(scheduler: Any) -> torch.Tensor:
+        scheduler.set_timesteps(8)
+        noise = {"generator": torch.Generator().manual_seed(0)}
+        more = noise if "generator" in inspect.signature(scheduler.step).parameters else {}
+        latent = torch.linspace(-1, 1, 64).view(1, 1, 8, 8)
+        for t in scheduler.timesteps:
+            output = torch.sin(scheduler.scale_model_input(latent, t))
+            latent = scheduler.step(output, t, latent, return_dict=False, **more)[0]
+        return latent
+
+    own = PNDMScheduler(**BETAS)
+    expected = stepped(scheduler_like(own, name))
+    for other in SAMPLERS:
+        assert torch.equal(stepped(scheduler_like(scheduler_like(own, other), name)), expected), other
 
 
 def test_plain_rows_of_other_samplers() -> None:

@@ -24,20 +24,21 @@ from agentsd.dreambooth.pretrained import load_pretrained
 from ..errors import EvalError
 from ..settings import Settings
 
+_KARRAS = {"use_karras_sigmas": True}
+_DPM = {"algorithm_type": "dpmsolver++", "solver_order": 2}
+_SA = {"algorithm_type": "data_prediction", "tau_func": lambda timestep: 0}
+# Each names all that it goes by: what it leaves out is the other scheduler's whose noise schedule it takes.
 _SCHEDULERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "plms": (PNDMScheduler, {"skip_prk_steps": True}),
-    "ddim": (DDIMScheduler, {}),
+    "ddim": (DDIMScheduler, {"clip_sample": False}),
     "ddpm": (DDPMScheduler, {"clip_sample": False}),
     "euler": (EulerDiscreteScheduler, {"use_karras_sigmas": False}),
-    "dpm++": (DPMSolverMultistepScheduler, {"algorithm_type": "dpmsolver++", "use_karras_sigmas": False}),
-    "dpm++karras": (
-        DPMSolverMultistepScheduler,
-        {"algorithm_type": "dpmsolver++", "use_karras_sigmas": True},
-    ),
-    "dpm++3karras": (DPMSolverMultistepScheduler, {"solver_order": 3, "use_karras_sigmas": True}),
-    "unipckarras": (UniPCMultistepScheduler, {"solver_order": 2, "use_karras_sigmas": True}),
-    "deiskarras": (DEISMultistepScheduler, {"solver_order": 2, "use_karras_sigmas": True}),
-    "sasolverkarras": (SASolverScheduler, {"tau_func": lambda timestep: 0, "use_karras_sigmas": True}),
+    "dpm++": (DPMSolverMultistepScheduler, {**_DPM, "use_karras_sigmas": False}),
+    "dpm++karras": (DPMSolverMultistepScheduler, _DPM | _KARRAS),
+    "dpm++3karras": (DPMSolverMultistepScheduler, _DPM | _KARRAS | {"solver_order": 3}),
+    "unipckarras": (UniPCMultistepScheduler, {"solver_order": 2} | _KARRAS),
+    "deiskarras": (DEISMultistepScheduler, {"algorithm_type": "deis", "solver_order": 2} | _KARRAS),
+    "sasolverkarras": (SASolverScheduler, _SA | _KARRAS),
 }
 """Those with a number in their name are of that order; SA-Solver is without its noise (tau = 0)."""
 
