@@ -21,6 +21,7 @@ from agentsd import apply_agentsd
 from agentsd.recipe import AGENTSD
 
 SHARED = {"attention": {"downsample": {"stride": 2}}, "residual": {"interval": 3}}
+BOTH = SHARED | {"residual": {"interval": 2}, "steps": {"interval": 2}}  # computed and cached steps share
 TIMESTEPS = [float(t) for t in range(975, -25, -40)]
 
 
@@ -70,14 +71,17 @@ def test_every_kind_of_a_run_has_a_price(monkeypatch: pytest.MonkeyPatch) -> Non
         priced.Stopwatch, "__exit__", lambda self, *e: setattr(self, "seconds", Seconds(1, 1))
     )
     settings = PricedSettings(
-        steps=25, scheduler="dpm++karras", arch="sd15", named={"shared": {"recipe": SHARED}}
+        steps=25,
+        scheduler="dpm++karras",
+        arch="sd15",
+        named={"shared": {"recipe": SHARED}, "both": {"recipe": BOTH}},
     )
     pipe = load(settings)
-    names = ["baseline", "baseline@12", "agentsd", "deepcache-3", "fast", "shared"]
+    names = ["baseline", "baseline@12", "agentsd", "deepcache-3", "fast", "shared", "both"]
     methods = [parse_method(name, 0.4, settings) for name in names]
     seconds = priced.priced(pipe, methods, Case("priced", 64, 1), settings)
     calls = sum(calls_of(STEP_CACHING, TIMESTEPS).values())
-    assert [one.cpu for one in seconds] == [26, 13, 26, 26, calls + 1, 26]
+    assert [one.cpu for one in seconds] == [26, 13, 26, 26, calls + 1, 26, 25 + 12 + 1]
 
 
 def test_what_is_not_priced_is_refused() -> None:
