@@ -107,9 +107,10 @@ def note(found: Recipe) -> str:
     ]
     if validation["beaten_by_fewer_steps"]:
         to = "reference" if "reference_distance" in validation else "baseline"
-        most = max(row["steps"] for row in validation["fewer_steps"])
+        name = "reference_distance" if to == "reference" else "distance"
+        nearest = min(validation["fewer_steps"], key=lambda row: row[name])
         lines.append(
-            f"Fewer plain steps end nearer to the {to} at this cost: use {most} steps of the better sampler."
+            f"Fewer steps without a recipe end nearer to the {to} at this cost: use the {fewer(nearest)}."
         )
     held_out = "held-out prompts" if validation["held_out"] else "of the prompts that it was chosen by"
     lines.append(f"Measured on {validation['prompts']} {held_out}. Chosen on:")
