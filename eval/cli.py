@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -19,11 +20,11 @@ from .presets import load_settings, presets
 COMMANDS: dict[str, tuple[type[s.CommandSettings], str]] = {
     "compare": (s.CompareSettings, "studies.compare"),
     "table": (s.RunSettings, "studies.table"),
-    "ablate": (s.AblateSettings, "studies.ablate"),
     "check": (s.CheckSettings, "studies.check"),
     "calibrate": (s.CalibrateSettings, "studies.calibration"),
     "subject": (s.SubjectSettings, "studies.subject"),
     "latency": (s.LatencySettings, "studies.latency"),
+    "fid": (s.FidSettings, "studies.fid"),
     "report": (s.ReportSettings, "pages.report"),
     "app": (s.AppSettings, "studies.app"),
 }
@@ -71,6 +72,7 @@ def _run(kind: type[s.CommandSettings], module: str, config: str | None = None, 
         for library in ("DIFFUSERS", "TRANSFORMERS"):
             os.environ.setdefault(f"{library}_VERBOSITY", "error")
         settings = load_settings(kind, config, settings_of(options))
+        settings._command = shlex.join(typed(kind, config, options))
         job = importlib.import_module(f".{module}", __package__)
         for library in ("diffusers", "transformers"):
             if library in sys.modules:
@@ -95,6 +97,20 @@ def _run(kind: type[s.CommandSettings], module: str, config: str | None = None, 
         message += "choose a smaller batch or size, or --dtype float16"
     click.echo(message, err=True)
     raise SystemExit(code)
+
+
+def typed(kind: type[s.CommandSettings], config: str | None, options: Mapping[str, Any]) -> list[str]:
+    """Return the words of the command that is running, the program's own first."""
+    words = click.get_current_context().command_path.split()
+    for key, value in options.items():
+        name = f"--{key.replace('_', '-')}"
+        if isinstance(value, bool):
+            words.append(name if value else f"--no-{name[2:]}")
+        elif isinstance(value, tuple):
+            words += [word for one in value for word in (name, one)]
+        elif value is not None:
+            words += [value] if kind.model_fields[key].is_required() else [name, value]
+    return words if config is None else [*words, "--config", config]
 
 
 def explain_missing(error: ModuleNotFoundError) -> str:

@@ -2,9 +2,7 @@
 
 import os
 import platform
-import shlex
 import subprocess
-import sys
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,13 +17,20 @@ _PACKAGES = ("agentsd", "torch", "diffusers", "transformers", "tomesd", "DeepCac
 
 def describe_run(settings: CommandSettings, device: torch.device) -> dict[str, Any]:
     """Return the environment, and beside it the command and its settings."""
-    is_study = Path(sys.argv[0]).parent.name == "research"
-    program = ["python", "-m", "agentsd_eval.research"] if is_study else ["agentsd-eval"]
     return {
-        "command": shlex.join([*program, *sys.argv[1:]]),
+        "command": command_of(settings),
         **describe_environment(device),
         "settings": settings.model_dump(mode="json", exclude={"out"}),
     }
+
+
+def command_of(settings: CommandSettings) -> str:
+    """Return the command that the settings came from; for a call from Python the settings themselves."""
+    if not settings._command:
+        return repr(settings)
+    if (processes := os.environ.get("WORLD_SIZE", "1")) == "1":
+        return settings._command
+    return settings._command.replace("python", f"accelerate launch --num_processes {processes}", 1)
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:

@@ -74,9 +74,10 @@ def write_bytes(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         neighbour.replace(path)
     except OSError as error:
+        raise explain_os_error(error, path) from error
+    finally:  # of Ctrl-C, too
         with suppress(OSError):  # its folder may not be one
             neighbour.unlink(missing_ok=True)
-        raise explain_os_error(error, path) from error
 
 
 def save_image(image: Image.Image, path: Path) -> None:

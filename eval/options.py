@@ -12,12 +12,12 @@ import click
 from .settings import CommandSettings
 
 GROUPS = {
-    "Arguments": "what folder first second",
+    "Arguments": "folder first second",
     "Model": "model dtype device arch backend backends compile",
     "Sampling": "prompt prompts classes scheduler steps guidance_scale height width sizes "
     "seed images batch_size batches",
-    "Methods": "methods ratio ratios fewer_steps samplers calibrated ablate_ratio ablate_values recipe",
-    "References": "reference references reference_steps other_seeds features clip dino",
+    "Methods": "methods ratio ratios fewer_steps samplers calibrated recipe",
+    "References": "reference references reference_steps features clip dino",
     "Output and measurement": "",
 }
 """Settings under each head of a command's help; the last one has the others."""

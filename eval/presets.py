@@ -116,6 +116,8 @@ def _explain(kind: type[BaseModel], path: Path | None, typed: set[str], error: V
     """Return a line for each wrong setting, by the name that it was given under: an option or a key."""
     lines = []
     for problem in error.errors():
+        if problem["type"] == "default_factory_not_called":  # of a default that hangs on a wrong setting
+            continue
         first, *within = map(str, problem["loc"] or ("",))
         option = first in typed and not kind.model_fields[first].is_required()
         name = f"--{first.replace('_', '-')}" if option else first

@@ -6,26 +6,57 @@ Nothing heavy is imported before a setting is checked.
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    DirectoryPath,
+    Field,
+    FilePath,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
 
-from .names import is_method
+from .names import Sampler, is_method, read
 
 if TYPE_CHECKING:
     from agentsd import Recipe
 
 Backend = Literal["sdpa", "unfused"]
-_OnKarrasLevels = Literal["dpm++karras", "dpm++3karras", "unipckarras", "deiskarras", "sasolverkarras"]
-Sampler = Literal["plms", "ddim", "ddpm", "euler", "dpm++", _OnKarrasLevels]
 Scheduler = Literal["model", Sampler]
 FeatureName = Literal["efficientnet-lite0", "inception"]
 Scope = Literal["forward", "pipeline", "training"]
 Ratio = Annotated[float, Field(ge=0, le=0.75)]
 DType = Literal["float32", "float16", "bfloat16"]
 OneRatio = Annotated[Ratio, Field(description="Share of the tokens that is merged.")]
+
+
+def _found(name: str) -> str:
+    """Check the name of a model: the toy model's, a folder, or a hub id."""
+    if name != "demo" and not Path(name).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        raise ValueError("there is no such folder, and it is no hub id (OWNER/NAME); 'demo' is the toy model")
+    return name
+
+
+def _there(name: str) -> str:
+    """Check a device's name, as far as it can be without torch."""
+    if not re.fullmatch(r"[a-z]+(:\d+)?", name):
+        raise ValueError("name a device as torch does, such as cpu, cuda or cuda:1")
+    drivers = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA's, AMD's, Windows' for its Linux
+    if name.startswith("cuda") and sys.platform == "linux" and not any(Path(d).exists() for d in drivers):
+        raise ValueError("this machine has no CUDA device; use cpu")
+    return name
+
+
+Model = Annotated[str, AfterValidator(_found)]
+Device = Annotated[str, AfterValidator(_there)]
 Methods = Annotated[
     tuple[str, ...],
     Field(
@@ -43,7 +74,10 @@ PlainSamplers = Annotated[
     Field(description="Baseline's rows under these, too. Gain is then against the best of all of them."),
 ]
 Steps = Annotated[int, Field(ge=1, le=1000, description="Denoising steps.")]
-Guidance = Annotated[float, Field(ge=0, description="Guidance scale; 1 or less turns it off.")]
+Guidance = Annotated[
+    float,
+    Field(ge=0, description="Guidance; else 4 for the toy model, 7.5 for others. 1 or less turns it off."),
+]
 SchedulerName = Annotated[Scheduler, Field(description=f"Sampler: {', '.join(Scheduler.__args__)}.")]
 ReferenceSteps = Annotated[
     int | None,
@@ -58,7 +92,8 @@ ReferenceSteps = Annotated[
 class CommandSettings(BaseModel):
     """The settings of a command."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    _command: str = PrivateAttr("")
     hidden: ClassVar[tuple[str, ...]] = ("named",)
     """Settings without an option; YAML may hold them."""
     unused: ClassVar[tuple[str, ...]] = ()
@@ -70,20 +105,25 @@ class CommandSettings(BaseModel):
 
 
 class Settings(CommandSettings):
-    """What every command shares: a model and how it samples (Appendix B.2 of the paper where it speaks)."""
+    """What every command shares: a model and how it samples.
+
+    The defaults are those of all figures that are shown; presets of the paper's tables say theirs.
+    """
 
     has_config: ClassVar[bool] = True
-    model: str = "demo"
+    model: Model = "demo"
     """demo (the toy model), a folder, or a hub id."""
     dtype: DType = "float32"
     """float32, float16 or bfloat16."""
-    device: str | None = None
+    device: Device | None = None
     """cpu, cuda, cuda:1; else the first GPU, or the CPU."""
     backend: Backend = "sdpa"
     """Attention of layers that a method leaves alone."""
-    scheduler: SchedulerName = "plms"
-    steps: Steps = 50
-    guidance_scale: Guidance = 7.5
+    scheduler: SchedulerName = "dpm++karras"
+    steps: Steps = 25
+    guidance_scale: Guidance = Field(
+        default_factory=lambda known: 4.0 if known.get("model") == "demo" else 7.5
+    )
     named: dict[str, dict[str, Any] | Path] = Field(default_factory=dict)
     """More methods by a name of your own: keywords of `agentsd.apply_agentsd`, with `recipe` as it stands in
     a recipe's file; or such a file, or a folder with trained attention. They have no ratio but their own."""
@@ -101,6 +141,12 @@ class Settings(CommandSettings):
             elif not settings.exists():
                 raise ValueError(f"{name}: {settings} isn't there; make it first")
         return named
+
+    @model_validator(mode="after")
+    def _known_methods(self) -> Settings:
+        for text in getattr(self, "methods", ()):
+            read(text, self.named)
+        return self
 
 
 _KEYWORDS = ("ratio", "k", "scale", "early_frac", "seed")
@@ -157,9 +203,6 @@ class ShowSettings(SamplingSettings):
 class CompareSettings(ShowSettings):
     """Make the same images with each method, side by side in one PNG, and print times and differences."""
 
-    scheduler: SchedulerName = "dpm++karras"
-    steps: Steps = 25
-    guidance_scale: Guidance = 4.0
     methods: Methods = ("baseline", "tomesd", "agentsd", "fast")
     fewer_steps: FewerSteps = (0.5,)
     samplers: PlainSamplers = ("unipckarras",)
@@ -174,9 +217,6 @@ class AppSettings(SamplingSettings):
     """Serve a page in the browser: baseline and a recipe side by side, from one seed."""
 
     hidden: ClassVar[tuple[str, ...]] = ("named", "backend")
-    scheduler: SchedulerName = "dpm++karras"
-    steps: Steps = 25
-    guidance_scale: Guidance = 4.0
     prompt: str | None = None
     """The prompt that the page begins with."""
     recipe: str = "fast"
@@ -231,7 +271,6 @@ class CalibrateSettings(ShowSettings):
     """Find the recipe that meets a goal, among the named ones and variations, on your model and prompts."""
 
     resumes: ClassVar[bool] = True
-    steps: Steps = 25
     images: int = Field(3, ge=1)
     """How many prompts, where none is given."""
     held_out: int = Field(0, ge=0)
@@ -258,10 +297,23 @@ class CalibrateSettings(ShowSettings):
         return self
 
 
+class FidSettings(CommandSettings):
+    """Print the FID and KID between two folders of images."""
+
+    first: DirectoryPath
+    """A folder of images."""
+    second: DirectoryPath
+    """Another, such as one of real images."""
+    features: FeatureName = "inception"
+    """Network; inception is that of real FID."""
+    device: Device | None = None
+    """cpu, cuda, cuda:1; else the first GPU, or the CPU."""
+
+
 class ReportSettings(CommandSettings):
     """Write one self-contained HTML page: gain and loss, images under a slider, plots, tables."""
 
-    folder: Path
+    folder: DirectoryPath
     """A run's folder."""
     images: int = Field(12, ge=1)
     """How many seeds' images are shown."""
@@ -270,36 +322,30 @@ class ReportSettings(CommandSettings):
 class RunSettings(SamplingSettings):
     """Make images with each method and ratio, and a row of quality and cost for each (Table 10)."""
 
-    hidden: ClassVar[tuple[str, ...]] = ("named", "ablate_ratio", "ablate_values")
     resumes: ClassVar[bool] = True
-    methods: Methods = ("baseline", "tomesd", "agentsd", "fast")
-    fewer_steps: FewerSteps = (0.8, 0.6, 0.4)
-    samplers: PlainSamplers = ()
-    ratios: tuple[Ratio, ...] = (0.1, 0.2, 0.3, 0.4, 0.5)
+    methods: Methods = ("fast", "fast/unipckarras", "agentsd", "tomesd", "todo", "deepcache-2")
+    fewer_steps: FewerSteps = (0.8, 0.68, 0.56, 0.48, 0.4)
+    samplers: PlainSamplers = ("unipckarras",)
+    ratios: tuple[Ratio, ...] = Field((0.4,), min_length=1)
     """Shares of the tokens that are merged, for every method."""
-    ablate_ratio: OneRatio = 0.5
-    ablate_values: tuple[float, ...] = ()
-    """Values to try; without them, the paper's."""
     images: int = Field(64, ge=2)
     """Images for each row."""
     limit: int | None = Field(None, ge=2)
     """A trial on so many images a row, in OUT-limit-N. It takes as many real images."""
     batch_size: int = Field(8, ge=1)
     """Images made at once. A run may go on with another number."""
-    prompts: Path | None = None
+    prompts: FilePath | None = None
     """A text file, a prompt a line. Without one, the toy model's captions are taken."""
-    classes: Path | None = None
+    classes: FilePath | None = None
     """A text file, a class name a line. Two images of each are asked for by the paper's prompt."""
-    reference: Path | None = None
+    reference: DirectoryPath | None = None
     """A folder of real images; else the toy model's own."""
     references: int = Field(4096, ge=8)
     """Fresh scenes, the toy model's real images."""
-    reference_steps: ReferenceSteps = None
-    other_seeds: bool = False
-    """Compare with the baseline's other seeds, too."""
+    reference_steps: ReferenceSteps = 100
     features: FeatureName = "efficientnet-lite0"
     """Network of FD and KID; inception is that of real FID."""
-    clip: str | None = None
+    clip: Model | None = None
     """A CLIP model (folder or hub id) for the CLIP score."""
     out: Path = Path("runs/default")
     """The run's folder. The same folder resumes it."""
@@ -318,14 +364,6 @@ class RunSettings(SamplingSettings):
         return values if out.name.endswith(mark) else {**values, "out": out.with_name(out.name + mark)}
 
 
-class AblateSettings(RunSettings):
-    """Vary one setting of AgentSD at one ratio, beside the baseline (Tables 11, 12 and 13)."""
-
-    hidden: ClassVar[tuple[str, ...]] = ("named", "methods", "ratios")
-    what: Literal["k", "scale", "early"]
-    """k (Table 11), scale (Table 12) or early (Table 13)."""
-
-
 class CheckSettings(RunSettings):
     """Check the recipes on your own model: baseline, fewer steps and each recipe; a page, and results to
     send.
@@ -333,20 +371,13 @@ class CheckSettings(RunSettings):
     Without --prompts, other models than the toy model get prompts that ship with the program.
     """
 
-    hidden: ClassVar[tuple[str, ...]] = ("named", "ratios", "ablate_ratio", "ablate_values", "fewer_steps")
-    scheduler: SchedulerName = "dpm++karras"
-    steps: Steps = 25
-    methods: Methods = ("agentsd", "fast")
-    samplers: PlainSamplers = ("unipckarras",)
-    ratios: tuple[Ratio, ...] = (0.4,)
-    """Shares of the tokens that are merged, for every method."""
+    hidden: ClassVar[tuple[str, ...]] = ("named", "ratios", "fewer_steps")
     calibrated: tuple[Path, ...] = ()
     """Recipes' files that `calibrate` wrote."""
     images: int = Field(32, ge=2)
     """Images for each row."""
     batch_size: int = Field(4, ge=1)
     """Images made at once."""
-    reference_steps: ReferenceSteps = 100
     out: Path = Path("runs/check")
     """The run's folder. The same folder resumes it."""
 
@@ -356,8 +387,10 @@ class CheckSettings(RunSettings):
         if missing := [str(path) for path in calibrated if not path.exists()]:
             raise ValueError(f"{missing[0]} isn't there; agentsd-eval calibrate makes one")
         names = [path.stem for path in calibrated]
-        if twice := [name for name in names if names.count(name) > 1 or is_method(name)]:
-            raise ValueError(f"{twice[0]!r} is the name of another row: rename the file")
+        if bad := [
+            name for name in names if names.count(name) > 1 or is_method(name) or set("+/@,") & set(name)
+        ]:
+            raise ValueError(f"{bad[0]!r} is another row's name, or holds one of + / @ ,: rename the file")
         return calibrated
 
 
@@ -368,7 +401,7 @@ class SubjectSettings(SamplingSettings):
     scheduler: SchedulerName = "ddim"
     steps: Steps = 20
     ratio: OneRatio = 0.4
-    subject: Path | None = None
+    subject: DirectoryPath | None = None
     """Folder of the subject's images, 2 or more; else the toy one."""
     instance_prompt: str = "an emoji of a sks face"
     """The prompt that the subject is taught under."""
@@ -391,9 +424,9 @@ class SubjectSettings(SamplingSettings):
     other_prompts: int = Field(16, ge=2)
     """Other prompts, one image each for each row. They are captions that the toy model was trained on, for
     other models prompts that ship with the program."""
-    clip: str | None = None
+    clip: Model | None = None
     """A CLIP model (folder or hub id) for CLIP-I and CLIP-T."""
-    dino: str | None = None
+    dino: Model | None = None
     """A DINO model (folder or hub id) for the DINO score."""
     out: Path = Path("runs/subject")
     """The run's folder. The same folder resumes it."""

@@ -1,14 +1,12 @@
 """The methods a row can name: each is applied to a pipeline for the length of a `with` block."""
 
-import difflib
 import hashlib
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 
@@ -16,13 +14,10 @@ from agentsd import Recipe, apply_agentsd, remove_agentsd
 from agentsd.recipe import MODES
 
 from ..errors import EvalError
-from ..names import METHODS, is_method, numbered
-from ..settings import Backend, FewerSteps, Sampler, Settings, recipe_of
+from ..names import numbered, read
+from ..settings import Backend, FewerSteps, Settings, recipe_of
 from .models import sampler, scheduler_like
 from .other_packages import OTHER_PACKAGES, Applied, unet_of
-
-SAMPLERS: tuple[str, ...] = get_args(Sampler)
-_DEFAULTS = {"k": 0.075, "scale": -0.15, "early_frac": 0.4}
 
 
 @dataclass(frozen=True)
@@ -32,8 +27,6 @@ class Method:
     parts: tuple[str, ...]
     ratio: float | None = None
     backend: Backend = "sdpa"
-    agent: tuple[tuple[str, Any], ...] = ()
-    """Settings of a recipe that an ablation varies."""
     recipe: Recipe | None = None
     """What a part runs that has a name of the user's own."""
     folder: Path | None = None
@@ -54,11 +47,10 @@ class Method:
 
     @property
     def key(self) -> str:
-        """A folder name that differs wherever the images may differ; a setting's default goes unsaid."""
+        """A folder name that differs wherever the images may differ."""
         words = [self.name.replace("/", "@")]
         if self.ratio is not None:
             words.append(f"r{self.ratio:g}")
-        words += [f"{key}{value}" for key, value in self.agent if value != _DEFAULTS.get(key)]
         for recipe in self._recipes:  # of a mode, too: another version's may be another
             words.append(_hash(repr(recipe.to_mapping()).encode()))
         if self.folder is not None:
@@ -118,26 +110,11 @@ def parse_method(
 
     A method that has no ratio drops it. Raises EvalError on an unknown name.
     """
-    named, slash, other = text.partition("/")
-    if slash and other not in SAMPLERS:
-        raise EvalError(f"{text!r}: after the / stands a sampler, one of {', '.join(SAMPLERS)}")
-    joined, at, count = named.partition("@")
-    if at and not re.fullmatch(r"[1-9]\d{0,2}|1000", count):
-        raise EvalError(f"{text!r}: after the @ stands a number of steps, as in baseline@20")
-    parts = () if joined == "baseline" else tuple(joined.split("+"))
-    known = {*settings.named, *(part for part in parts if is_method(part))} - {"baseline"}
-    if unknown := [part for part in parts if part not in known]:
-        names = [*METHODS, *MODES, *settings.named]
-        near = difflib.get_close_matches(unknown[0], names, 1)
-        meant = f"did you mean {near[0]}? " if near else ""
-        raise EvalError(
-            f"unknown method {unknown[0]!r} in {text!r}; {meant}use {', '.join(names)}, "
-            "a composition such as agentsd+deepcache, or fewer steps such as baseline@20"
-        )
-    kinds = [(numbered(part) or (part,))[0] for part in parts]
-    beside = kinds.count("deepcache")
-    if beside > 1 or len(parts) - beside > 1:
-        raise EvalError(f"{text!r} can't be combined: name one method, and deepcache beside it at most")
+    try:
+        name = read(text, settings.named)
+    except ValueError as error:
+        raise EvalError(str(error)) from None
+    parts, other = name.parts, name.sampler
     mode = next((MODES[part] for part in parts if part in MODES), None)
     if "tomesd" not in parts and not (mode and any(hasattr(part, "ratio") for part in mode.operators)):
         ratio = None
@@ -150,8 +127,8 @@ def parse_method(
         backend or settings.backend,
         recipe=recipe,
         folder=folder,
-        steps=int(count) if at else None,
-        scheduler=other if slash and other != settings.scheduler else None,
+        steps=name.steps,
+        scheduler=None if other == settings.scheduler else other,
     )
 
 
@@ -211,7 +188,7 @@ def _recipe(method: Method, pipe: Any, mode: str | None = None) -> Iterator[Appl
         if mode is None:
             apply_agentsd(pipe, recipe=method.recipe or method.folder)
         else:
-            apply_agentsd(pipe, mode=mode, **ratio, **dict(method.agent))
+            apply_agentsd(pipe, mode=mode, **ratio)
     except (TypeError, ValueError, OSError) as error:
         raise EvalError(f"{method.label}: {error}") from error
     try:

@@ -1,9 +1,7 @@
 """Load the pipeline that a command measures."""
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,9 +41,6 @@ _SCHEDULERS: dict[str, tuple[Any, dict[str, Any]]] = {
 """Those with a number in their name are of that order; SA-Solver is without its noise (tau = 0)."""
 
 
-_HUB_ID = r"\w[\w.-]*/\w[\w.-]*"
-
-
 def find_device(name: str | None) -> torch.device:
     """Return the device of that name, or without one the first CUDA device, or the CPU."""
     if name is None:
@@ -75,11 +70,6 @@ def load_pipeline(settings: Settings) -> Any:
         except FileNotFoundError as error:
             raise EvalError(str(error)) from error
     else:
-        if not Path(settings.model).is_dir() and not re.fullmatch(_HUB_ID, settings.model):
-            raise EvalError(
-                f"can't load the model {settings.model!r}: there is no such folder, and it is no hub id "
-                "(OWNER/NAME); 'demo' is the toy model"
-            )
         try:
             pipe = load_pretrained(AutoPipelineForText2Image, settings.model, dtype).to(device)
         except (OSError, ValueError) as error:

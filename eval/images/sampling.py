@@ -10,6 +10,7 @@ from PIL import Image
 
 from agentsd.apply import handle_of
 
+from ..errors import EvalError
 from ..log import captured
 from ..settings import SamplingSettings
 from .methods import Method
@@ -67,9 +68,12 @@ def initial_latents(pipe: Any, seeds: Sequence[int], height: int, width: int) ->
 
 
 def warm_up(pipe: Any, method: Method, specs: Sequence[ImageSpec], settings: SamplingSettings) -> None:
-    """Make a batch in two steps at most, whose time would hold what is done only once."""
-    few = replace(method, steps=min(method.steps or settings.steps, 2))
-    with captured():  # of two steps neither may be early, and nothing is cached; that means nothing
+    """Make a batch in six steps at most, whose time would hold what is done only once.
+
+    In so many a recipe computes steps and passes over others, each kind for the first time.
+    """
+    few = replace(method, steps=min(method.steps or settings.steps, 6))
+    with captured():  # what is said of so short a run means nothing
         sample(pipe, few, specs, settings)
 
 
@@ -106,4 +110,10 @@ def sample(
             )
         if handle := handle_of(pipe):
             summarise(handle.summary())
+    for spec, image in zip(specs, output.images, strict=True):
+        if all(low == high for low, high in image.convert("RGB").getextrema()):
+            raise EvalError(
+                f"{method.label}, seed {spec.seed}: the image is of one colour: its latents are no numbers; "
+                "try --dtype float32, or another guidance or sampler"
+            )
     return output.images, watch.seconds

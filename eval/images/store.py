@@ -41,6 +41,8 @@ class Entry(BaseModel):
     cpu_seconds: PositiveFloat
     session: str
     """Names the process that made it; times are compared within one only."""
+    maker: str
+    """The number in run.json of the environment (commit, versions, machine) that made it."""
 
 
 Timings = dict[tuple[int, str], Entry]
@@ -68,8 +70,9 @@ class Store:
     def __init__(self, folder: Path, rank: int = 0) -> None:
         self.folder = folder
         self._rank = rank
+        self._maker = ""
 
-    def claim(self, fingerprint: dict[str, Any], environment: dict[str, Any] | None = None) -> None:
+    def claim(self, fingerprint: dict[str, Any], environment: dict[str, Any]) -> None:
         """Mark the folder as a run's, and who makes its images; EvalError names how another run differs."""
         run = run_file.read(self.folder)
         found = run.get("images") or fingerprint
@@ -79,9 +82,9 @@ class Store:
             )
             raise EvalError(f"{self.folder} holds another run's images ({changes}); choose another --out")
         known: dict[str, Any] = run.get("environments", {})
-        if "images" not in run or (environment and environment not in known.values()):
-            new = {str(len(known) + 1): environment} if environment else {}
-            run_file.update(self.folder, images=fingerprint, environments=new)
+        self._maker = next((name for name, one in known.items() if one == environment), str(len(known) + 1))
+        if self._maker not in known:
+            run_file.update(self.folder, images=fingerprint, environments={self._maker: environment})
 
     def path(self, method: Method, index: int) -> Path:
         """Return where an image is, or will be."""
@@ -101,6 +104,10 @@ class Store:
     def timings(self, method: Method) -> Timings:
         """Return when a method's batches were made."""
         return {(entry.batch, entry.session): entry for entry in self._entries(method)}
+
+    def makers(self, method: Method) -> dict[str, str]:
+        """Return the row's figure `makers`: the environments that a method's images were made in."""
+        return {"makers": "+".join(sorted({entry.maker for entry in self._entries(method)}))}
 
     def _entries(self, method: Method) -> Iterator[Entry]:
         for manifest in sorted(self.path(method, 0).parent.glob("manifest-*.jsonl")):
@@ -133,6 +140,7 @@ class Store:
                 seconds=seconds.wall,
                 cpu_seconds=seconds.cpu,
                 session=session,
+                maker=self._maker,
             )
             entries.append(entry)
         self._append(method, entries)

@@ -127,6 +127,23 @@ def frontier(rows: Sequence[Row], title: str = "", key: str = "reference_distanc
     return figure
 
 
+def fid_over_time(rows: Sequence[Row], title: str, distance: str) -> Figure:
+    """Return the paper's Fig. 5: each method's FID over its seconds an image, a point a ratio, joined."""
+    figure = Figure(figsize=(8, 5.2), layout="constrained")
+    axes = figure.subplots()
+    shown = [row for row in rows if None not in (row.get("fd"), row.get("seconds"))]
+    series = []
+    for i, method in enumerate(dict.fromkeys(row["method"] for row in shown)):
+        own = sorted((row for row in shown if row["method"] == method), key=lambda row: row["ratio"] or 0)
+        points = [(row["seconds"], row["fd"]) for row in own]
+        names = ["" if row["ratio"] is None else f"{row['ratio']:g}" for row in own]
+        marker, colour = MARKERS[i // 10 % len(MARKERS)], f"C{i % 10}"
+        series.append(Series(method, points, line=True, names=names, colour=colour, marker=marker))
+    draw(axes, series, title=title, xlabel="seconds an image", ylabel=distance)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    return figure
+
+
 def speeds(rows: Sequence[Row], labels: Sequence[str], ids: Sequence[str], clock: str) -> Figure:
     """Return each row's speed-up, with the least and greatest ratio of its rounds, the first row above."""
     figure = Figure(figsize=(8, 0.8 + 0.24 * len(rows)), layout="constrained")

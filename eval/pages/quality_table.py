@@ -1,7 +1,8 @@
 """The tables of a run: distances, fidelity and cost, a row for each method."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import NormalDist
+from typing import Any
 
 from .rows import Column, Row, distance_name, figure, giga, method_text
 
@@ -70,12 +71,12 @@ def gain(key: str) -> Callable[[Row], str]:
     return text
 
 
-def paper_columns(features: str | None) -> list[Column]:
+def paper_columns(features: str | None, scenes: bool) -> list[Column]:
     """Return the columns of the paper's Table 10, in its order; an empty one stands, too."""
     return [
         Column("method", method_name),
         Column("ratio", figure("ratio", "g")),
-        Column(distance_name(features), figure("fd", ".4g")),
+        Column(distance_name(features, scenes), figure("fd", ".4g")),
         Column("s/img", figure("seconds", ".3g")),
         Column("GB/img", figure("memory_per_image", ".2f", "n/a")),
     ]
@@ -87,11 +88,12 @@ def method_name(row: Row) -> str:
     return row_label(row) if ratio is None else row_label(row).replace(f" r={ratio:g}", "", 1)
 
 
-def tables_of(rows: Sequence[Row], features: str | None) -> dict[str, list[Column]]:
-    """Return the columns of each table by its title, the paper's first.
+def tables_of(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, list[Column]]:
+    """Return the columns of each table by its title, the paper's first; `settings` are the run's.
 
     In the others a column without a figure is left out.
     """
+    features, scenes = settings["features"], settings["model"] == "demo"
     on_gpu = any(row.get("memory_per_image") is not None for row in rows)
     tables = {
         "perceptual distance to the same seed's images (95%)": [
@@ -108,18 +110,10 @@ def tables_of(rows: Sequence[Row], features: str | None) -> dict[str, list[Colum
         "distance of distributions": [
             Column("KID x1000 ± s.e.", _kernel),
             Column("KID change", change("kid", ".2f", 1e3)),
-            Column("KID to the baseline's other seeds", change("kid_seeds", ".2f", 1e3)),
-            Column(distance_name(features), figure("fd", ".4g")),
+            Column(distance_name(features, scenes), figure("fd", ".4g")),
             Column("FD change", change("fd", ".3g")),
-            Column("diversity", figure("diversity", ".4f")),
         ],
-        "right concepts": [
-            Column("seen", figure("right_seen", ".1%")),
-            Column("change", change("right_seen", ".1%")),
-            Column("held-out triples", figure("right_heldout_triple", ".1%")),
-            Column("held-out pairs", figure("right_heldout_pair", ".1%")),
-            Column("colour", figure("right_colour", ".1%")),
-            Column("colour change", change("right_colour", ".1%")),
+        "fit to the prompt": [
             Column("CLIP score", figure("clip", ".2f")),
             Column("CLIP change", change("clip", ".2f")),
         ],
@@ -139,7 +133,7 @@ def tables_of(rows: Sequence[Row], features: str | None) -> dict[str, list[Colum
         for title, columns in tables.items()
     }
     others = {title: [first, *columns] for title, columns in filled.items() if len(columns) > 0}
-    return {"the paper's table": paper_columns(features)} | others
+    return {"the paper's table": paper_columns(features, scenes)} | others
 
 
 def _psnr(row: Row) -> str:
@@ -169,16 +163,5 @@ _NOTE = (
 def note(features: str | None) -> str:
     """Return what stands below the tables of a run that was measured by these features."""
     if features == "inception":
-        return _NOTE.format(distances="; FID, KID and diversity are of pytorch-fid's Inception v3")
-    return _NOTE.format(distances=", and so are FD, KID and diversity")
-
-
-def plan(rows: Sequence[Row]) -> str | None:
-    """Return how many images a row needs to show a 2% difference in distance, judged by these rows."""
-    told = [row for row in rows if row.get("images_for_2_percent")]
-    if not told:
-        return None
-    if few := [row["images"] for row in told if row.get("images", FEWEST) < FEWEST]:
-        return f"{min(few)} images a row are too few to judge by: take {FEWEST} at least, 256 for an answer."
-    needed = [row["images_for_2_percent"] for row in told]
-    return f"A 2% difference in FD shows at 95% from about {max(needed)} images a row on."
+        return _NOTE.format(distances="; FID and KID are of pytorch-fid's Inception v3")
+    return _NOTE.format(distances=", and so are FD and KID")

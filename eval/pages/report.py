@@ -27,9 +27,6 @@ _SIDE = 512  # pixels on a side of an image in the page, at most
 _RESULTS = {
     "table": "Methods (Table 10)",
     "check": "The recipes on this model",
-    "ablate-k": "Ablation of k (Table 11)",
-    "ablate-scale": "Ablation of the scale (Table 12)",
-    "ablate-early": "Ablation of the early steps (Table 13)",
     "latency": "Cost alone",
     "subject": "A subject taught with agent attention",
 }
@@ -94,14 +91,14 @@ def _part(folder: Path, name: str, images: int, run: Row) -> dict[str, Any]:
             "tables": [_table(title, rows, columns) for title, columns in tables.items()],
             "image": _data_uri(folder / "subject.png", 1600),
         }
-    tables = quality_table.tables_of(rows, run["settings"]["features"])
+    tables = quality_table.tables_of(rows, run["settings"])
     keys = [
         key for key in ("reference_distance", "baseline_distance") if any(is_placed(row, key) for row in rows)
     ]
     return part | {
         "headline": _gain_and_loss(rows, run.get("clock", "CPU")),
         "tables": [_table(title, rows, columns) for title, columns in tables.items()],
-        "notes": [quality_table.note(run["settings"]["features"]), quality_table.plan(rows)],
+        "notes": [quality_table.note(run["settings"]["features"])],
         "plots": [_svg(frontier(rows, key=key)) for key in keys[:1]],
         "labels": [quality_table.row_label(row) for row in rows],
         "best": quality_table.row_label(best) if (best := _best(rows)) else None,

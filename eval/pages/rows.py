@@ -57,9 +57,12 @@ def method_text(row: Row) -> str:
     return row["method"] if row["ratio"] is None else f"{row['method']} r={row['ratio']:g}"
 
 
-def distance_name(features: str | None) -> str:
-    """Return what the FD on a feature network is called; only Inception's is FID."""
-    return "FID" if features == "inception" else f"FD ({features}, 48 components)"
+def distance_name(features: str | None, scenes: bool = True) -> str:
+    """Return what the FD on a feature network is called; only Inception's is FID.
+
+    `scenes` says that images are the toy model's, whose FD is of the directions in which scenes vary.
+    """
+    return "FID" if features == "inception" else f"FD ({features}{', 48 components' * scenes})"
 
 
 def write_rows(

@@ -193,6 +193,6 @@ def project(features: np.ndarray, basis: np.ndarray) -> np.ndarray:
     return np.asarray(features, np.float64) @ basis.T
 
 
-def frechet_features(features: np.ndarray, network: str) -> np.ndarray:
-    """Return what a FD is of: Inception's features as they are (FID), others in the basis."""
-    return features if network == "inception" else project(features, load_basis())
+def frechet_features(features: np.ndarray, network: str, scenes: bool) -> np.ndarray:
+    """Return what a FD is of: the features; of the toy model's scenes, in the basis made for them."""
+    return project(features, load_basis()) if scenes and network != "inception" else features

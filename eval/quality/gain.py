@@ -39,7 +39,8 @@ class Gain:
 def gain(ours: Array, cost: float, plain: Sequence[Array], costs: Sequence[float]) -> Gain:
     """Return the cost of fewer steps at a method's distance, over its own cost.
 
-    The interval is a paired bootstrap's: seeds are drawn with replacement, for all alike.
+    The interval is a paired bootstrap's: seeds are drawn with replacement, for all alike. A seed at which
+    a row's image is the reference itself (a distance of 0) is in no mean, as in the means that are shown.
 
     Args:
         ours: a method's distances (P,) to the reference images, one a seed.
@@ -47,8 +48,11 @@ def gain(ours: Array, cost: float, plain: Sequence[Array], costs: Sequence[float
         plain: for each number of steps of the same sampler, its distances (P,) for the same seeds.
         costs: what an image of each costs.
     """
-    logs = np.log(np.maximum(np.stack([np.asarray(one) for one in plain]), 1e-12))
-    own = np.log(np.maximum(np.asarray(ours, float), 1e-12))
+    every = np.stack([np.asarray(one, float) for one in (ours, *plain)])
+    if (apart := (every > 0).all(axis=0)).any():
+        every = every[:, apart]
+    own, *rest = np.log(np.maximum(every, 1e-12))
+    logs = np.stack(rest)
 
     def value(picked: Array) -> float:
         return cost_at(np.exp(own[picked].mean()), np.asarray(costs), np.exp(logs[:, picked].mean(1))) / cost

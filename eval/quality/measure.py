@@ -48,14 +48,14 @@ class Metrics:
         network: features of FD and KID.
         stages: features of the perceptual distance.
         clip: the CLIP score, if asked for.
-        reader: what reads the toy model's scenes, if prompts are of scenes.
+        scenes: whether images are the toy model's.
         cache: folder of features.
     """
 
     network: Network
     stages: StageFeatures
     clip: ClipScore | None
-    reader: Any
+    scenes: bool
     cache: Path
 
     def features(self, images: Sequence[Image.Image] | Sequence[Path]) -> np.ndarray:
@@ -64,21 +64,16 @@ class Metrics:
 
     def projected(self, features: np.ndarray) -> np.ndarray:
         """Return what a FD is of."""
-        return frechet_features(features, self.network.name)
+        return frechet_features(features, self.network.name, self.scenes)
 
 
-def load_metrics(settings: RunSettings, asked: Sequence[ImageSpec], device: torch.device) -> Metrics:
+def load_metrics(settings: RunSettings, device: torch.device) -> Metrics:
     """Return the networks of the settings. Raises EvalError if one can't be loaded."""
-    reader = None
-    if asked and all(spec.triple is not None for spec in asked):
-        from .scenes import scene_reader
-
-        reader = scene_reader(device)
     return Metrics(
         load_network(settings.features, device),
         StageFeatures(device),
         ClipScore(settings.clip, device) if settings.clip else None,
-        reader,
+        settings.model == "demo",
         settings.out / "features",
     )
 
@@ -88,6 +83,7 @@ class RealFeatures:
     """Features (M, D) of real images, and their Gaussian and kernel sums."""
 
     features: np.ndarray
+    frechet: metrics.Frechet
     gaussian: metrics.Gaussian
     kernels: metrics.KernelSet
 
@@ -95,7 +91,8 @@ class RealFeatures:
 def read_real(real: Real, by: Metrics, report: Callable[[int], Any]) -> RealFeatures:
     """Return the features of real images. `report` is called with the number of images done."""
     features = features_of(by.network, real.images, real.cache, real.crop, report)
-    return RealFeatures(features, metrics.fit(by.projected(features)), metrics.KernelSet(features))
+    shown = by.projected(features)
+    return RealFeatures(features, metrics.Frechet(shown), metrics.fit(shown), metrics.KernelSet(features))
 
 
 class Shown:
@@ -122,13 +119,11 @@ class References:
     Attributes:
         baseline: the baseline's images.
         reference: the baseline's of many steps, or None.
-        other_seeds: the baseline's of the same prompts under other seeds, or None.
         real: real images, or None.
     """
 
     baseline: Shown
     reference: Shown | None = None
-    other_seeds: metrics.KernelSet | None = None
     real: RealFeatures | None = None
 
 
@@ -138,10 +133,9 @@ class Measured:
 
     key: str
     singles: list[Row]
-    diversity: float
+    fd: float | None = None
     frechet: metrics.FrechetSample | None = None
     kid: metrics.KernelDistance | None = None
-    kid_seeds: metrics.KernelDistance | None = None
 
 
 def measure(shown: Shown, asked: Sequence[ImageSpec], beside: References, by: Metrics) -> Measured:
@@ -151,10 +145,9 @@ def measure(shown: Shown, asked: Sequence[ImageSpec], beside: References, by: Me
     return Measured(
         shown.key,
         measure_each(shown, asked, beside, by),
-        metrics.diversity(shown.features),
+        real.frechet.distance(by.projected(shown.features)) if real else None,
         metrics.FrechetSample(by.projected(shown.features), real.gaussian) if real else None,
         kernel(shown.features, real.kernels) if real and enough else None,
-        kernel(shown.features, beside.other_seeds) if beside.other_seeds and enough else None,
     )
 
 
@@ -167,26 +160,20 @@ def measure_each(shown: Shown, asked: Sequence[ImageSpec], beside: References, b
         nothing if beside.reference is None else shown.perceptual.distance(beside.reference.perceptual)
     )
     clip = nothing if by.clip is None else by.clip(shown.images, [spec.prompt for spec in asked])
-    read: Sequence[Row] = [{}] * count
-    if by.reader is not None:
-        from .scenes import read_scenes
-
-        read = read_scenes(shown.images, [p.triple for p in asked if p.triple], by.reader)
     rows = []
     for i, spec in enumerate(asked):
         pair = shown.images[i], beside.baseline.images[i]
-        row: Row = {
+        row = {
             "method": shown.key,
             "index": spec.index,
             "seed": spec.seed,
             "prompt": spec.prompt,
-            "split": spec.triple.split if spec.triple else None,
             "baseline_distance": _number(to_baseline[i]),
             "reference_distance": _number(reference[i]),
             "psnr": None if is_baseline else fidelity.psnr(*pair),
             "clip": _number(clip[i]),
         }
-        rows.append(row | read[i])
+        rows.append(row)
     return rows
 
 
@@ -194,17 +181,13 @@ def row_of(ours: Measured, baseline: Measured) -> Row:
     """Return a row: distances, means over the images, and changes against the baseline of the same seeds."""
     other = None if ours.key == baseline.key else baseline
     count = len(ours.singles)
-    row: Row = {"diversity": ours.diversity}
-    if ours.frechet is not None:
-        everyone = np.arange(count)
-        row["fd"] = ours.frechet.distance(everyone)
-        if other is not None and other.frechet is not None:
-            error = metrics.frechet_difference_error(ours.frechet, other.frechet)
-            row["fd_change"] = row["fd"] - other.frechet.distance(everyone)
-            row["fd_change_error"] = error
-            row["images_for_2_percent"] = metrics.images_needed(row["fd"], error, count)
+    row: Row = {}
+    if ours.fd is not None and ours.frechet is not None:
+        row["fd"] = ours.fd
+        if other is not None and other.fd is not None and other.frechet is not None:
+            row["fd_change"] = ours.fd - other.fd
+            row["fd_change_error"] = metrics.frechet_difference_error(ours.frechet, other.frechet)
     row |= _kernel_row("kid", ours.kid, other and other.kid)
-    row |= _kernel_row("kid_seeds", ours.kid_seeds, other and other.kid_seeds)
     return row | summary_of(ours.singles, other.singles if other else None) | {"images": count}
 
 
@@ -221,7 +204,7 @@ def floor_of(real: RealFeatures, count: int, by: Metrics) -> Row | None:
     for _ in range(_SPLITS):
         picked = random.permutation(len(real.features))[:count]
         some, rest = by.projected(real.features[picked]), by.projected(np.delete(real.features, picked, 0))
-        frechet.append(metrics.FrechetSample(some, metrics.fit(rest)).distance(np.arange(count)))
+        frechet.append(metrics.Frechet(rest).distance(some))
         kernel.append(real.kernels.split_distance(picked))
     return {
         "method": "real/real",

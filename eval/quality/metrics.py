@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import torch
+from torchmetrics.image.fid import FrechetInceptionDistance
 
 Array = np.ndarray
 BLOCK = 1024
@@ -33,17 +35,24 @@ def _blocks(count: int) -> Iterator[slice]:
     return (slice(start, min(start + BLOCK, count)) for start in range(0, count, BLOCK))
 
 
-def frechet_distance(a: Gaussian, b: Gaussian) -> float:
-    """Return |m_a - m_b|^2 + tr(S_a + S_b - 2 (S_a S_b)^(1/2)) (Heusel et al. 2017, Eq. 6).
+class Frechet:
+    """The FID of torchmetrics (Heusel et al. 2017, Eq. 6) to features (M, D) of real images, in float64."""
 
-    The trace of the root is the sum of the roots of the eigenvalues of S_a^(1/2) S_b S_a^(1/2), which
-    is symmetric: no matrix root of a product, so no complex parts.
-    """
-    values, vectors = np.linalg.eigh(a.covariance)
-    root = vectors * np.sqrt(np.clip(values, 0, None))
-    cross = _root_sum(root.T @ b.covariance @ root)
-    mean = float(((a.mean - b.mean) ** 2).sum())
-    return mean + float(np.trace(a.covariance) + np.trace(b.covariance)) - 2 * cross
+    def __init__(self, real: Array) -> None:
+        features = torch.nn.Identity()
+        features.num_features = real.shape[1]
+        self._metric = FrechetInceptionDistance(features, reset_real_features=False).set_dtype(torch.float64)
+        self._update(real, is_real=True)
+
+    def distance(self, features: Array) -> float:
+        """Return the distance of features (N, D), N at least 2."""
+        self._metric.reset()
+        self._update(features, is_real=False)
+        return float(self._metric.compute())
+
+    def _update(self, features: Array, is_real: bool) -> None:
+        for block in _blocks(len(features)):
+            self._metric.update(torch.tensor(features[block], dtype=torch.float64), real=is_real)
 
 
 def _root_sum(symmetric: Array) -> float:
@@ -178,20 +187,7 @@ def standard_error(values: Array) -> float:
     return float(np.std(values, ddof=1) / np.sqrt(len(values)))
 
 
-def images_needed(value: float, error: float, count: int, share: float = 0.02) -> int:
-    """Return how many images would show a difference of `share` of `value` at 95%.
-
-    `error` is the standard error of a difference at `count` images; it shrinks as their root.
-    """
-    return int(np.ceil(count * (Z95 * error / (share * abs(value))) ** 2))
-
-
 def unit(features: Array) -> Array:
     """Return rows of length 1."""
     features = np.asarray(features, dtype=np.float64)
     return features / np.linalg.norm(features, axis=1, keepdims=True)
-
-
-def diversity(features: Array) -> float:
-    """Return the mean squared distance of two images' features (N, D), each brought to length 1."""
-    return float(2 * unit(features).var(axis=0, ddof=1).sum())

@@ -9,13 +9,6 @@ import numpy as np
 from . import metrics
 
 Row = dict[str, Any]
-_SHARES = (
-    ("right", "seen"),
-    ("right", "heldout triple"),
-    ("right", "heldout pair"),
-    ("right_colour", None),
-    ("clip", None),
-)
 
 
 def summary_of(rows: Sequence[Row], baseline: Sequence[Row] | None) -> Row:
@@ -33,9 +26,7 @@ def summary_of(rows: Sequence[Row], baseline: Sequence[Row] | None) -> Row:
         means["psnr"] = float(np.mean(ratios))
     if equal := sum(row.get("psnr") == np.inf for row in rows):
         means["equal_images"] = equal
-    for key, split in _SHARES:
-        means |= _share(rows, baseline, key, split)
-    return means
+    return means | _clip(rows, baseline)
 
 
 def _distance(key: str, values: Sequence[float]) -> Row:
@@ -50,20 +41,13 @@ def _distance(key: str, values: Sequence[float]) -> Row:
     return {name: float(np.exp(middle + sign * half)) for name, sign in zip(names, (0, -1, 1), strict=True)}
 
 
-def _share(rows: Sequence[Row], baseline: Sequence[Row] | None, key: str, split: str | None) -> Row:
-    name = key if split is None else f"{key} {split}".replace(" ", "_")
-    pairs = [
-        (ours[key], theirs[key])
-        for ours, theirs in zip(rows, rows if baseline is None else baseline, strict=True)
-        if split in (None, ours["split"]) and ours.get(key) is not None
-    ]
-    if not pairs:
+def _clip(rows: Sequence[Row], baseline: Sequence[Row] | None) -> Row:
+    """Return the mean CLIP score, and its change against the baseline's."""
+    values = np.array([row["clip"] for row in rows if row.get("clip") is not None])
+    if not len(values):
         return {}
-    values = np.array(pairs, dtype=np.float64)
-    share: Row = {name: float(values[:, 0].mean()), f"{name}_count": len(pairs)}
+    found: Row = {"clip": float(values.mean())}
     if baseline is not None:
-        change = values[:, 0] - values[:, 1]
-        share[f"{name}_change"] = float(change.mean())
-        if len(pairs) > 1:
-            share[f"{name}_change_error"] = metrics.standard_error(change)
-    return share
+        change = values - np.array([row["clip"] for row in baseline])
+        found |= {"clip_change": float(change.mean()), "clip_change_error": metrics.standard_error(change)}
+    return found

@@ -10,7 +10,6 @@ COMMANDS: dict[str, tuple[type[CommandSettings], str]] = {
     "redundancy": (s.RedundancySettings, "research.redundancy"),
     "profile": (s.ProfileSettings, "research.breakdown"),
     "priced": (s.PricedSettings, "research.priced"),
-    "fid": (s.FidSettings, "research.fid"),
     "memory": (s.ComputedSettings, "research.computed_memory"),
     "time": (s.ModelledSettings, "research.modelled_time"),
     "gpu": (s.GpuSettings, "research.gpu"),

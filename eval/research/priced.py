@@ -85,7 +85,7 @@ def recipe_of(method: Method) -> Recipe | None:
             f"{method.label}: a run is priced for the baseline, DeepCache and recipes; "
             "time this one with agentsd-eval latency --scopes pipeline"
         )
-    settings = dict(method.agent) | ({} if method.ratio is None else {"ratio": method.ratio})
+    settings = {} if method.ratio is None else {"ratio": method.ratio}
     return recipe.with_settings(**settings) if recipe and mode and settings else recipe
 
 

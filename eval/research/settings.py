@@ -10,7 +10,6 @@ from pydantic import Field
 from ..settings import (
     CommandSettings,
     CostSettings,
-    FeatureName,
     FewerSteps,
     ReferenceSteps,
     RunSettings,
@@ -79,21 +78,6 @@ class RedundancySettings(ShowSettings):
     """Size of the sample for each layer, step and image, spread over the heads."""
     out: Path = Path("outputs/redundancy")
     """Folder for redundancy.png, .jsonl, .csv and .md."""
-
-
-class FidSettings(CommandSettings):
-    """Measure the FD and KID between two folders of images."""
-
-    first: Path
-    """A folder of images."""
-    second: Path
-    """Another."""
-    features: FeatureName = "inception"
-    """The network; inception is that of real FID."""
-    cache: Path = Path("outputs/features")
-    """Folder for features, computed once."""
-    device: str | None = None
-    """cpu, cuda, cuda:1 ...; without it the first CUDA device, else the CPU."""
 
 
 class DetailsSettings(CommandSettings):

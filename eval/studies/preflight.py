@@ -13,6 +13,7 @@ from ..images.methods import Method
 from ..images.prompts import ImageSpec
 from ..images.sampling import sample
 from ..images.store import Store
+from ..quality.features import image_files
 from ..settings import RunSettings
 
 _PNG = 1.8  # bytes a pixel of a photograph takes as PNG
@@ -21,7 +22,9 @@ _REST = 1e9  # bytes of everything that doesn't grow with the images
 
 
 def check_settings(settings: RunSettings) -> None:
-    """Raise EvalError for settings that would leave the table without what it is for."""
+    """Raise EvalError for a folder without images, and for settings that leave the table without a FID."""
+    if settings.reference is not None:
+        image_files(settings.reference)
     if settings.features == "inception" and settings.model != "demo" and settings.reference is None:
         raise EvalError(
             "features = inception without a reference: there would be no FID; give --reference "

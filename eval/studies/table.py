@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from accelerate import PartialState
 from rich.console import Console
 
+from .. import run_file
 from ..cost.macs import macs
 from ..cost.memory import PipelineMemory, growth
 from ..environment import describe_environment, describe_run
@@ -23,9 +25,9 @@ from ..images.prompts import ImageSpec, note_unknown_words, specs_of
 from ..images.sampling import sample, size_of
 from ..images.store import Store, times_of
 from ..pages import rows as results
-from ..pages.plots import frontier, has_frontier, is_baseline, plot_bytes
-from ..pages.quality_table import note, plan, tables_of
-from ..pages.rows import Row, progress
+from ..pages.plots import fid_over_time, frontier, has_frontier, is_baseline, plot_bytes
+from ..pages.quality_table import note, tables_of
+from ..pages.rows import Row, distance_name, progress
 from ..quality.features import pytorch_fid
 from ..quality.gain import gain
 from ..quality.measure import (
@@ -39,13 +41,9 @@ from ..quality.measure import (
     read_real,
     row_of,
 )
-from ..quality.metrics import KernelSet
 from ..quality.real import load_real
 from ..settings import RunSettings
 from .preflight import check_disk, check_memory, check_settings, measure_memory
-
-OTHERS = 1_000_000
-"""What the seeds and numbers of baseline's other images are ahead by."""
 
 
 def command(settings: RunSettings, console: Console) -> None:
@@ -64,13 +62,15 @@ def show(settings: RunSettings, methods: list[Method], name: str, console: Conso
     rows = run(settings, methods, name, console)
     if not rows:
         return rows
-    for title, columns in tables_of(rows, settings.features).items():
+    for title, columns in tables_of(rows, settings.model_dump()).items():
         console.print(results.to_terminal(title, rows, columns))
     console.print(note(settings.features))
-    if advice := plan(rows):
-        console.print(advice)
     if settings.limit is not None:
         console.print(forecast(rows, settings))
+    if len({row["makers"] for row in rows if row.get("makers")}) > 1:
+        console.print(
+            "The images are not all of one program and machine: `makers` in the rows, and run.json say whose."
+        )
     console.print(f"figures: {settings.out}", soft_wrap=True)
     return rows
 
@@ -79,6 +79,8 @@ def forecast(rows: Sequence[Row], settings: RunSettings) -> str:
     """Return what a trial says of the whole run: its images, and the hours that they take at these speeds."""
     whole = len(specs_of(settings.model_copy(update={"limit": None})))
     timed = [row["seconds"] for row in rows if row.get("seconds") is not None]
+    if settings.reference_steps:
+        timed.append(timed[0] * settings.reference_steps / settings.steps)
     return (
         f"A trial of {rows[0]['images']} images a row, whose figures mean nothing. The whole run, without "
         f"--limit: {whole:,} images a row, {whole * len(timed):,} in all; about "
@@ -122,7 +124,9 @@ def run(settings: RunSettings, methods: list[Method], name: str, console: Consol
         for method, cost, seconds in zip(methods, made.costs, times, strict=True):
             measured = measure(made.shown(method), made.asked, made.references, made.metrics)
             baseline = baseline or measured
-            rows.append(identity(method) | cost | seconds | row_of(measured, baseline))
+            rows.append(
+                identity(method) | cost | seconds | row_of(measured, baseline) | made.store.makers(method)
+            )
             singles += measured.singles
             bars.advance(task)
     add_gain(rows, singles)
@@ -130,14 +134,21 @@ def run(settings: RunSettings, methods: list[Method], name: str, console: Consol
         rows.append(floor)
     rows = [{key: row.get(key) for key in LEADING} | {"features": settings.features} | row for row in rows]
     facts = describe_run(settings, made.device)
-    tables = list(tables_of(rows, settings.features).values())
+    tables = list(tables_of(rows, settings.model_dump()).values())
     results.write_rows(settings.out, name, rows, tables, facts, note(settings.features))
     results.write_singles(settings.out / f"{name}-images.csv", singles)
-    if has_frontier(rows):
-        run = f"{settings.model}, {settings.steps} steps ({settings.scheduler})"
-        plot = frontier(rows, f"{run}, {len(made.asked)} images a row")
-        write_bytes(settings.out / f"{name}.png", plot_bytes(plot))
+    _plot(rows, settings, settings.out / f"{name}.png")
     return rows
+
+
+def _plot(rows: Sequence[Row], settings: RunSettings, path: Path) -> None:
+    """Draw distance over cost; without reference images FID over seconds, as in the paper's Fig. 5."""
+    run = f"{settings.model}, {settings.steps} steps ({settings.scheduler}), {rows[0]['images']} images a row"
+    if has_frontier(rows):
+        write_bytes(path, plot_bytes(frontier(rows, run)))
+    elif any(row.get("fd") is not None for row in rows):
+        named = distance_name(settings.features, scenes=settings.model == "demo")
+        write_bytes(path, plot_bytes(fid_over_time(rows, run, named)))
 
 
 def make(
@@ -160,13 +171,13 @@ def make(
         note_unknown_words(pipe, asked, settings, console)
     height, width = size_of(pipe, settings)
     real = load_real(settings, height, width)
-    metrics = load_metrics(settings, asked, pipe.unet.device)
+    metrics = load_metrics(settings, pipe.unet.device)
     store = Store(settings.out, state.process_index)
     with state.main_process_first():
         store.claim(fingerprint(pipe, asked, settings), describe_environment(pipe.unet.device))
+        known = run_file.read(settings.out).get("costs", {})
     share = Share(state.process_index, state.num_processes)
     reference = replace(methods[0], steps=settings.reference_steps) if settings.reference_steps else None
-    others = other_seeds(asked) if settings.other_seeds else []
     made = [*methods, reference] if reference else methods
     check_disk(store, made, len(asked), height, width)
     check_memory(len(asked), 3 if reference else 2)
@@ -179,18 +190,18 @@ def make(
         if state.is_main_process and costs:
             task = bars.add_task("memory and MACs", total=len(methods))
             for method, row in zip(methods, taken, strict=True):
-                row |= _cost_of_an_image(pipe, method, asked, settings)
+                name = f"{method.key}, batch {settings.batch_size}"
+                row |= known.get(name) or _cost_of_an_image(pipe, method, asked, settings)
+                run_file.update(settings.out, costs={name: row})
                 bars.advance(task)
-        task = bars.add_task("images", total=-(-(len(asked) * len(made) + len(others)) // share.world))
-        for what, of in ((made, asked), (methods[:1], others)):
-            generate(pipe, store, what, of, settings, share, partial(bars.advance, task))
+        task = bars.add_task("images", total=-(-len(asked) * len(made) // share.world))
+        generate(pipe, store, made, asked, settings, share, partial(bars.advance, task))
         state.wait_for_everyone()
     if not state.is_main_process:
         return None
     references = References(
         _shown(methods[0], asked, store, metrics),
         _shown(reference, asked, store, metrics) if reference else None,
-        KernelSet(_shown(methods[0], others, store, metrics).features) if len(others) >= 3 else None,
         read,
     )
     return Made(asked, pipe.unet.device, store, metrics, references, taken)
@@ -198,11 +209,6 @@ def make(
 
 def _shown(method: Method, asked: Sequence[ImageSpec], store: Store, metrics: Metrics) -> Shown:
     return Shown(method.key, Files([store.path(method, spec.index) for spec in asked]), metrics)
-
-
-def other_seeds(asked: Sequence[ImageSpec]) -> list[ImageSpec]:
-    """Return the same prompts with seeds that no image's own can be."""
-    return [replace(one, index=one.index + OTHERS, seed=one.seed + OTHERS) for one in asked]
 
 
 def _process(settings: RunSettings) -> tuple[PartialState, RunSettings]:
@@ -251,15 +257,13 @@ def add_gain(rows: Sequence[Row], singles: Sequence[Row]) -> None:
 
 def identity(method: Method) -> Row:
     """Return which method a row is of."""
-    agent = ", ".join(f"{key}={value}" for key, value in method.agent)
     return {
         "method": method.name,
         "ratio": method.ratio,
         "backend": method.backend,
         "sampler": method.scheduler,
         "key": method.key,
-        "agent": agent or None,
-        "label": f"{method.label}, {agent}" if agent else method.label,
+        "label": method.label,
     }
 
 
