@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     DirectoryPath,
     Field,
@@ -45,12 +46,15 @@ def _found(name: str) -> str:
     return name
 
 
+DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")))
+"""Of CUDA devices on Linux: NVIDIA's, AMD's, and that of Windows for its Linux."""
+
+
 def _there(name: str) -> str:
     """Check a device's name, as far as it can be without torch."""
     if not re.fullmatch(r"[a-z]+(:\d+)?", name):
         raise ValueError("name a device as torch does, such as cpu, cuda or cuda:1")
-    drivers = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA's, AMD's, Windows' for its Linux
-    if name.startswith("cuda") and sys.platform == "linux" and not any(Path(d).exists() for d in drivers):
+    if name.startswith("cuda") and sys.platform == "linux" and not any(map(Path.exists, DRIVERS)):
         raise ValueError("this machine has no CUDA device; use cpu")
     return name
 
@@ -80,11 +84,11 @@ Guidance = Annotated[
 ]
 SchedulerName = Annotated[Scheduler, Field(description=f"Sampler: {', '.join(Scheduler.__args__)}.")]
 ReferenceSteps = Annotated[
-    int | None,
+    Annotated[int, Field(ge=2)] | None,
+    BeforeValidator(lambda given: None if given == "none" else given),
     Field(
-        ge=2,
-        description="Steps of the baseline's reference images. Every row is compared with them; without them "
-        "rows are compared with the baseline's images alone.",
+        description="Steps of the baseline's reference images, or none. Every row is compared with them; "
+        "without them rows are compared with the baseline's images alone.",
     ),
 ]
 

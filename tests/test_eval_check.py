@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 from agentsd_eval.cli import main
-from agentsd_eval.settings import CheckSettings
+from agentsd_eval.presets import load_settings
+from agentsd_eval.settings import CheckSettings, RunSettings
+from agentsd_eval.studies import table
 from agentsd_eval.studies.check import completed, verdict
 from click.testing import CliRunner
 
 from agentsd import Recipe, StepCache
 
-RUN = ("--images", 2, "--steps", 8, "--reference-steps", 10, "--methods", "fast")
+RUN = ("--images", 2, "--steps", 5, "--reference-steps", 8, "--methods", "fast")
 
 
 def invoke(*arguments: object, code: int = 0) -> str:
@@ -35,13 +37,13 @@ def test_one_command_leaves_a_page_and_results_to_send(
     assert "a photograph of a fox in the snow" in page
     text = (out / "check.json").read_text()
     sent = json.loads(text)
-    plain = ["baseline", "baseline@6", "baseline@5", "baseline@3"]
+    plain = ["baseline", "baseline@4", "baseline@3", "baseline@2"]
     others = [f"{name}/unipckarras" for name in plain]
     assert [row["label"] for row in sent["rows"]] == [*plain, *others, "fast", "mine"]
     assert all(row["gain_best_macs"] > 0 for row in sent["rows"])
     assert sent["rows"] == [json.loads(line) for line in (out / "check.jsonl").read_text().splitlines()]
     assert all(row["reference_distance"] >= 0 and row["macs"] > 0 for row in sent["rows"])
-    assert (sent["format"], sent["settings"]["steps"]) == (2, 8)
+    assert (sent["format"], sent["settings"]["steps"]) == (2, 5)
     assert sent["settings"]["model"] == Path(model_folder).name
     assert sent["environment"]["versions"]["agentsd"]
     for private in (str(tmp_path), str(Path(model_folder).parent), "fox"):
@@ -58,6 +60,7 @@ def test_one_command_leaves_a_page_and_results_to_send(
 def test_own_prompts_are_kept_and_the_embedded_model_has_captions(tmp_path: Path) -> None:
     assert completed(CheckSettings()).prompts is None
     own = tmp_path / "prompts.txt"
+    own.touch()
     assert completed(CheckSettings(model="x/y", prompts=own)).prompts == own
     shipped = completed(CheckSettings(model="x/y")).prompts
     assert shipped is not None
@@ -77,6 +80,15 @@ def test_what_gains_over_fewer_steps_is_said() -> None:
     assert verdict([a | b for a, b in zip([*rows, plain], best, strict=True)]).endswith("take fewer steps.")
 
 
+def test_the_rows_are_those_of_the_readmes_table() -> None:
+    benchmark, check = load_settings(RunSettings, "benchmark_64", {}), CheckSettings()
+    assert [m.key for m in table.table_methods(check)] == [m.key for m in table.table_methods(benchmark)]
+    assert (check.reference_steps, check.guidance_scale) == (
+        benchmark.reference_steps,
+        benchmark.guidance_scale,
+    )
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [(None, "mine.json isn't there; agentsd-eval calibrate makes one"), ("[", "mine.json is no recipe")],
@@ -92,8 +104,7 @@ def test_a_wrong_file_is_one_message_before_any_image(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_file_is_not_called_as_a_method_is(tmp_path: Path) -> None:
-    Recipe(steps=StepCache()).save(tmp_path / "fast.json")
-    assert "'fast' is the name of another row: rename the file" in invoke(
-        "--calibrated", tmp_path / "fast.json", code=2
-    )
+@pytest.mark.parametrize("name", ["fast", "a+b"])
+def test_a_file_is_not_called_as_a_method_is(tmp_path: Path, name: str) -> None:
+    path = Recipe(steps=StepCache()).save(tmp_path / f"{name}.json")
+    assert f"{name!r} is another row's name, or holds one of" in invoke("--calibrated", path, code=2)

@@ -50,11 +50,44 @@ def test_compare(model_folder: str, tmp_path: Path) -> None:
 
 def test_an_error_stands_alone(tmp_path: Path) -> None:
     """transformers would advise to install torchvision, which breaks a CPU build of torch."""
-    words = ["table", "--config", "demo", "--reference", tmp_path / "none", "--out", tmp_path]
+    words = ["table", "--reference", tmp_path, "--out", tmp_path / "out"]
     command = [sys.executable, "-m", "agentsd_eval.cli", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"error: .* holds 0 images .*\n", done.stderr)
+
+
+REFUSED = (
+    "table --methods agentsdd",
+    "compare --methods fast/unipc",
+    "table --model ./nofolder",
+    "check --scheduler unipck",
+    "table --config nope",
+    "table --reference /nowhere",
+    "table --clip /nowhere",
+    "compare --steps 0",
+    "check --device toaster!",
+    "fid /nowhere /nowhere",
+)
+
+
+def test_wrong_words_are_refused_before_torch_is_loaded() -> None:
+    """Loading torch and diffusers takes seconds."""
+    code = """
+import sys
+from agentsd_eval.cli import main
+for words in sys.argv[1:]:
+    try:
+        main(words.split(), standalone_mode=False)
+    except SystemExit as ended:
+        assert ended.code == 2, (words, ended.code)
+    else:
+        raise AssertionError(words)
+    assert "torch" not in sys.modules, words
+"""
+    done = subprocess.run([sys.executable, "-c", code, *REFUSED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("wrong settings") == len(REFUSED) - 1  # and a configuration that isn't there
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +98,8 @@ def run(model_folder: str, photographs: Path, tmp_path_factory: pytest.TempPathF
     printed = invoke(
         "table", "--model", model_folder, "--prompts", folder / "prompts.txt", "--reference", photographs,
         "--methods", "agentsd", "--methods", "tomesd+deepcache", "--ratios", 0.5, "--steps", 3, "--images", 5,
-        "--batch-size", 2, "--fewer-steps", 0.4, "--out", folder,
+        "--batch-size", 2, "--fewer-steps", 0.4, "--samplers", "none", "--reference-steps", "none",
+        "--out", folder,
     )  # fmt: skip
     assert "distance of distributions" in printed
     return folder
@@ -116,7 +150,7 @@ def test_a_second_run_goes_on_with_another_ratio(run: Path, model_folder: str, p
     invoke(
         "table", "--model", model_folder, "--prompts", run / "prompts.txt", "--reference", photographs,
         "--methods", "agentsd", "--ratios", 0.5, "--ratios", 0.25, "--steps", 3, "--images", 5,
-        "--batch-size", 2, "--out", run,
+        "--batch-size", 2, "--fewer-steps", "none", "--reference-steps", "none", "--out", run,
     )  # fmt: skip
     after = {r.get("label"): r for r in map(json.loads, (run / "table.jsonl").read_text().splitlines()[:-1])}
     old = json.loads(before[2])
@@ -153,7 +187,8 @@ def test_clip_score_in_the_table(model_folder: str, clip_folder: Path, tmp_path:
     (tmp_path / "prompts.txt").write_text("a cat\n")
     printed = invoke(
         "table", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--methods", "agentsd",
-        "--ratios", 0.5, "--clip", clip_folder, "--steps", 2, "--images", 2, "--out", tmp_path / "run",
+        "--fewer-steps", "none", "--reference-steps", "none", "--clip", clip_folder, "--steps", 2,
+        "--images", 2, "--out", tmp_path / "run",
     )  # fmt: skip
     assert "CLIP score" in (tmp_path / "run" / "table.md").read_text()
     assert "real/real" not in printed
@@ -168,14 +203,13 @@ def test_report_is_one_page_without_links(run: Path) -> None:
     assert "agentsd r=0.5" in page
 
 
-def test_ablate(model_folder: str, tmp_path: Path) -> None:
-    (tmp_path / "prompts.txt").write_text("a cat\n")
-    printed = invoke(
-        "ablate", "k", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--ablate-values", 0,
-        "--ablate-values", 0.1, "--steps", 2, "--images", 2, "--batch-size", 2, "--out", tmp_path / "run",
-    )  # fmt: skip
-    assert "agentsd r=0.5, k=0.1" in printed
-    assert "Fréchet" not in printed  # no real images, no distance
+def test_fid_of_a_folder_and_itself_is_none(
+    photographs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    printed = invoke("fid", photographs, photographs, "--features", "efficientnet-lite0")
+    assert "9 / 9" in printed
+    assert re.search(r" -?0\.000 ", printed)
 
 
 def test_latency(model_folder: str, tmp_path: Path) -> None:
@@ -288,14 +322,12 @@ def test_features_are_kept_under_the_images_content(photographs: Path, tmp_path:
             "unknown method 'tome' in 'tome'; did you mean tomesd? use baseline",
         ),
         (("compare", "--ratio", "0.9"), "--ratio = 0.9: Input should be less than or equal to 0.75"),
-        (("compare", "--model", "/no/such/model"), "can't load the model '/no/such/model': there is no such"),
-        (("compare", "--model", "./nofolder"), "can't load the model './nofolder': there is no such folder"),
-        (("compare", "--device", "cuda:77"), "device 'cuda:77'"),
+        (("compare", "--model", "/no/such/model"), "--model = /no/such/model: there is no such folder"),
+        (("compare", "--device", "cuda:77"), "--device = cuda:77: this machine has no CUDA device; use cpu"),
         (("compare", "--device", "toaster"), "device 'toaster'"),
-        (("ablate", "ratio"), "what = 'ratio': Input should be 'k', 'scale' or 'early'"),
         (("latency", "--arch", "sd3"), "--arch = sd3: Input should be 'sd15' or 'sdxl'"),
         (("table", "--config", "/no/such.yaml"), "can't read the configuration /no/such.yaml"),
-        (("report", "/no/such"), "/no/such holds no results"),
+        (("report", "/no/such"), "folder = '/no/such': Path does not point to a directory"),
     ],
 )
 def test_errors_are_one_message_and_exit_code_2(arguments: tuple[str, ...], message: str) -> None:

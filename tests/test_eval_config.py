@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from agentsd_eval.cli import COMMANDS
-from agentsd_eval.cost import latency
 from agentsd_eval.errors import EvalError
 from agentsd_eval.images.methods import parse_method
 from agentsd_eval.images.prompts import specs_of
 from agentsd_eval.presets import load_settings, presets
-from agentsd_eval.settings import AblateSettings, CompareSettings, LatencySettings, RunSettings
-from agentsd_eval.studies import ablate, table
+from agentsd_eval.settings import CompareSettings, LatencySettings, RunSettings
+from agentsd_eval.studies import table
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+from agentsd.recipe import MODES
 
 
 def write(folder: Path, text: str) -> Path:
@@ -28,7 +26,7 @@ def write(folder: Path, text: str) -> Path:
 def test_command_line_over_yaml_over_defaults(tmp_path: Path) -> None:
     path = write(tmp_path, "steps: 7\nseed: 3\n")
     settings = load_settings(RunSettings, path, {"steps": 9, "seed": None})
-    assert (settings.steps, settings.seed, settings.guidance_scale) == (9, 3, 7.5)
+    assert (settings.steps, settings.seed, settings.guidance_scale) == (9, 3, 4.0)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +40,12 @@ def test_command_line_over_yaml_over_defaults(tmp_path: Path) -> None:
         ("named: {mine: {kk: 1}}", "unknown \\['kk'\\]"),
         ("named: {a+b: {k: 1}}", r"'a\+b' is empty or holds"),
         ("named: {mine: {scale: 0.54}}", "scale=0.54: it is the exponent"),
+        ("guidance_scale: .inf", "guidance_scale = inf: Input should be a finite number"),
+        ("ratios: []", r"ratios = \[\]: Tuple should have at least 1 item"),
+        ("methods: [tome]", "unknown method 'tome' in 'tome'; did you mean tomesd"),
+        ("model: ./nowhere", r"model = './nowhere': there is no such folder, and it is no hub id"),
+        ("reference: ./nowhere", "Path does not point to a directory"),
+        ("device: toaster!", "device = 'toaster!': name a device as torch does"),
         ("height: 100", "height = 100: Input should be a multiple of 8"),
         ("- 1", "holds a list: write `name: value` lines"),
         ("a: [", "not valid YAML"),
@@ -63,43 +67,52 @@ def test_latency_sizes_and_batches_are_whole(key: str, value: tuple[int, ...]) -
         load_settings(LatencySettings, None, {key: value})
 
 
-@pytest.mark.parametrize("name", ["demo", "full", "agents", "table10", "table11", "table12", "table13"])
-def test_presets_are_valid(name: str) -> None:
-    settings = load_settings(RunSettings, CONFIGS / f"{name}.yaml", {})
-    specs = specs_of(settings) if settings.classes else []
-    assert len(specs) in (0, 2000)
-    if name == "table10":
-        assert specs[3].prompt == "A high quality photograph of a goldfish."
-        assert specs[-1].prompt == "A high quality photograph of a toilet tissue."
-        assert [m.label for m in table.table_methods(settings)][-1] == "agentsd r=0.5"
-    for number, what in ((11, "k"), (12, "scale"), (13, "early")):
-        if name == f"table{number}":
-            values = ablate.PAPER_VALUES[what]
-            assert (settings.ablate_values, settings.ratios) == (values, (0.1, 0.2, 0.3, 0.4, 0.5))
-            varied = load_settings(AblateSettings, name, {"what": what})
-            assert len(ablate.ablation_methods(varied)) == 1 + len(values)
-
-
-@pytest.mark.parametrize("name", ["latency_sd15_gpu", "latency_sdxl_gpu", "latency_sd15_runs"])
-def test_presets_of_cost_are_valid(name: str) -> None:
-    settings = load_settings(LatencySettings, CONFIGS / f"{name}.yaml", {})
-    labels = [method.label for method in latency.methods_of(settings)]
-    assert labels[0] == "baseline"
-    assert "agents-then-downsample+deepcache" in labels
+def test_the_papers_presets_are_the_papers() -> None:
+    table10 = load_settings(RunSettings, "table10", {})
+    assert (table10.scheduler, table10.steps, table10.guidance_scale) == ("plms", 50, 7.5)
+    specs = specs_of(table10)
+    assert len(specs) == 2000
+    assert specs[3].prompt == "A high quality photograph of a goldfish."
+    assert specs[-1].prompt == "A high quality photograph of a toilet tissue."
+    methods = table.table_methods(table10)
+    ratios = (0.1, 0.2, 0.3, 0.4, 0.5)
+    rows = [f"{name} r={ratio}" for name in ("tomesd", "agentsd") for ratio in ratios]
+    assert [m.label for m in methods] == ["baseline", *rows]
+    varied = {11: ("k", (0, 0.025, 0.075, 0.15)), 12: ("scale", (-0.5, -0.25, -0.15, -0.05))}
+    for number, (key, values) in (varied | {13: ("early_frac", (0.2, 0.4, 0.6, 0.8))}).items():
+        settings = load_settings(RunSettings, f"table{number}", {})
+        assert specs_of(settings) == specs
+        expected = [MODES["agentsd"].with_settings(ratio=0.5, **{key: value}) for value in values]
+        assert [m.recipe for m in table.table_methods(settings)] == [None, *expected]
 
 
 LISTED = [(name, command) for name, preset in presets().items() for command in preset.commands]
 
 
 @pytest.mark.parametrize(("name", "command"), LISTED)
-def test_each_preset_is_valid_for_each_of_its_commands(name: str, command: str) -> None:
-    word, *given = command.split()
-    kind, _ = COMMANDS[word]
-    made = {"operators": "runs/operators/"}
-    missing = pytest.raises(EvalError, match=rf"{made.get(name)}.* isn't there; make it first")
-    with missing if name in made else nullcontext():
-        settings: Any = load_settings(kind, name, {"what": given[0]} if given else {})
-        if not hasattr(settings, "named"):  # its methods are rows of tables
-            return
-        for method in (*getattr(settings, "methods", ()), "baseline"):
-            assert parse_method(method, 0.4, settings).name == method
+def test_each_preset_is_valid_for_each_of_its_commands(
+    name: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentsd_eval.settings.DRIVERS", (Path("/"),))  # as if there were a GPU
+    settings: Any = load_settings(COMMANDS[command][0], name, {})
+    for method in (*getattr(settings, "methods", ()), "baseline"):
+        assert parse_method(method, 0.4, settings).name == method
+
+
+def test_guidance_is_that_of_the_model() -> None:
+    asked = ({}, {"model": "some/model"}, {"guidance_scale": 3.0})
+    assert [RunSettings(**given).guidance_scale for given in asked] == [4.0, 7.5, 3.0]
+
+
+def test_commands_sample_alike() -> None:
+    sampled = [
+        {
+            key: getattr(COMMANDS[name][0](**({"speedup": 2} if name == "calibrate" else {})), key)
+            for key in KEYS
+        }
+        for name in ("compare", "table", "check", "calibrate", "app")
+    ]
+    assert sampled == [sampled[0]] * len(sampled)
+
+
+KEYS = ("scheduler", "steps", "guidance_scale", "height", "width", "seed")

@@ -16,7 +16,7 @@ from logs import warned
 
 
 def image(psnr: float, distance: float) -> dict[str, Any]:
-    return {"psnr": psnr, "baseline_distance": distance, "split": None}
+    return {"psnr": psnr, "baseline_distance": distance}
 
 
 def test_an_equal_image_is_counted_and_in_no_mean() -> None:
@@ -36,7 +36,19 @@ def test_a_method_that_changes_nothing_has_a_table_and_a_report(model_folder: st
     """Four steps have none to spare, so step caching leaves nothing out."""
     (tmp_path / "prompts.txt").write_text("a cat\n")
     table = ["table", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--methods"]
-    table += ["fast", "--steps", 4, "--fewer-steps", "none", "--images", 2, "--scheduler", "ddim"]
+    table += [
+        "fast",
+        "--steps",
+        4,
+        "--fewer-steps",
+        "none",
+        "--reference-steps",
+        "none",
+        "--images",
+        2,
+        "--scheduler",
+        "ddim",
+    ]
     with warned("nothing is skipped"):
         done = CliRunner().invoke(main, list(map(str, [*table, "--out", tmp_path / "run"])))
     assert done.exit_code == 0, done.output

@@ -26,7 +26,7 @@ from agentsd_eval.pages.rows import Column, figure, to_markdown
 from agentsd_eval.presets import load_settings
 from agentsd_eval.quality.features import Network, features_of
 from agentsd_eval.research.settings import MediatorSettings, ValidationSettings
-from agentsd_eval.settings import AblateSettings, RunSettings
+from agentsd_eval.settings import RunSettings
 from click.testing import CliRunner
 from PIL import Image
 
@@ -94,10 +94,6 @@ def test_a_setting_has_one_name(tmp_path: Path) -> None:
     with pytest.raises(EvalError) as told:
         load_settings(MediatorSettings, None, {"counts": [0]})
     assert str(told.value).splitlines()[1] == "  --counts = 0: Input should be greater than or equal to 1"
-    settings = load_settings(
-        AblateSettings, write(tmp_path, "ablate_ratio: 0.3\nablate_values: [0.1]"), {"what": "k"}
-    )
-    assert (settings.ablate_ratio, settings.ablate_values) == (0.3, (0.1,))
 
 
 def test_rows_that_a_command_has_no_use_for_are_refused(tmp_path: Path) -> None:
@@ -135,7 +131,7 @@ def test_presets_are_found_by_name_from_anywhere(tmp_path: Path, monkeypatch: py
 def test_a_folder_that_is_no_run_of_ours_is_refused(pipe: Any, tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
     with pytest.raises(EvalError, match=r"run.json"):
-        Store(tmp_path).claim(fingerprint(pipe, IMAGES, SETTINGS))
+        Store(tmp_path).claim(fingerprint(pipe, IMAGES, SETTINGS), {})
     assert (tmp_path / "run.json").read_text() == content
 
 
@@ -147,7 +143,7 @@ def test_a_run_knows_its_makers_and_goes_on_with_other_threads_and_batches(pipe:
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:
-        store.claim(fingerprint(pipe, IMAGES, SETTINGS.model_copy(update={"batch_size": 5})))
+        store.claim(fingerprint(pipe, IMAGES, SETTINGS.model_copy(update={"batch_size": 5})), {"commit": "b"})
     finally:
         torch.set_num_threads(before)
 
@@ -157,9 +153,9 @@ def test_a_run_knows_its_makers_and_goes_on_with_other_threads_and_batches(pipe:
     [
         b"[]", b"5", b"null", b"\xff\xfe", b'{"index": 0}',
         b'{"index": "0", "seed": 0, "prompt": "", "sha256": "", "batch": 0, "batch_images": 1, "seconds": 1, '
-        b'"cpu_seconds": 1, "session": "x"}',
+        b'"cpu_seconds": 1, "session": "x", "maker": "1"}',
         b'{"index": 0, "seed": 0, "prompt": "", "sha256": "", "batch": 0, "batch_images": 0, "seconds": 0, '
-        b'"cpu_seconds": 0, "session": "x"}',
+        b'"cpu_seconds": 0, "session": "x", "maker": "1"}',
     ],
 )  # fmt: skip
 def test_odd_lines_of_a_manifest_are_passed_over(pipe: Any, tmp_path: Path, line: bytes) -> None:

@@ -42,6 +42,14 @@ def test_what_is_off_the_curve_says_so(plain):
     assert (far.value, far.beyond) == (pytest.approx(6), "less")
 
 
+def test_a_seed_whose_image_is_the_reference_itself_is_in_no_mean(plain):
+    ours = plain[12] * np.append(0, np.ones(63))
+    rest = [distances[1:] for distances in plain.values()]
+    expected = gain(plain[12][1:], 6.0, rest, list(plain))
+    assert gain(ours, 6.0, list(plain.values()), list(plain)).value == pytest.approx(expected.value)
+    assert gain(0 * ours, 6.0, list(plain.values()), list(plain)).beyond == "more"  # all of them
+
+
 def test_unlike_seeds_widen_the_interval(plain):
     shuffled = np.random.default_rng(1).permutation(plain[12])
     ours = gain(shuffled, 12, list(plain.values()), list(plain))

@@ -23,7 +23,7 @@ def written(name: str, folder: Path) -> dict[str, str]:
     lines = (RESULTS / RUNS[name] / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     some = [row for row in map(json.loads, lines) if row["method"] in SHOWN]
     if name == "table":
-        tables = list(quality_table.tables_of(some, run["settings"]["features"]).values())
+        tables = list(quality_table.tables_of(some, run["settings"]).values())
         note = quality_table.note(run["settings"]["features"])
     else:
         tables, note = [cost_table.columns_of(some, run["clock"])], ""

@@ -32,7 +32,13 @@ def test_the_help_is_a_screen_that_names_every_setting(name: str) -> None:
 
 def test_the_table_s_help_has_groups_and_defaults() -> None:
     text = re.sub(r"\s+", " ", shown("table", "--help"))
-    for part in ("Model: --model", "Methods: --methods", "References: --reference", "[50]", "[0.8,0.6,0.4]"):
+    for part in (
+        "Model: --model",
+        "Methods: --methods",
+        "References: --reference",
+        "[25]",
+        "[0.8,0.68,0.56,0.48,0.4]",
+    ):
         assert part in text
 
 
@@ -44,7 +50,7 @@ def test_the_first_page_names_every_command_whole() -> None:
 def test_the_version_and_the_presets_are_told() -> None:
     assert shown("--version").strip() == f"agentsd-eval {version('agentsd-eval')}"
     result = CliRunner().invoke(main, ["--list-configs"])
-    assert "agentsd-eval ablate k --config full" in result.output
+    assert "agentsd-eval table --config table10" in result.output
 
 
 def test_nothing_heavy_is_loaded_for_the_help() -> None:

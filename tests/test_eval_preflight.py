@@ -174,7 +174,13 @@ def test_memory_comes_before_images_and_its_lack_costs_none(
     monkeypatch.setattr(table, "measure_memory", measured)
     monkeypatch.setattr(table, "generate", made)
     settings = RunSettings(
-        model=model_folder, prompts=prompts, images=2, steps=2, fewer_steps=(), out=tmp_path / "run"
+        model=model_folder,
+        prompts=prompts,
+        images=2,
+        steps=2,
+        fewer_steps=(),
+        reference_steps=None,
+        out=tmp_path / "run",
     )
     rows = table.run(settings, [BASELINE], "table", Console(quiet=True))
     assert order[:2] == ["memory", "images"]

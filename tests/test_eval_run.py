@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from agentsd_demo.scenes import Triple
 from agentsd_eval import files
 from agentsd_eval.errors import EvalError
 from agentsd_eval.images.generate import Share, fingerprint, generate
+from agentsd_eval.images.methods import parse_method
 from agentsd_eval.images.prompts import (
     SHIPPED,
     from_classes,
@@ -31,13 +31,12 @@ from agentsd_eval.images.prompts import (
     specs_of,
     specs_to_show,
 )
-from agentsd_eval.images.sampling import initial_latents, sample, warm_up
-from agentsd_eval.images.store import Store
+from agentsd_eval.images.sampling import Seconds, initial_latents, sample, warm_up
+from agentsd_eval.images.store import Entry, Store, times_of
 from agentsd_eval.pages import quality_table
 from agentsd_eval.pages import rows as results
-from agentsd_eval.research.settings import RedundancySettings
-from agentsd_eval.settings import AblateSettings, CompareSettings, RunSettings
-from agentsd_eval.studies import ablate, table
+from agentsd_eval.settings import CompareSettings, RunSettings
+from agentsd_eval.studies import table
 from logs import warned
 
 IMAGES = from_prompts(["a cat", "a dog"], 7, 10)
@@ -48,7 +47,9 @@ SETTINGS = RunSettings(
     ratios=(0.5,),
     scheduler="model",
     fewer_steps=(),
+    samplers=(),
 )
+MAKER = {"commit": "a"}
 METHODS = table.table_methods(SETTINGS)
 
 
@@ -68,7 +69,7 @@ def fill(pipe: Any, folder: Path, share: Share | None = None, stop_after: int = 
 
     share = share or Share()
     store = Store(folder, share.rank)
-    store.claim(fingerprint(pipe, IMAGES, SETTINGS))
+    store.claim(fingerprint(pipe, IMAGES, SETTINGS), MAKER)
     generate(pipe, store, METHODS, IMAGES, SETTINGS, share, tick)
     return store
 
@@ -123,12 +124,44 @@ def test_a_row_that_joins_later_has_baseline_timed_again(pipe: Any, tmp_path: Pa
 
 
 def test_that_no_step_of_a_warm_up_is_early_goes_unsaid(pipe: Any, caplog: pytest.LogCaptureFixture) -> None:
-    settings = SETTINGS.model_copy(update={"steps": 2})
-    method = replace(table.table_methods(settings)[-1], agent=(("early_frac", 0.2),))
+    settings = SETTINGS.model_copy(update={"steps": 2, "named": {"late": {"early_frac": 0.2}}})
+    method = parse_method("late", None, settings)
     warm_up(pipe, method, IMAGES[:1], settings)
     assert "agentsd: " not in caplog.text
     with warned("no early step"):
         sample(pipe, method, IMAGES[:1], settings)
+
+
+def test_a_row_says_who_made_its_images(pipe: Any, tmp_path: Path) -> None:
+    fill(pipe, tmp_path)
+    shutil.rmtree(Store(tmp_path).path(METHODS[1], 0).parent)
+    store = Store(tmp_path)
+    store.claim(fingerprint(pipe, IMAGES, SETTINGS), {"commit": "b"})
+    generate(pipe, store, METHODS, IMAGES, SETTINGS, Share(), lambda count: None)
+    assert [store.makers(method)["makers"] for method in METHODS] == ["1", "2", "1"]
+
+
+def test_images_of_one_colour_are_refused(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latents that are not numbers decode to black."""
+    torch.nn.init.constant_(pipe.unet.conv_out.bias, torch.nan)
+    with pytest.raises(EvalError, match=r"baseline, seed 10: the image is of one colour"):
+        sample(pipe, METHODS[0], IMAGES[:1], SETTINGS)
+
+
+def entry(seconds: float, images: int, session: str = "a", batch: int = 0) -> Entry:
+    taken = {"seconds": seconds, "cpu_seconds": 2 * seconds}
+    told = {"index": 0, "seed": 0, "prompt": "", "sha256": "", "maker": "1"}
+    return Entry(batch=batch, batch_images=images, session=session, **taken, **told)
+
+
+def test_seconds_are_an_images_and_speed_ups_of_one_session() -> None:
+    """By hand: batches of 8, 4 and 2 images in 16, 4 and 3 s are 2, 1 and 1.5 s an image."""
+    ours = {(0, "a"): entry(16, 8), (1, "a"): entry(4, 4), (2, "b"): entry(3, 2)}
+    baseline = {(0, "a"): entry(32, 8), (1, "a"): entry(12, 4), (2, "c"): entry(300, 2)}
+    for device, clock in (("cpu", 2), ("cuda", 1)):
+        found = times_of(ours, baseline, torch.device(device))
+        assert found == {"seconds": 1.5, "cpu_seconds": 3.0, "speedup": 2.5, "speedup_batches": 2}
+        assert Seconds(1.5, 3.0).charged(torch.device(device)) == 1.5 * clock
 
 
 def test_damage_is_found_and_made_again(pipe: Any, tmp_path: Path, whole: dict[str, bytes]) -> None:
@@ -151,7 +184,7 @@ def test_a_run_goes_on_with_another_batch(pipe: Any, tmp_path: Path) -> None:
         fill(pipe, tmp_path, stop_after=3)
     smaller = SETTINGS.model_copy(update={"batch_size": 2})
     store = Store(tmp_path)
-    store.claim(fingerprint(pipe, IMAGES, smaller))
+    store.claim(fingerprint(pipe, IMAGES, smaller), MAKER)
     generate(pipe, store, METHODS, IMAGES, smaller, Share(), lambda count: None)
     assert all(set(store.intact(method)) == set(range(7)) for method in METHODS)
     baseline, later = (store.timings(METHODS[i]) for i in (0, 1))
@@ -172,13 +205,13 @@ def test_processes_share_the_work(pipe: Any, tmp_path: Path, whole: dict[str, by
 
 def test_a_folder_of_another_run_is_refused(pipe: Any, tmp_path: Path) -> None:
     store = Store(tmp_path)
-    store.claim(fingerprint(pipe, IMAGES, SETTINGS))
+    store.claim(fingerprint(pipe, IMAGES, SETTINGS), MAKER)
     more = SETTINGS.model_copy(update={"steps": 4})
     with pytest.raises(EvalError, match=r"steps: 3 there, 4 now\); choose another --out"):
-        store.claim(fingerprint(pipe, IMAGES, more))
+        store.claim(fingerprint(pipe, IMAGES, more), MAKER)
     torch.nn.init.zeros_(pipe.unet.conv_in.weight)
     with pytest.raises(EvalError, match="weights: "):
-        store.claim(fingerprint(pipe, IMAGES, SETTINGS))
+        store.claim(fingerprint(pipe, IMAGES, SETTINGS), MAKER)
 
 
 def test_a_full_disk_loses_nothing(
@@ -223,19 +256,9 @@ def test_an_image_hardly_depends_on_its_batch(pipe: Any, scheduler: str) -> None
         assert np.abs(difference).max() <= 2
 
 
-def test_ablations_vary_one_setting_as_the_paper() -> None:
-    few = ["baseline@40", "baseline@30", "baseline@20"]
-    methods = ablate.ablation_methods(AblateSettings(what="k"))
-    assert [m.label for m in methods] == ["baseline", *few] + ["agentsd r=0.5"] * 4
-    methods = ablate.ablation_methods(AblateSettings(what="early", fewer_steps=()))
-    assert [dict(m.agent) for m in methods[1:]] == [{"early_frac": f} for f in (0.2, 0.4, 0.6, 0.8)]
-    given = AblateSettings(what="scale", ablate_values=(-0.3,), fewer_steps=())
-    assert [dict(m.agent) for m in ablate.ablation_methods(given)[1:]] == [{"scale": -0.3}]
-
-
 def test_a_row_goes_by_the_users_own_name_or_by_its_settings() -> None:
     own = {"few": {"mode": "fast"}}
-    settings = RunSettings(ratios=(0.5,), named=own, fewer_steps=())
+    settings = RunSettings(ratios=(0.5,), named=own, fewer_steps=(), samplers=())
     methods = table.table_methods(settings.model_copy(update={"methods": ["tomesd", "agentsd", "few"]}))
     labels = [quality_table.row_label(table.identity(method)) for method in methods]
     assert labels == ["baseline", "tomesd r=0.5", "agentsd r=0.5", "few"]
@@ -249,11 +272,11 @@ def test_prompts(tmp_path: Path) -> None:
         specs_of(RunSettings(prompts=tmp_path / "empty.txt"))
     with pytest.raises(EvalError, match="'some/model' has no prompts of its own"):
         specs_of(RunSettings(model="some/model"))
-    for asked in (CompareSettings(model="some/model"), RedundancySettings(model="some/model")):
-        shown = [spec.prompt for spec in specs_to_show(asked)]
-        assert shown == SHIPPED.read_text().splitlines()[: asked.images]  # no emoji
+    asked = CompareSettings(model="some/model")
+    shown = [spec.prompt for spec in specs_to_show(asked)]
+    assert shown == SHIPPED.read_text().splitlines()[: asked.images]  # no emoji
     with pytest.raises(EvalError, match="not both"):
-        specs_of(RunSettings(prompts=tmp_path / "a", classes=tmp_path / "b"))
+        specs_of(RunSettings(prompts=tmp_path / "empty.txt", classes=tmp_path / "empty.txt"))
 
 
 def test_captions_are_spread_evenly_over_what_scenes_can_show() -> None:
@@ -294,7 +317,8 @@ def run_options(model_folder: str, photographs: Path, tmp_path: Path) -> list[st
     """Arguments of a small table with real images, without --out."""
     (tmp_path / "prompts.txt").write_text("a cat\na dog\n")
     options = ["table", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--reference"]
-    options += [photographs, "--steps", "2", "--images", "6", "--batch-size", "2", "--ratios", "0.5"]
+    options += [photographs, "--steps", "2", "--images", "6", "--batch-size", "2", "--methods", "agentsd"]
+    options += ["--fewer-steps", "0.5", "--samplers", "none", "--reference-steps", "none"]
     return list(map(str, options))
 
 
@@ -327,4 +351,4 @@ def test_two_processes_give_the_same_table(run_options: list[str], tmp_path: Pat
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
     assert quality(tmp_path / "one") == quality(tmp_path / "two")
-    assert len(list((tmp_path / "two").rglob("manifest-1.jsonl"))) == 5  # baseline@1 and agentsd too
+    assert len(list((tmp_path / "two").rglob("manifest-1.jsonl"))) == 3

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from agentsd_eval.cli import main
 from agentsd_eval.quality import features, metrics
-from agentsd_eval.research.__main__ import main
+from agentsd_eval.studies.fid import frechet_distance
 from click.testing import CliRunner
 from PIL import Image
 
@@ -60,16 +61,19 @@ def test_the_distance_is_pytorch_fids(fid_score: Any, network: Any) -> None:
     first, second = random.normal(size=(60, 24)), 1.3 * random.normal(size=(80, 24)) + 0.2
     moments = [(part.mean(0), np.cov(part, rowvar=False)) for part in (first, second)]
     theirs = fid_score.calculate_frechet_distance(*moments[0], *moments[1])
-    ours = metrics.frechet_distance(metrics.fit(first), metrics.fit(second))
-    assert ours == pytest.approx(theirs, rel=1e-6)
+    sample = metrics.FrechetSample(first, metrics.fit(second)).distance(np.arange(60))
+    assert [sample, frechet_distance(first, second)] == pytest.approx([theirs] * 2, rel=1e-6)
 
 
-def test_the_command_prints_fid(network: Any, photographs: Path, tmp_path: Path) -> None:
+def test_the_command_prints_fid(
+    network: Any, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours, _ = network
-    command = ["fid", photographs, photographs, "--cache", tmp_path]
-    done = CliRunner().invoke(main, list(map(str, command)), catch_exceptions=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("agentsd_eval.studies.fid.load_network", lambda name, device: ours)
+    done = CliRunner().invoke(main, ["fid", str(photographs), str(photographs)], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert "FID" in done.output
-    kept = np.load(next(tmp_path.glob("inception-*.npy")))
+    kept = np.load(next(tmp_path.rglob("inception-*.npy")))
     paths = sorted(photographs.glob("*.png"))
     assert np.array_equal(kept, features.features_of(ours, paths, tmp_path / "again"))

@@ -6,11 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torchmetrics.functional.multimodal import clip_score
 from transformers import AutoImageProcessor, AutoModel, CLIPModel, CLIPProcessor
 
 from ..errors import EvalError
-from .fidelity import to_tensor
 
 _BATCH = 16
 
@@ -46,7 +44,7 @@ def _embed(
 class ClipScore:
     """100 times the cosine of an image's and its prompt's embedding, at least 0 (Hessel et al. 2021).
 
-    Computed by torchmetrics. The model is a folder or a hub id, EvalError if it can't be loaded.
+    As torchmetrics has it; the model is a folder or a hub id, EvalError if it can't be loaded.
     """
 
     def __init__(self, model: str, device: torch.device) -> None:
@@ -60,14 +58,18 @@ class ClipScore:
 
         return _embed(images, self._processor, self._model.device, forward)
 
+    @torch.inference_mode()
     def __call__(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> np.ndarray:
         """Return the score of each image, (N,)."""
-
-        def score(image: Image.Image, prompt: str) -> float:
-            pixels = to_tensor(image)[0].byte().to(self._model.device)
-            return float(clip_score(pixels, prompt, lambda: (self._model, self._processor)))
-
-        return np.array([score(*pair) for pair in zip(images, prompts, strict=True)])
+        scores = []
+        for number, batch in enumerate(_batches(images)):
+            text = list(prompts[number * _BATCH :][: len(batch)])
+            inputs = self._processor(
+                text=text, images=batch, return_tensors="pt", padding=True, truncation=True
+            )
+            output = self._model(**inputs.to(self._model.device))
+            scores += (output.image_embeds * output.text_embeds).sum(dim=1).tolist()
+        return 100 * np.clip(np.array(scores), 0, None)
 
 
 class Dino:

@@ -83,7 +83,6 @@ class RealFeatures:
     """Features (M, D) of real images, and their Gaussian and kernel sums."""
 
     features: np.ndarray
-    frechet: metrics.Frechet
     gaussian: metrics.Gaussian
     kernels: metrics.KernelSet
 
@@ -91,8 +90,7 @@ class RealFeatures:
 def read_real(real: Real, by: Metrics, report: Callable[[int], Any]) -> RealFeatures:
     """Return the features of real images. `report` is called with the number of images done."""
     features = features_of(by.network, real.images, real.cache, real.crop, report)
-    shown = by.projected(features)
-    return RealFeatures(features, metrics.Frechet(shown), metrics.fit(shown), metrics.KernelSet(features))
+    return RealFeatures(features, metrics.fit(by.projected(features)), metrics.KernelSet(features))
 
 
 class Shown:
@@ -133,7 +131,6 @@ class Measured:
 
     key: str
     singles: list[Row]
-    fd: float | None = None
     frechet: metrics.FrechetSample | None = None
     kid: metrics.KernelDistance | None = None
 
@@ -145,7 +142,6 @@ def measure(shown: Shown, asked: Sequence[ImageSpec], beside: References, by: Me
     return Measured(
         shown.key,
         measure_each(shown, asked, beside, by),
-        real.frechet.distance(by.projected(shown.features)) if real else None,
         metrics.FrechetSample(by.projected(shown.features), real.gaussian) if real else None,
         kernel(shown.features, real.kernels) if real and enough else None,
     )
@@ -182,10 +178,11 @@ def row_of(ours: Measured, baseline: Measured) -> Row:
     other = None if ours.key == baseline.key else baseline
     count = len(ours.singles)
     row: Row = {}
-    if ours.fd is not None and ours.frechet is not None:
-        row["fd"] = ours.fd
-        if other is not None and other.fd is not None and other.frechet is not None:
-            row["fd_change"] = ours.fd - other.fd
+    if ours.frechet is not None:
+        everyone = np.arange(count)
+        row["fd"] = ours.frechet.distance(everyone)
+        if other is not None and other.frechet is not None:
+            row["fd_change"] = row["fd"] - other.frechet.distance(everyone)
             row["fd_change_error"] = metrics.frechet_difference_error(ours.frechet, other.frechet)
     row |= _kernel_row("kid", ours.kid, other and other.kid)
     return row | summary_of(ours.singles, other.singles if other else None) | {"images": count}
@@ -204,7 +201,7 @@ def floor_of(real: RealFeatures, count: int, by: Metrics) -> Row | None:
     for _ in range(_SPLITS):
         picked = random.permutation(len(real.features))[:count]
         some, rest = by.projected(real.features[picked]), by.projected(np.delete(real.features, picked, 0))
-        frechet.append(metrics.Frechet(rest).distance(some))
+        frechet.append(metrics.FrechetSample(some, metrics.fit(rest)).distance(np.arange(count)))
         kernel.append(real.kernels.split_distance(picked))
     return {
         "method": "real/real",

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import torch
-from torchmetrics.image.fid import FrechetInceptionDistance
 
 Array = np.ndarray
 BLOCK = 1024
@@ -35,26 +33,6 @@ def _blocks(count: int) -> Iterator[slice]:
     return (slice(start, min(start + BLOCK, count)) for start in range(0, count, BLOCK))
 
 
-class Frechet:
-    """The FID of torchmetrics (Heusel et al. 2017, Eq. 6) to features (M, D) of real images, in float64."""
-
-    def __init__(self, real: Array) -> None:
-        features = torch.nn.Identity()
-        features.num_features = real.shape[1]
-        self._metric = FrechetInceptionDistance(features, reset_real_features=False).set_dtype(torch.float64)
-        self._update(real, is_real=True)
-
-    def distance(self, features: Array) -> float:
-        """Return the distance of features (N, D), N at least 2."""
-        self._metric.reset()
-        self._update(features, is_real=False)
-        return float(self._metric.compute())
-
-    def _update(self, features: Array, is_real: bool) -> None:
-        for block in _blocks(len(features)):
-            self._metric.update(torch.tensor(features[block], dtype=torch.float64), real=is_real)
-
-
 def _root_sum(symmetric: Array) -> float:
     """Return the sum of the roots of the eigenvalues of a positive semidefinite matrix."""
     return float(np.sqrt(np.clip(np.linalg.eigvalsh(symmetric), 0, None)).sum())
@@ -63,7 +41,8 @@ def _root_sum(symmetric: Array) -> float:
 class FrechetSample:
     """Features (N, D) beside a reference, ready for distances of many resamples.
 
-    Resampling images only picks rows and columns of the N x N matrix X S_ref X^T, so that a resample
+    The distance is that of torchmetrics' FrechetInceptionDistance (Heusel et al. 2017, Eq. 6), which knows no paired
+    errors. Resampling images only picks rows and columns of the N x N matrix X S_ref X^T, so that a resample
     costs the eigenvalues of an N x N matrix, whatever D is.
     """
 

@@ -3,7 +3,10 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+import torch
 from rich.console import Console
+from torchmetrics.image.fid import FrechetInceptionDistance
 
 from ..images.models import find_device
 from ..pages.rows import Column, Row, distance_name, figure, progress, to_terminal
@@ -36,8 +39,18 @@ def distances(sets: Sequence[Sequence[Path]], settings: FidSettings, report: Cal
     network = load_network(settings.features, find_device(settings.device))
     cache = user_cache() / "features"
     first, second = (features_of(network, paths, cache, report=report) for paths in sets)
-    row: Row = {"images": f"{len(first)} / {len(second)}", "fd": metrics.Frechet(second).distance(first)}
+    row: Row = {"images": f"{len(first)} / {len(second)}", "fd": frechet_distance(first, second)}
     if min(len(first), len(second)) >= 3:
         kernel = metrics.kernel_distance(first, second)
         row["kid"] = f"{1e3 * kernel.value:.3f} ± {1e3 * kernel.error:.3f}"
     return row
+
+
+def frechet_distance(first: np.ndarray, second: np.ndarray) -> float:
+    """Return the FID of torchmetrics, in float64, of features (N, D) and (M, D)."""
+    given = torch.nn.Identity()
+    given.num_features = first.shape[1]
+    metric = FrechetInceptionDistance(given).set_dtype(torch.float64)
+    for features, are_real in ((first, False), (second, True)):
+        metric.update(torch.tensor(features, dtype=torch.float64), real=are_real)
+    return float(metric.compute())
