@@ -28,7 +28,7 @@ def normal(mean: list[float], roots: list[float], turn: np.ndarray) -> np.ndarra
 
 
 def distances(features: np.ndarray, real: np.ndarray) -> list[float]:
-    """That which a table shows, beside its paired errors, and torchmetrics', which the command `fid` prints."""
+    """That which a table shows beside its paired errors, and torchmetrics', which `fid` prints."""
     sample = metrics.FrechetSample(features, metrics.fit(real))
     return [sample.distance(np.arange(len(features))), frechet_distance(features, real)]
 
