@@ -70,8 +70,8 @@ def test_below_30_images_nothing_is_judged(images: int, text: str) -> None:
 
 def test_a_table_of_the_toy_model(tmp_path: Path) -> None:
     options = {
-        "methods": "agentsd", "steps": 6, "images": 4, "fewer-steps": 0.5, "samplers": "none",
-        "reference-steps": 12, "references": 24, "out": tmp_path,
+        "methods": "agentsd", "steps": 4, "images": 3, "fewer-steps": 0.5, "samplers": "none",
+        "reference-steps": 8, "references": 16, "out": tmp_path,
     }  # fmt: skip
     words = [str(word) for key, value in options.items() for word in (f"--{key}", value)]
     result = CliRunner().invoke(main, ["table", *words], catch_exceptions=False)
@@ -82,7 +82,7 @@ def test_a_table_of_the_toy_model(tmp_path: Path) -> None:
     assert "baseline_distance" not in baseline
     assert agent["gain_seconds"] > 0 < agent["gain_macs"]
     assert floor["kid"] < baseline["kid"]
-    assert floor["images"] == 4
+    assert floor["images"] == 3
     run = json.loads((tmp_path / "run.json").read_text())
     assert run["results"]["table"]["command"] == shlex.join(["agentsd-eval", "table", *words])
     assert {row["macs"] for row in run["costs"].values()} == {row["macs"] for row in (baseline, fewer, agent)}

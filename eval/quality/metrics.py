@@ -41,8 +41,8 @@ def _root_sum(symmetric: Array) -> float:
 class FrechetSample:
     """Features (N, D) beside a reference, ready for distances of many resamples.
 
-    The distance is that of torchmetrics' FrechetInceptionDistance (Heusel et al. 2017, Eq. 6), which knows no
-    paired errors. Resampling images only picks rows and columns of the N x N matrix X S_ref X^T, so that a resample
+    The distance is that of torchmetrics' FrechetInceptionDistance (Heusel et al. 2017, Eq. 6), which has
+    no paired errors. Resampling images only picks rows and columns of the N x N matrix X S_ref X^T, so that a resample
     costs the eigenvalues of an N x N matrix, whatever D is.
     """
 
