@@ -99,8 +99,13 @@ def _read_config(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     if base is None:
         return values
     if not isinstance(base, str):
-        raise EvalError(f"{path}: base = {_shorten(repr(base))}: write the name of a file beside it")
-    return _read_config(path.parent / base, (*above, path)) | values
+        raise EvalError(
+            f"{path}: base = {_shorten(repr(base))}: write the name of a file beside it, or of a preset"
+        )
+    beside, preset = path.parent / base, PRESETS / base
+    return (
+        _read_config(preset if preset.exists() and not beside.exists() else beside, (*above, path)) | values
+    )
 
 
 def _beside(path: Path, name: str) -> Path:

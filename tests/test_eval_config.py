@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from agentsd_eval.errors import EvalError
 from agentsd_eval.images.methods import parse_method
 from agentsd_eval.images.prompts import specs_of
 from agentsd_eval.presets import load_settings, presets
+from agentsd_eval.research.settings import PricedSettings
 from agentsd_eval.settings import AblateSettings, CompareSettings, LatencySettings, RunSettings
 from agentsd_eval.studies import ablate, table
 
@@ -63,7 +63,7 @@ def test_latency_sizes_and_batches_are_whole(key: str, value: tuple[int, ...]) -
         load_settings(LatencySettings, None, {key: value})
 
 
-@pytest.mark.parametrize("name", ["demo", "full", "agents", "table10", "table11", "table12", "table13"])
+@pytest.mark.parametrize("name", ["demo", "table10", "table11", "table12", "table13"])
 def test_presets_are_valid(name: str) -> None:
     settings = load_settings(RunSettings, CONFIGS / f"{name}.yaml", {})
     specs = specs_of(settings) if settings.classes else []
@@ -80,7 +80,7 @@ def test_presets_are_valid(name: str) -> None:
             assert len(ablate.ablation_methods(varied)) == 1 + len(values)
 
 
-@pytest.mark.parametrize("name", ["latency_sd15_gpu", "latency_sdxl_gpu", "latency_sd15_runs"])
+@pytest.mark.parametrize("name", ["latency_sd15_gpu", "latency_sdxl_gpu"])
 def test_presets_of_cost_are_valid(name: str) -> None:
     settings = load_settings(LatencySettings, CONFIGS / f"{name}.yaml", {})
     labels = [method.label for method in latency.methods_of(settings)]
@@ -89,17 +89,22 @@ def test_presets_of_cost_are_valid(name: str) -> None:
 
 
 LISTED = [(name, command) for name, preset in presets().items() for command in preset.commands]
+STUDIES = sorted((CONFIGS.parent / "eval/research/presets").glob("*.yaml"))
 
 
 @pytest.mark.parametrize(("name", "command"), LISTED)
 def test_each_preset_is_valid_for_each_of_its_commands(name: str, command: str) -> None:
     word, *given = command.split()
     kind, _ = COMMANDS[word]
-    made = {"operators": "runs/operators/"}
-    missing = pytest.raises(EvalError, match=rf"{made.get(name)}.* isn't there; make it first")
-    with missing if name in made else nullcontext():
-        settings: Any = load_settings(kind, name, {"what": given[0]} if given else {})
-        if not hasattr(settings, "named"):  # its methods are rows of tables
-            return
-        for method in (*getattr(settings, "methods", ()), "baseline"):
-            assert parse_method(method, 0.4, settings).name == method
+    settings: Any = load_settings(kind, name, {"what": given[0]} if given else {})
+    if not hasattr(settings, "named"):  # its methods are rows of tables
+        return
+    for method in (*getattr(settings, "methods", ()), "baseline"):
+        assert parse_method(method, 0.4, settings).name == method
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_each_preset_of_a_study_is_valid(path: Path) -> None:
+    settings = load_settings(PricedSettings if "priced" in path.stem else RunSettings, path, {})
+    for method in settings.methods:
+        assert parse_method(method, 0.4, settings).name == method

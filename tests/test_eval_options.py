@@ -44,7 +44,7 @@ def test_the_first_page_names_every_command_whole() -> None:
 def test_the_version_and_the_presets_are_told() -> None:
     assert shown("--version").strip() == f"agentsd-eval {version('agentsd-eval')}"
     result = CliRunner().invoke(main, ["--list-configs"])
-    assert "agentsd-eval ablate k --config full" in result.output
+    assert "agentsd-eval ablate k --config table11" in result.output
 
 
 def test_nothing_heavy_is_loaded_for_the_help() -> None:

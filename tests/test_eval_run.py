@@ -35,7 +35,6 @@ from agentsd_eval.images.sampling import initial_latents, sample, warm_up
 from agentsd_eval.images.store import Store
 from agentsd_eval.pages import quality_table
 from agentsd_eval.pages import rows as results
-from agentsd_eval.research.settings import RedundancySettings
 from agentsd_eval.settings import AblateSettings, CompareSettings, RunSettings
 from agentsd_eval.studies import ablate, table
 from logs import warned
@@ -249,9 +248,9 @@ def test_prompts(tmp_path: Path) -> None:
         specs_of(RunSettings(prompts=tmp_path / "empty.txt"))
     with pytest.raises(EvalError, match="'some/model' has no prompts of its own"):
         specs_of(RunSettings(model="some/model"))
-    for asked in (CompareSettings(model="some/model"), RedundancySettings(model="some/model")):
-        shown = [spec.prompt for spec in specs_to_show(asked)]
-        assert shown == SHIPPED.read_text().splitlines()[: asked.images]  # no emoji
+    asked = CompareSettings(model="some/model")
+    shown = [spec.prompt for spec in specs_to_show(asked)]
+    assert shown == SHIPPED.read_text().splitlines()[: asked.images]  # no emoji
     with pytest.raises(EvalError, match="not both"):
         specs_of(RunSettings(prompts=tmp_path / "a", classes=tmp_path / "b"))
 

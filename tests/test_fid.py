@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 from agentsd_eval.quality import features, metrics
-from agentsd_eval.research.__main__ import main
-from click.testing import CliRunner
 from PIL import Image
 
 pytestmark = pytest.mark.fid
@@ -62,14 +60,3 @@ def test_the_distance_is_pytorch_fids(fid_score: Any, network: Any) -> None:
     theirs = fid_score.calculate_frechet_distance(*moments[0], *moments[1])
     ours = metrics.frechet_distance(metrics.fit(first), metrics.fit(second))
     assert ours == pytest.approx(theirs, rel=1e-6)
-
-
-def test_the_command_prints_fid(network: Any, photographs: Path, tmp_path: Path) -> None:
-    ours, _ = network
-    command = ["fid", photographs, photographs, "--cache", tmp_path]
-    done = CliRunner().invoke(main, list(map(str, command)), catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    assert "FID" in done.output
-    kept = np.load(next(tmp_path.glob("inception-*.npy")))
-    paths = sorted(photographs.glob("*.png"))
-    assert np.array_equal(kept, features.features_of(ours, paths, tmp_path / "again"))
