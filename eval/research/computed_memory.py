@@ -1,8 +1,8 @@
 """Peak memory of Stable Diffusion 1.5 and XL, counted at real size without allocating it.
 
-Tensors have a shape and a dtype and no numbers. Each storage adds its bytes when it is made, and takes them away
-when it is freed. Not counted: what CUDA and its libraries take for themselves, and what the allocator loses by
-rounding and fragmentation.
+Tensors have a shape and a dtype and no numbers. Each storage adds its bytes when it is made, and takes them
+away when it is freed. Not counted: what CUDA and its libraries take for themselves, and what the allocator
+loses by rounding and fragmentation.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ COLUMNS = [
 ]
 NOTE = (
     "In GB (1e9 bytes), computed from shapes and dtypes: nothing was measured on a GPU. Random weights in "
-    f"float16, guided, DPM++ 2M, {STEPS} steps; GB/img is the growth of the peak from one image to two. Peaks "
-    "of denoising hold the weights of U-Net and autoencoder, not the text encoder's."
+    f"float16, guided, DPM++ 2M, {STEPS} steps; GB/img is the growth of the peak from one image to two. "
+    "Peaks of denoising hold the weights of U-Net and autoencoder, not the text encoder's."
 )
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
