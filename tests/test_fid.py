@@ -58,5 +58,5 @@ def test_the_distance_is_pytorch_fids(fid_score: Any, network: Any) -> None:
     first, second = random.normal(size=(60, 24)), 1.3 * random.normal(size=(80, 24)) + 0.2
     moments = [(part.mean(0), np.cov(part, rowvar=False)) for part in (first, second)]
     theirs = fid_score.calculate_frechet_distance(*moments[0], *moments[1])
-    ours = metrics.frechet_distance(metrics.fit(first), metrics.fit(second))
+    ours = metrics.FrechetSample(first, metrics.fit(second)).distance(np.arange(len(first)))
     assert ours == pytest.approx(theirs, rel=1e-6)

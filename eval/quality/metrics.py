@@ -33,26 +33,13 @@ def _blocks(count: int) -> Iterator[slice]:
     return (slice(start, min(start + BLOCK, count)) for start in range(0, count, BLOCK))
 
 
-def frechet_distance(a: Gaussian, b: Gaussian) -> float:
-    """Return |m_a - m_b|^2 + tr(S_a + S_b - 2 (S_a S_b)^(1/2)) (Heusel et al. 2017, Eq. 6).
-
-    The trace of the root is the sum of the roots of the eigenvalues of S_a^(1/2) S_b S_a^(1/2), which
-    is symmetric: no matrix root of a product, so no complex parts.
-    """
-    values, vectors = np.linalg.eigh(a.covariance)
-    root = vectors * np.sqrt(np.clip(values, 0, None))
-    cross = _root_sum(root.T @ b.covariance @ root)
-    mean = float(((a.mean - b.mean) ** 2).sum())
-    return mean + float(np.trace(a.covariance) + np.trace(b.covariance)) - 2 * cross
-
-
 def _root_sum(symmetric: Array) -> float:
     """Return the sum of the roots of the eigenvalues of a positive semidefinite matrix."""
     return float(np.sqrt(np.clip(np.linalg.eigvalsh(symmetric), 0, None)).sum())
 
 
 class FrechetSample:
-    """Features (N, D) beside a reference, ready for distances of many resamples.
+    """Features (N, D) beside a reference, ready for FDs of many resamples (Heusel et al. 2017, Eq. 6).
 
     Resampling images only picks rows and columns of the N x N matrix X S_ref X^T, so that a resample
     costs the eigenvalues of an N x N matrix, whatever D is.
