@@ -35,7 +35,7 @@ def by_the_product(first: np.ndarray, second: np.ndarray) -> float:
 def test_frechet_distance_equals_pytorch_fids() -> None:
     # pytorch_fid.fid_score.calculate_frechet_distance (pytorch-fid 0.3.0, SciPy 1.17.1) of two_sets():
     # f(a.mean(0), np.cov(a, rowvar=False), b.mean(0), np.cov(b, rowvar=False)) -> 3.207428378983746
-    assert frechet_distance(*two_sets()) == pytest.approx(3.207428378983746, rel=1e-9)
+    assert frechet_distance(*two_sets()) == pytest.approx(3.207428378983746, rel=1e-6)
 
 
 @pytest.mark.parametrize("count", [4, 40])  # fewer images than features, and more
@@ -49,7 +49,7 @@ def test_a_resample_has_the_distance_of_its_images(count: int) -> None:
 
 def test_equal_sets_have_distance_zero() -> None:
     first, _ = two_sets()
-    assert frechet_distance(first, first) == pytest.approx(0, abs=1e-9)
+    assert frechet_distance(first, first) == pytest.approx(0, abs=1e-6)
 
 
 def kernel_loop(x: np.ndarray, y: np.ndarray) -> float:
@@ -94,7 +94,7 @@ def test_distances_equal_torchmetrics(block: int, monkeypatch: pytest.MonkeyPatc
         theirs.set_dtype(torch.float64)
         theirs.update(as_pixels(second), real=True)
         theirs.update(as_pixels(few), real=False)
-    assert frechet_distance(first, second) == pytest.approx(float(fid.compute()), rel=1e-9)
+    assert frechet_distance(first, second) == pytest.approx(float(fid.compute()), rel=1e-6)
     kernel = metrics.kernel_distance(first[:30], second).value
     assert kernel == pytest.approx(float(kid.compute()[0]), rel=1e-6)
 

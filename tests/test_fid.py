@@ -59,4 +59,4 @@ def test_the_distance_is_pytorch_fids(fid_score: Any, network: Any) -> None:
     moments = [(part.mean(0), np.cov(part, rowvar=False)) for part in (first, second)]
     theirs = fid_score.calculate_frechet_distance(*moments[0], *moments[1])
     ours = metrics.FrechetSample(first, metrics.fit(second)).distance(np.arange(len(first)))
-    assert ours == pytest.approx(theirs, rel=1e-6)
+    assert ours == pytest.approx(theirs, rel=1e-5)
