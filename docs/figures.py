@@ -62,7 +62,7 @@ def _distance_range(row: Row, rows: Rows) -> str:
 
 
 def _images(measure: str) -> Callable[[Row, Rows], str]:
-    """How many images show a difference: intervals narrow with the square root of their number, here 16."""
+    """How many images show a difference: intervals narrow with the square root of their number, here 32."""
 
     def images(row: Row, rows: Rows) -> str:
         value, low, high = (row[measure][name] for name in ("value", "low", "high"))
@@ -70,7 +70,7 @@ def _images(measure: str) -> Callable[[Row, Rows], str]:
             value, low, high = map(math.log, (value, low, high))
         if value <= 0:
             return "-"
-        needed = max(2, math.ceil(16 * ((high - low) / 2 / value) ** 2 - 1e-9))
+        needed = max(2, math.ceil(32 * ((high - low) / 2 / value) ** 2 - 1e-9))
         return f"{needed:,}" if needed <= 5000 else "> 5,000"
 
     return images
@@ -159,10 +159,10 @@ def _pairs(rows: list[Row]) -> Rows:
 
 
 def _methods(rows: list[Row]) -> Rows:
-    """A row for each method, with what it takes at each size: "seconds 512", "speedup 512"."""
+    """A row for each method, with what it takes at each size: "cpu_seconds 512", "speedup 512"."""
     methods: Rows = {}
     for row in rows:
-        sized = {f"{kind} {row['size']}": row[kind] for kind in ("seconds", "speedup")}
+        sized = {f"{kind} {row['size']}": row[kind] for kind in ("cpu_seconds", "speedup")}
         methods.setdefault(row["method"], {}).update(sized)
     return methods
 

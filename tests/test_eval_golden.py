@@ -12,7 +12,7 @@ from agentsd_eval.pages import cost_table, quality_table, report, rows
 
 RESULTS = Path(__file__).parents[1] / "eval" / "results"
 GOLDEN = Path(__file__).parent / "golden"
-RUNS = {"table": "benchmark-64-demo", "latency": "latency-sd15-512-cpu"}
+RUNS = {"table": "benchmark-64-demo", "latency": "priced-sd15-cpu"}
 SHOWN = ("baseline", "baseline@12", "fast", "paper", "agentsd", "tomesd", "real/real")
 """Methods of those runs that the golden files hold."""
 

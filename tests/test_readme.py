@@ -61,13 +61,13 @@ def test_the_plot_shows_the_results() -> None:
 
 
 def test_how_many_images_show_a_loss() -> None:
-    """Of 16 a ratio whose interval ends at 1 is just seen, and half as wide a one would be of a quarter."""
+    """Of 32 a ratio whose interval ends at 1 is just seen, and half as wide a one would be of a quarter."""
     kinds = FIGURES["KINDS"]
     just = {"to reference image": {"value": 2.0, "low": 1.0, "high": 4.0}}
-    assert kinds["shown-perceptual"](just, {}) == "16"
+    assert kinds["shown-perceptual"](just, {}) == "32"
     narrow = {"to reference image": {"value": 2.0, "low": 2.0**0.5, "high": 2.0**1.5}}
-    assert kinds["shown-perceptual"](narrow, {}) == "4"
-    assert kinds["shown-kid"]({"kid": {"value": 2.0, "low": -2.0, "high": 6.0}}, {}) == "64"
+    assert kinds["shown-perceptual"](narrow, {}) == "8"
+    assert kinds["shown-kid"]({"kid": {"value": 2.0, "low": -2.0, "high": 6.0}}, {}) == "128"
     assert kinds["shown-kid"]({"kid": {"value": -0.1, "low": -2.0, "high": 2.0}}, {}) == "-"
 
 

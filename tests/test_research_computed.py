@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from agentsd_eval.images.methods import parse_method
-from agentsd_eval.research.computed_memory import FusedAttention, Storages, denoise, in_dtype
+from agentsd_eval.research.computed_memory import FusedAttention, Storages, denoise, in_dtype, unet
 from agentsd_eval.settings import Settings
-from diffusers import UNet2DConditionModel
 from torch.profiler import ProfilerActivity, profile
 
 TINY = {
@@ -26,14 +25,10 @@ TINY = {
 METHODS = ["baseline", "agentsd", "fast"]
 
 
-def unet() -> UNet2DConditionModel:
-    return UNet2DConditionModel(**TINY).eval()
-
-
 def counted(method: str) -> int:
     """The peak above the weights of a run on shapes."""
     with Storages("meta") as storages, FusedAttention():
-        model = in_dtype(unet, torch.float32, "meta")
+        model = in_dtype(lambda: unet(TINY), torch.float32, "meta")
         weights = storages.peak = storages.live
         denoise(parse_method(method, 0.4, Settings()), model, 512, 2, 8)
     return storages.peak - weights
@@ -54,7 +49,7 @@ def test_a_storage_counts_once_and_until_it_is_freed() -> None:
 
 def allocated(method: str, path: Path) -> int:
     """The peak of what PyTorch's allocator gave out in the same run on a CPU, from its profiler's trace."""
-    model, parsed = unet(), parse_method(method, 0.4, Settings())
+    model, parsed = unet(TINY), parse_method(method, 0.4, Settings())
     denoise(parsed, model, 64, 1, 8)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         denoise(parsed, model, 512, 2, 8)

@@ -164,7 +164,7 @@ def sampling(method: Method, size: int, images: int, config: Mapping[str, Any]) 
     counted = Storages("meta")
     fused = nullcontext() if method.backend == "unfused" else FusedAttention()
     with torch.no_grad(), counted, fused:
-        model = in_dtype(lambda: UNet2DConditionModel(**config).eval(), torch.float16, "meta")
+        model = in_dtype(lambda: unet(config), torch.float16, "meta")
         vae = in_dtype(autoencoder, torch.float16, "meta")
         weights = counted.live
         live: list[int] = []
@@ -180,6 +180,12 @@ def sampling(method: Method, size: int, images: int, config: Mapping[str, Any]) 
         "decoding": counted.peak - weights,
         "cached": max(live),
     }
+
+
+def unet(config: Mapping[str, Any]) -> Any:
+    """Return a U-Net with random weights."""
+    model: Any = UNet2DConditionModel(**config)
+    return model.eval()
 
 
 def in_dtype(build: Callable[[], Any], dtype: torch.dtype, device: str) -> Any:
