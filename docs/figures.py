@@ -159,10 +159,10 @@ def _pairs(rows: list[Row]) -> Rows:
 
 
 def _methods(rows: list[Row]) -> Rows:
-    """A row for each method, with what it takes at each size: "seconds 512", "speedup 512"."""
+    """A row for each method, with what it takes at each size: "cpu_seconds 512", "speedup 512"."""
     methods: Rows = {}
     for row in rows:
-        sized = {f"{kind} {row['size']}": row[kind] for kind in ("seconds", "speedup")}
+        sized = {f"{kind} {row['size']}": row[kind] for kind in ("cpu_seconds", "speedup")}
         methods.setdefault(row["method"], {}).update(sized)
     return methods
 

@@ -35,7 +35,8 @@ def load_settings(
 ) -> SettingsT:
     """Return settings from a preset's name or a YAML file with `overrides` on top; None doesn't count.
 
-    Files named in the YAML are looked for beside it, then in the working folder.
+    Files named in the YAML are looked for beside it, then in the working folder; `base` beside it, then among
+    the presets.
     Raises EvalError naming each wrong key or value.
     """
     path = find_config(config) if config is not None else None
@@ -100,7 +101,9 @@ def _read_config(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         return values
     if not isinstance(base, str):
         raise EvalError(f"{path}: base = {_shorten(repr(base))}: write the name of a file beside it")
-    return _read_config(path.parent / base, (*above, path)) | values
+    beside, preset = path.parent / base, PRESETS / base
+    found = preset if preset.exists() and not beside.exists() else beside
+    return _read_config(found, (*above, path)) | values
 
 
 def _beside(path: Path, name: str) -> Path:

@@ -11,6 +11,7 @@ from agentsd_eval.errors import EvalError
 from agentsd_eval.images.methods import parse_method
 from agentsd_eval.images.prompts import specs_of
 from agentsd_eval.presets import load_settings, presets
+from agentsd_eval.research.settings import PricedSettings
 from agentsd_eval.settings import CompareSettings, LatencySettings, RunSettings
 from agentsd_eval.studies import table
 
@@ -87,6 +88,7 @@ def test_the_papers_presets_are_the_papers() -> None:
 
 
 LISTED = [(name, command) for name, preset in presets().items() for command in preset.commands]
+STUDIES = sorted((Path(__file__).parents[1] / "eval/research/presets").glob("*.yaml"))
 
 
 @pytest.mark.parametrize(("name", "command"), LISTED)
@@ -116,3 +118,10 @@ def test_commands_sample_alike() -> None:
 
 
 KEYS = ("scheduler", "steps", "guidance_scale", "height", "width", "seed")
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_each_preset_of_a_study_is_valid(path: Path) -> None:
+    settings = load_settings(PricedSettings if "priced" in path.stem else RunSettings, path, {})
+    for method in settings.methods:
+        assert parse_method(method, 0.4, settings).name == method

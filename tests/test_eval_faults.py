@@ -25,7 +25,7 @@ from agentsd_eval.pages.report import write_report
 from agentsd_eval.pages.rows import Column, figure, to_markdown
 from agentsd_eval.presets import load_settings
 from agentsd_eval.quality.features import Network, features_of
-from agentsd_eval.research.settings import MediatorSettings, ValidationSettings
+from agentsd_eval.research.settings import ValidationSettings
 from agentsd_eval.settings import RunSettings
 from click.testing import CliRunner
 from PIL import Image
@@ -92,15 +92,16 @@ def test_a_setting_has_one_name(tmp_path: Path) -> None:
         with pytest.raises(EvalError, match=rf"\n  {name}: "):
             load_settings(RunSettings, path, given)
     with pytest.raises(EvalError) as told:
-        load_settings(MediatorSettings, None, {"counts": [0]})
-    assert str(told.value).splitlines()[1] == "  --counts = 0: Input should be greater than or equal to 1"
+        load_settings(ValidationSettings, None, {"chain_steps": [0]})
+    assert (
+        str(told.value).splitlines()[1] == "  --chain-steps = 0: Input should be greater than or equal to 1"
+    )
 
 
 def test_rows_that_a_command_has_no_use_for_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "methods: [tomesd]\n")
-    for kind in (ValidationSettings, MediatorSettings):
-        with pytest.raises(EvalError, match=r"run.yaml: methods: this command has rows of its own"):
-            load_settings(kind, path, {})
+    with pytest.raises(EvalError, match=r"run.yaml: methods: this command has rows of its own"):
+        load_settings(ValidationSettings, path, {})
     assert load_settings(RunSettings, path, {}).methods == ("tomesd",)
 
 
@@ -113,17 +114,24 @@ def test_a_presets_base_is_read_first_and_its_files_are_found(tmp_path: Path) ->
     assert settings.classes == tmp_path / "below" / "classes.txt"
 
 
+def test_a_base_that_is_not_beside_the_file_is_a_preset(tmp_path: Path) -> None:
+    path = write(tmp_path, "base: table11.yaml\nsteps: 9\n")
+    assert load_settings(RunSettings, path, {}).methods[0] == "k-0"
+    (tmp_path / "table11.yaml").write_text("methods: [todo]\n")  # one beside it comes first
+    assert load_settings(RunSettings, path, {}).methods == ("todo",)
+
+
 def test_presets_are_found_by_name_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert load_settings(RunSettings, "demo", {}).out == Path("runs/demo")
+    assert load_settings(RunSettings, "table13", {}).out == Path("runs/table13")
     assert load_settings(RunSettings, "table10", {}).classes.read_text().startswith("tench\n")  # type: ignore[union-attr]
-    with pytest.raises(EvalError, match="no such file or preset; did you mean --config demo"):
-        load_settings(RunSettings, "demoo", {})
-    with pytest.raises(EvalError, match=r"configs/full.yaml: no such file .* --config full"):
-        load_settings(RunSettings, "configs/full.yaml", {})
-    (tmp_path / "demo").write_text("steps: 3\n")  # a file of one's own comes first
-    assert load_settings(RunSettings, "demo", {}).steps == 3
-    assert {"demo", "full", "table13", "subject", "latency_sd15_cpu"} <= set(presets.presets())
+    with pytest.raises(EvalError, match="no such file or preset; did you mean --config subject"):
+        load_settings(RunSettings, "subjects", {})
+    with pytest.raises(EvalError, match=r"configs/table10.yaml: no such file .* --config table10"):
+        load_settings(RunSettings, "configs/table10.yaml", {})
+    (tmp_path / "table10").write_text("steps: 3\n")  # a file of one's own comes first
+    assert load_settings(RunSettings, "table10", {}).steps == 3
+    assert {"table13", "subject", "latency_sd15_gpu"} <= set(presets.presets())
     assert not {"demo_model", "dreambooth_sd15"} & set(presets.presets())
 
 
@@ -218,10 +226,10 @@ def test_words_that_the_model_was_never_taught_are_found() -> None:
 
 def test_a_run_of_two_images_is_json_without_repeats(pipe: Any, tmp_path: Path) -> None:
     run_file.update(tmp_path, results={"table": {"a": 1}})
-    run_file.update(tmp_path, results={"ablate-k": {"a": 2}}, images={"steps": 3})
+    run_file.update(tmp_path, results={"latency": {"a": 2}}, images={"steps": 3})
     assert json.loads((tmp_path / "run.json").read_text()) == {
         "format": run_file.FORMAT,
-        "results": {"table": {"a": 1}, "ablate-k": {"a": 2}},
+        "results": {"table": {"a": 1}, "latency": {"a": 2}},
         "images": {"steps": 3},
     }
 

@@ -10,17 +10,19 @@ import pytest
 from agentsd_eval import run_file
 from agentsd_eval.pages import cost_table, quality_table, report, rows
 
-RESULTS = Path(__file__).parents[1] / "eval" / "results"
 GOLDEN = Path(__file__).parent / "golden"
-RUNS = {"table": "benchmark-64-demo", "latency": "latency-sd15-512-cpu"}
+RUNS = {
+    "table": Path(__file__).parents[1] / "eval/results/benchmark-64-demo",
+    "latency": GOLDEN / "latency",
+}
 SHOWN = ("baseline", "baseline@12", "fast", "paper", "agentsd", "tomesd", "real/real")
 """Methods of those runs that the golden files hold."""
 
 
 def written(name: str, folder: Path) -> dict[str, str]:
     """Write a result and its report from some committed rows; return the files' texts by their names."""
-    run = run_file.read(RESULTS / RUNS[name])["results"][name]
-    lines = (RESULTS / RUNS[name] / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    run = run_file.read(RUNS[name])["results"][name]
+    lines = (RUNS[name] / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     some = [row for row in map(json.loads, lines) if row["method"] in SHOWN]
     if name == "table":
         tables = list(quality_table.tables_of(some, run["settings"]).values())

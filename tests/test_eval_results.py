@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,13 @@ import pytest
 from agentsd_eval import run_file
 from agentsd_eval.pages.report import write_report
 
-RESULTS = Path(__file__).parents[1] / "eval" / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "eval" / "results"
 FOLDERS = sorted(path.parent for path in RESULTS.glob("*/run.json"))
+LOGS = {"gpu-h200"}
+"""Rows and logs of another machine, by the shell commands that README.md names; without a run.json."""
+UNCLEAN = {"benchmark-128-demo", "metric-validation-demo"}
+"""Of checkouts with changes; to be made anew."""
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -37,7 +43,22 @@ def test_each_result_names_its_maker_and_has_one_set_of_figures(folder: Path) ->
         assert run["command"] in (folder / f"{name}.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["benchmark-64-demo", "runs-sd15-512-cpu"])
+def test_pages_cite_every_folder_and_no_other() -> None:
+    pages = [ROOT / "README.md", ROOT / "demo/agentsd_demo/MODEL_CARD.md", *(ROOT / "docs").rglob("*.md")]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    assert set(re.findall(r"eval/results/([\w-]+)/", text)) == {folder.name for folder in FOLDERS} | LOGS
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_each_result_can_be_made_again(folder: Path) -> None:
+    """By a command, from a commit without changes; and its images, where it has some."""
+    run = run_file.read(folder)
+    made = [*run["results"].values(), *run.get("environments", {}).values()]
+    assert all(one["clean"] for one in made) is (folder.name not in UNCLEAN)
+    assert all(one["command"].startswith(("agentsd-eval ", "python -m ")) for one in run["results"].values())
+
+
+@pytest.mark.parametrize("name", ["benchmark-64-demo", "priced-sd15-cpu"])
 def test_a_report_is_written_of_them(name: str, tmp_path: Path) -> None:
     folder = tmp_path / name
     shutil.copytree(RESULTS / name, folder, ignore=shutil.ignore_patterns("features"))

@@ -45,7 +45,8 @@ def test_every_row_of_the_tables_is_one_that_some_run_has() -> None:
     """A table leaves out what its run lacks, so a name that is mistyped would never be missed."""
     tables = FIGURES["TABLES"].values()
     found = {label for table in tables for label in FIGURES["rows_of"](table["run"])}
-    configs = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in (ROOT / "configs").glob("*.yaml")]
+    paths = [*(ROOT / "configs").glob("*.yaml"), *(ROOT / "eval/research/presets").glob("*.yaml")]
+    configs = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in paths]
     found |= {method for config in configs if config for method in config.get("methods", ())}
     wanted = {label for table in tables for label in table["rows"].values()}
     assert not wanted - found

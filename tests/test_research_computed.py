@@ -1,4 +1,4 @@
-"""Memory and time that are computed from shapes: against what is allocated, and by hand."""
+"""Memory that is computed from shapes: against what is allocated, and by hand."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from agentsd_eval.images.methods import parse_method
-from agentsd_eval.research.computed_memory import Storages, training
-from agentsd_eval.research.modelled_time import Machine, Roofline
-from agentsd_eval.research.shapes import FusedAttention, denoise, in_dtype, unet
+from agentsd_eval.research.computed_memory import FusedAttention, Storages, denoise, in_dtype, unet
 from agentsd_eval.settings import Settings
 from torch.profiler import ProfilerActivity, profile
 
@@ -70,26 +68,3 @@ def test_residuals_and_features_are_counted() -> None:
     baseline, agentsd = counted("baseline"), counted("fast")
     features_of_two_passes = 2 * 2 * 32 * 64 * 64 * 4
     assert agentsd - baseline >= features_of_two_passes
-
-
-def test_training_is_weights_gradients_and_states_by_parameter() -> None:
-    parts = training(0.4, prior=False)
-    parameters = 859_520_964  # SD 1.5's U-Net, as published
-    assert parts["weights"] == parts["gradients"] == 4 * parameters
-    assert parts["optimizer"] == 2 * parameters
-    assert parts["peak"] == sum(size for part, size in parts.items() if part != "peak")
-    assert parts["peak"] < 12e9
-
-
-def test_a_roofline_takes_the_longest_of_three() -> None:
-    machines = (Machine("m", flops=1e6, bandwidth=1e6, launch=1e-3, host=0.5, reached=0.5),)
-    with Roofline(machines, "cpu") as account:
-        a = torch.zeros(100, 100)
-        assert account.seconds[0] == pytest.approx(0.04)  # 40,000 bytes
-        a @ a
-        assert account.seconds[0] == pytest.approx(0.04 + 2 * 100**3 / 0.5e6)
-        a.view(-1)
-        a[:1, :1] + 1
-    assert account.seconds[0] == pytest.approx(0.04 + 4 + 1e-3)
-    assert account.launches == 3
-    assert account.eager(0) == pytest.approx(4.041)

@@ -37,9 +37,7 @@ class Series:
     line: bool = False
     colour: str = INK
     marker: str = "o"
-    fill: str | None = None
     names: Sequence[str] = ()
-    shift: tuple[int, int] = (4, 5)
     gid: str = ""
 
 
@@ -57,7 +55,6 @@ def draw(axes: Any, series: Sequence[Series], **labels: Any) -> None:
             marker=one.marker,
             ls="-" if one.line else "none",
             color=one.colour,
-            mfc=one.fill or one.colour,
             ms=5,
             lw=1,
             label=one.label or None,
@@ -67,7 +64,7 @@ def draw(axes: Any, series: Sequence[Series], **labels: Any) -> None:
             for number, artist in enumerate(drawn.get_children()):
                 artist.set_gid(f"{one.gid}-{number}")
         for name, point in zip(one.names, one.points, strict=False):
-            axes.annotate(name, point, one.shift, textcoords="offset points", fontsize=8, color=INK)
+            axes.annotate(name, point, (4, 5), textcoords="offset points", fontsize=8, color=INK)
     axes.set(**labels)
     axes.grid(alpha=0.3, which="both", lw=0.5)
     axes.tick_params(which="both", labelsize=8)
@@ -174,8 +171,8 @@ def is_placed(row: Row, key: str) -> bool:
     return bool(row.get(key)) and row.get("macs") is not None
 
 
-def plot_bytes(figure: Figure, dpi: int = 130) -> bytes:
+def plot_bytes(figure: Figure) -> bytes:
     """Return a plot as PNG in 256 colours: a third of the size."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=dpi)
+    figure.savefig(buffer, format="png", dpi=130)
     return png_bytes(Image.open(buffer).convert("RGB").quantize(256))

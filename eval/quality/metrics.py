@@ -39,11 +39,11 @@ def _root_sum(symmetric: Array) -> float:
 
 
 class FrechetSample:
-    """Features (N, D) beside a reference, ready for distances of many resamples.
+    """Features (N, D) beside a reference, ready for FDs of many resamples (Heusel et al. 2017, Eq. 6).
 
-    The distance is that of torchmetrics' FrechetInceptionDistance (Heusel et al. 2017, Eq. 6), which has
-    no paired errors. Resampling images only picks rows and columns of the N x N matrix X S_ref X^T, so that a resample
-    costs the eigenvalues of an N x N matrix, whatever D is.
+    The distance is that of torchmetrics' FrechetInceptionDistance (Heusel et al. 2017, Eq. 6), which has no
+    paired errors and takes half a minute for 2,048 features. Resampling images only picks rows and columns of
+    the N x N matrix X S_ref X^T: a resample costs the eigenvalues of an N x N matrix, whatever D is.
     """
 
     def __init__(self, features: Array, reference: Gaussian) -> None:

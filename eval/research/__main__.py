@@ -6,14 +6,9 @@ from . import settings as s
 
 COMMANDS: dict[str, tuple[type[CommandSettings], str]] = {
     "metric-validation": (s.ValidationSettings, "research.metric_validation"),
-    "mediators": (s.MediatorSettings, "research.mediators"),
-    "redundancy": (s.RedundancySettings, "research.redundancy"),
-    "profile": (s.ProfileSettings, "research.breakdown"),
     "priced": (s.PricedSettings, "research.priced"),
     "memory": (s.ComputedSettings, "research.computed_memory"),
-    "time": (s.ModelledSettings, "research.modelled_time"),
     "gpu": (s.GpuSettings, "research.gpu"),
-    "details": (s.DetailsSettings, "research.scene_details"),
 }
 """Each one's settings and module."""
 

@@ -1,57 +1,52 @@
 """Peak memory of Stable Diffusion 1.5 and XL, counted at real size without allocating it.
 
-Each storage adds its bytes when it is made, and takes them away when it is freed. Not counted: what CUDA and
-its libraries take for themselves, and what the allocator loses by rounding and fragmentation.
+Tensors have a shape and a dtype and no numbers. Each storage adds its bytes when it is made, and takes them
+away when it is freed. Not counted: what CUDA and its libraries take for themselves, and what the allocator
+loses by rounding and fragmentation.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from diffusers import DDPMScheduler
+from diffusers import DPMSolverMultistepScheduler, UNet2DConditionModel
 from rich.console import Console
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import CLIPTextConfig, CLIPTextModel
-
-from agentsd import Agents, apply_agentsd
-from agentsd.dreambooth.config import DreamBoothConfig
-from agentsd.dreambooth.step import diffusion_loss
 
 from ..cost.architectures import SD15, SDXL, autoencoder
 from ..environment import describe_run
 from ..images.methods import Method, parse_method
 from ..pages import rows as results
 from ..pages.rows import Column, Row, figure
-from ..settings import Settings
+from ..settings import Backend, Settings
 from .settings import ComputedSettings
-from .shapes import METHODS, FusedAttention, denoise, in_dtype, unet
 
 GB = 1e9
 STEPS = 9
 """Of a run: enough for each kind of step and for all that is cached."""
-TEXT: dict[str, Any] = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-}
-TRAINING = (
-    (None, False, True),
-    (0.0, False, True),
-    (0.4, False, True),
-    (0.4, True, True),
-    (0.4, False, False),
+CASES: tuple[tuple[str, Mapping[str, Any], int], ...] = (
+    ("SD 1.5, 512 px", SD15, 512),
+    ("SD 1.5, 768 px", SD15, 768),
+    ("SD 1.5, 1024 px", SD15, 1024),
+    ("SDXL, 1024 px", SDXL, 1024),
 )
-"""Ratio (None: the baseline's attention), prior preservation, and checkpointing of gradients."""
+"""A name, the U-Net's config, and pixels on a side."""
+METHODS: tuple[tuple[str, Backend], ...] = (
+    ("baseline", "unfused"),
+    ("tomesd", "unfused"),
+    ("agentsd", "unfused"),
+    ("baseline", "sdpa"),
+    ("agentsd", "sdpa"),
+    ("fast", "sdpa"),
+)
+"""What is asked of, and how other attention is computed: as the paper's tables have it, or fused."""
 COLUMNS = [
     Column("run", lambda row: row["label"]),
     Column("peak of denoising, 1 image", figure("denoising", ".2f")),
@@ -60,57 +55,35 @@ COLUMNS = [
     Column("GB/img", figure("memory_per_image", ".2f")),
     Column("cached, GB/img", figure("cached_per_image", ".2f")),
 ]
-PARTS = ("frozen", "weights", "gradients", "optimizer", "activations", "peak")
-TRAINING_COLUMNS = [
-    Column("training", lambda row: row["label"]),
-    *(Column(p, figure(p, ".2f")) for p in PARTS),
-]
 NOTE = (
-    "In GB (1e9 bytes), computed from shapes and dtypes: nothing was measured on a GPU. {} in float16, "
-    f"guided, DPM++ 2M, {STEPS} steps; GB/img is the growth of the peak from one image to two. Peaks of "
-    "denoising hold the weights of U-Net and autoencoder, not the text encoder's."
+    "In GB (1e9 bytes), computed from shapes and dtypes: nothing was measured on a GPU. Random weights in "
+    f"float16, guided, DPM++ 2M, {STEPS} steps; GB/img is the growth of the peak from one image to two. "
+    "Peaks of denoising hold the weights of U-Net and autoencoder, not the text encoder's."
 )
-TRAINING_NOTE = (
-    " Training: DreamBooth at "
-    "batch 1 and 512 px, half precision over float32 weights, 8-bit AdamW (two bytes a number); activations "
-    "are the rest at the peak."
-)
-ARCHITECTURES: dict[str, tuple[str, dict[str, Any], tuple[tuple[float | None, bool, bool], ...]]] = {
-    "sd15": ("SD 1.5", SD15, TRAINING),
-    "sdxl": ("SDXL", SDXL, ()),
-}
-"""A name, the U-Net's config, and what is trained."""
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def command(settings: ComputedSettings, console: Console) -> None:
     """Count each row, print it and write all."""
     run = describe_run(settings, torch.device("cpu"))
-    name, config, trained = ARCHITECTURES[settings.arch]
     rows = []
-    for row in _rows(config, settings.sizes, trained):
+    for row in _rows():
         rows.append(row)
         console.print(row["label"])
-    tables = [COLUMNS, TRAINING_COLUMNS] if trained else [COLUMNS]
-    note = NOTE.format(name) + (TRAINING_NOTE if trained else "")
-    results.write_rows(settings.out, "memory", rows, tables, run, note)
-    for columns in tables:
-        console.print(results.to_terminal("memory", rows, columns))
-    console.print(note)
+    results.write_rows(settings.out, "memory", rows, [COLUMNS], run, NOTE)
+    console.print(results.to_terminal("memory", rows, COLUMNS))
+    console.print(NOTE)
     console.print(f"figures: {settings.out}", soft_wrap=True)
 
 
-def _rows(
-    config: Mapping[str, Any], sizes: tuple[int, ...], trained: tuple[tuple[float | None, bool, bool], ...]
-) -> Iterator[Row]:
-    for size in sizes:
+def _rows() -> Iterator[Row]:
+    for case, config, size in CASES:
         for name, backend in METHODS:
             method = parse_method(name, 0.4, Settings(), backend)
-            if method.steps is not None:
-                continue  # fewer steps take as much
             one, two = (sampling(method, size, images, config) for images in (1, 2))
             both = [max(run["denoising"], run["decoding"]) for run in (one, two)]
             yield {
-                "label": f"{size} px, {method.label}" + (", unfused" if backend == "unfused" else ""),
+                "label": f"{case}, {method.label}" + (", unfused" if backend == "unfused" else ""),
                 "denoising": (one["weights"] + one["denoising"]) / GB,
                 "memory_per_image": (both[1] - both[0]) / GB,
                 **{
@@ -118,12 +91,6 @@ def _rows(
                     for part in ("denoising", "decoding", "cached")
                 },
             }
-    for ratio, prior, checkpointing in trained:
-        label = "the baseline's attention" if ratio is None else f"ratio {ratio:g}"
-        label += ", prior preservation" if prior else ""
-        label += "" if checkpointing else ", no gradient checkpointing"
-        parts = training(ratio, prior, checkpointing)
-        yield {"label": label} | {part: size / GB for part, size in parts.items()}
 
 
 class Storages(TorchDispatchMode):
@@ -157,6 +124,28 @@ class Storages(TorchDispatchMode):
     def _free(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.live -= size
+
+
+class FusedAttention(TorchFunctionMode):
+    """Attention that keeps no scores, as a GPU's; without it such tensors take torch's unfused path."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            return _flash(*args, **kwargs or {})
+        return func(*args, **kwargs or {})
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    out: Tensor = FLASH(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return out
 
 
 def sampling(method: Method, size: int, images: int, config: Mapping[str, Any]) -> dict[str, int]:
@@ -193,70 +182,57 @@ def sampling(method: Method, size: int, images: int, config: Mapping[str, Any]) 
     }
 
 
-def training(ratio: float | None, prior: bool, checkpointing: bool = True) -> dict[str, float]:
-    """Return the bytes of a step of DreamBooth at batch 1 and 512 px, half precision over float32 weights.
+def unet(config: Mapping[str, Any]) -> Any:
+    """Return a U-Net with random weights."""
+    model: Any = UNet2DConditionModel(**config)
+    return model.eval()
+
+
+def in_dtype(build: Callable[[], Any], dtype: torch.dtype, device: str) -> Any:
+    """Return the model that `build` makes, with weights of that type, on that device."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return build()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def denoise(
+    method: Method,
+    model: Any,
+    size: int,
+    images: int,
+    steps: int,
+    after_step: Callable[[], object] = lambda: None,
+) -> Tensor:
+    """Return the latents of a guided run of DPM++ 2M (Karras) with a method, where `model` lives.
 
     Args:
-        ratio: of agent attention as `agentsd-dreambooth` trains with it; None for the baseline's attention.
-        prior: with an image of the class beside the subject's.
-        checkpointing: of gradients.
-
-    Returns:
-        `frozen` (autoencoder and text encoder), `weights`, `gradients`, `optimizer` (8-bit AdamW: two
-        states of a byte a number), `activations` (the rest at the peak) and `peak`.
+        method: applied for the run.
+        model: Stable Diffusion's U-Net.
+        size: pixels on a side.
+        images: in a batch; the U-Net's is twice as large.
+        steps: of the sampler.
+        after_step: called when a step's own tensors are gone.
     """
-    counted, half = Storages("cpu"), torch.bfloat16  # as many bytes as float16, and a CPU has its kernels
-    images = 2 if prior else 1
-    with FakeTensorMode(allow_non_fake_inputs=True), counted, _destinations_are_real():
-        vae = in_dtype(autoencoder, half).requires_grad_(False)
-        text_encoder = in_dtype(lambda: CLIPTextModel(CLIPTextConfig(**TEXT)), half).requires_grad_(False)
-        frozen = counted.live
-        model = unet().train()
-        weights = counted.live - frozen
-        if checkpointing:
-            model.enable_gradient_checkpointing()
-        if ratio is not None:
-            named = dict.fromkeys(
-                ("pretrained_model_name_or_path", "instance_data_dir", "instance_prompt"), ""
-            )
-            config = DreamBoothConfig.model_validate(named | {"ratio": ratio})
-            apply_agentsd(model, recipe=config.recipe)
-        batch: Any = SimpleNamespace(
-            pixels=torch.zeros(images, 3, 512, 512),
-            input_ids=torch.zeros(images, 77, dtype=torch.long),
-            generator=None,
-        )
-        counted.peak = counted.live
-        with torch.autocast("cpu", half):
-            loss = diffusion_loss(
-                vae,
-                text_encoder,
-                lambda noisy, _, text: model(noisy, 500.0, text),  # a drawn timestep could not be read
-                DDPMScheduler(),
-                batch,
-                1.0 if prior else None,
-            )
-        loss.backward()
-        gradients = sum(p.grad.nbytes for p in model.parameters())
-    optimizer = 2 * sum(p.numel() for p in model.parameters())
-    return {
-        "frozen": frozen,
-        "weights": weights,
-        "gradients": gradients,
-        "optimizer": optimizer,
-        "activations": counted.peak - frozen - weights - gradients,
-        "peak": counted.peak + optimizer,
-    }
-
-
-@contextmanager
-def _destinations_are_real() -> Iterator[None]:
-    """Destination tokens are drawn with numbers, also while no other tensor has any."""
-    drawn = Agents.sample_partition
-
-    def sample_partition(*args: Any) -> Any:
-        with _disable_current_modes():
-            return drawn(*args)
-
-    with patch.object(Agents, "sample_partition", sample_partition):
-        yield
+    like: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
+    latents = torch.zeros(images, 4, size // 8, size // 8, **like)
+    text = torch.zeros(2 * images, 77, model.config.cross_attention_dim, **like)
+    conditions: dict[str, Any] = {}
+    if model.config.addition_embed_type == "text_time":  # SDXL
+        widths = {"text_embeds": 1280, "time_ids": 6}
+        conditions = {name: torch.zeros(2 * images, width, **like) for name, width in widths.items()}
+    scheduler: Any = DPMSolverMultistepScheduler(use_karras_sigmas=True)
+    scheduler.set_timesteps(steps)
+    with torch.no_grad(), method.applied(model):
+        for t in scheduler.timesteps:
+            unconditional, conditional = model(
+                torch.cat([latents] * 2), t, text, added_cond_kwargs=conditions
+            ).sample.chunk(2)
+            guided = unconditional + 7.5 * (conditional - unconditional)
+            latents = scheduler.step(guided, t, latents).prev_sample
+            del unconditional, conditional, guided
+            after_step()
+    return latents

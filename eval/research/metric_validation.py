@@ -11,14 +11,12 @@ from rich.console import Console
 
 from ..environment import describe_run
 from ..errors import EvalError
-from ..files import write_bytes
 from ..images.methods import Method, parse_method
 from ..pages import rows as results
 from ..pages.rows import Column, Row
 from ..quality.measure import Measured, Shown, measure
 from ..quality.metrics import Z95, KernelDistance, standard_error
 from ..studies.table import make
-from .ordered_pairs import draw_pairs, pair_of
 from .settings import ValidationSettings
 
 BLURS, NOISES = (0.5, 1.0, 2.0), (4, 10, 25)
@@ -48,9 +46,9 @@ def command(settings: ValidationSettings, console: Console) -> None:
     results.write_rows(settings.out, "metric-validation", pairs, [COLUMNS], facts, NOTE)
     singles = [single for measured in found.values() for single in measured.singles]
     results.write_singles(settings.out / "metric-validation-images.csv", singles)
-    title = f"what the metrics see, {len(made.asked)} images a row"
-    write_bytes(settings.out / "metric-validation.png", draw_pairs(pairs, title))
-    console.print(results.to_terminal(title, pairs, COLUMNS))
+    console.print(
+        results.to_terminal(f"what the metrics see, {len(made.asked)} images a row", pairs, COLUMNS)
+    )
     console.print(NOTE)
     console.print(f"figures: {settings.out}", soft_wrap=True)
 
@@ -148,12 +146,16 @@ def pairs_of(found: Mapping[str, Measured], chains: Mapping[str, Sequence[str]])
     return rows
 
 
+def _pair_of(row: Row) -> str:
+    return f"{row['less'].removesuffix('-sdpa')} < {row['more'].removesuffix('-sdpa')}"
+
+
 def _interval(row: Row) -> str:
     return f"{row['value']:.3g} ({row['low']:.3g} to {row['high']:.3g})"
 
 
 COLUMNS = [
-    Column("smaller < greater degradation", pair_of),
+    Column("smaller < greater degradation", _pair_of),
     Column("measure", lambda row: row["measure"]),
     Column("greater / smaller, or difference", _interval),
     Column("", lambda row: row["verdict"]),
