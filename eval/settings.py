@@ -238,7 +238,7 @@ class CalibrateSettings(ShowSettings):
     """How many prompts, the last ones, are kept for validation."""
     reference_steps: ReferenceSteps = None
     speedup: float | None = Field(None, gt=1)
-    """The goal: how much cheaper the U-Net's calls of a run."""
+    """The goal: how much cheaper a run."""
     max_distance: float | None = Field(None, gt=0)
     """Or the goal: the largest distance of final latents. It is the latent relative RMSE to the baseline's,
     such as 0.05."""
