@@ -209,7 +209,7 @@ class CostSettings(Settings):
 class LatencySettings(CostSettings):
     """Measure cost alone: seconds, MACs and, on a GPU, memory; the methods take turns."""
 
-    hidden: ClassVar[tuple[str, ...]] = ("named", "backend")
+    hidden: ClassVar[tuple[str, ...]] = ("named", "backend", "count")
     fewer_steps: FewerSteps = (0.8, 0.6, 0.4)
     backends: tuple[Backend, ...] = ("sdpa",)
     """Attention of the baseline and of layers left alone. Each method is measured under each."""
@@ -222,7 +222,7 @@ class LatencySettings(CostSettings):
     compile: bool = False
     """Compile the U-Net under every method, baseline too."""
     count: bool = True
-    """Count MACs, in a warm-up round. Runs of minutes can do without."""
+    """Count MACs, in the warm-up round."""
     out: Path = Path("outputs/latency")
     """Folder for latency.jsonl, .csv and .md."""
 

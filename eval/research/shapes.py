@@ -8,7 +8,7 @@ from diffusers import DPMSolverMultistepScheduler, UNet2DConditionModel
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..cost.architectures import SD15
+from ..cost.architectures import SD15, SDXL
 from ..images.methods import Method
 from ..settings import Backend
 
@@ -25,6 +25,13 @@ METHODS: tuple[tuple[str, Backend], ...] = (
 )
 """What is asked of, and how other attention is computed: as the paper's tables have it, or fused."""
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def make_tiny() -> None:
+    """Let both architectures be of tiny widths from here on, to try what is to run on a GPU."""
+    SD15.update(block_out_channels=(32, 32, 32, 32), cross_attention_dim=32, sample_size=16)
+    SDXL.update(block_out_channels=(32, 32, 32), transformer_layers_per_block=(1, 1, 1))
+    SDXL.update(cross_attention_dim=32, attention_head_dim=(2, 2, 2), sample_size=16)
 
 
 class FusedAttention(TorchFunctionMode):
