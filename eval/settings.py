@@ -253,7 +253,7 @@ class CostSettings(Settings):
 class LatencySettings(CostSettings):
     """Measure cost alone: seconds, MACs and, on a GPU, memory; the methods take turns."""
 
-    hidden: ClassVar[tuple[str, ...]] = ("named", "backend")
+    hidden: ClassVar[tuple[str, ...]] = ("named", "backend", "count")
     fewer_steps: FewerSteps = (0.8, 0.6, 0.4)
     backends: tuple[Backend, ...] = ("sdpa",)
     """Attention of the baseline and of layers left alone. Each method is measured under each."""
@@ -266,7 +266,7 @@ class LatencySettings(CostSettings):
     compile: bool = False
     """Compile the U-Net under every method, baseline too."""
     count: bool = True
-    """Count MACs, in a warm-up round. Runs of minutes can do without."""
+    """Count MACs, in the warm-up round."""
     out: Path = Path("outputs/latency")
     """Folder for latency.jsonl, .csv and .md."""
 
@@ -281,7 +281,7 @@ class CalibrateSettings(ShowSettings):
     """How many prompts, the last ones, are kept for validation."""
     reference_steps: ReferenceSteps = None
     speedup: float | None = Field(None, gt=1)
-    """The goal: how much cheaper the U-Net's calls of a run."""
+    """The goal: how much cheaper a run."""
     max_distance: float | None = Field(None, gt=0)
     """Or the goal: the largest distance of final latents. It is the latent relative RMSE to the baseline's,
     such as 0.05."""

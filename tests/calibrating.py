@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from agentsd_eval.cost.macs import macs
-from tiny import may_skip
 
 from agentsd import Downsample, Recipe, ResidualSharing, StepCache
 
@@ -31,16 +30,8 @@ def distance(one, other):
     return float((one - other).double().norm() / other.double().norm())
 
 
-def work(pipe, **changes):
-    """MACs of the U-Net's calls in a run."""
-    counts, host = [], pipe.unet.forward
-
-    def counted(*args, **kwargs):
-        outputs = []
-        counts.append(macs(lambda: outputs.append(host(*args, **kwargs))))
-        return outputs[0]
-
-    pipe.unet.forward = may_skip(counted)
-    run(pipe, **changes)
-    del pipe.unet.forward
-    return sum(counts)
+def counted(pipe, *args, **changes):
+    """The final latents of a run, and its MACs."""
+    made = []
+    count = macs(lambda: made.append(run(pipe, *args, **changes)))
+    return made[0], count

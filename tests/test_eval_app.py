@@ -1,19 +1,16 @@
-"""The page's parts that need no gradio: what a chosen recipe is, its line of Python, the strip of calls."""
+"""The page's parts that need no gradio: what a chosen recipe is, and its line of Python."""
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from agentsd_eval.images.choice import ATTENTION, LABELS, defaults_of, python_of, recipe_from
-from agentsd_eval.pages.strip import strip_of
+from agentsd_eval.images.choice import LABELS, STEPS, defaults_of, python_of, recipe_from
 
 from agentsd.apply import handle_of
-from agentsd.plan import describe
 from agentsd.recipe import FAST, MODES
 
 CHANGES: dict[str, Any] = {"ratio": 0.55, "k": 0.0, "scale": -0.3, "early_frac": 0.9} | {
@@ -43,8 +40,8 @@ def test_what_a_recipe_has_not_is_left_out() -> None:
 
 
 def test_each_mode_offers_the_settings_that_it_has() -> None:
-    assert set(defaults_of("agentsd")) == set(ATTENTION)
-    assert set(defaults_of("fast")) == set(LABELS) - set(ATTENTION)
+    assert set(defaults_of("agentsd")) == set(LABELS) - set(STEPS)
+    assert set(defaults_of("fast")) == set(STEPS)
     assert python_of("agentsd", {"ratio": 0.5}).endswith('apply_agentsd(pipe, mode="agentsd", ratio=0.5)\n')
     line = python_of("fast", {"interval": 3})
     assert "StepCache(interval=3, warmup_steps=3, late_interval=6)" in line
@@ -57,21 +54,6 @@ def test_a_bad_setting_is_named(name: str, value: Any) -> None:
         recipe_from("agentsd", {name: value})
     with pytest.raises(ValueError, match="extrapolation_order=2: pass 0"):
         recipe_from("fast", {"extrapolation_order": 2})
-
-
-def test_the_strip_has_a_box_for_each_call_in_order() -> None:
-    html = strip_of(describe("FfFf"))
-    assert re.findall(r'title="call (\d): ([^"]+)"', html) == [
-        ("1", "computed"),
-        ("2", "cached"),
-        ("3", "computed"),
-        ("4", "cached"),
-    ]
-    assert html.count("</span>") == 2
-    assert strip_of(describe("FFF")).count("</span>") == 1
-    assert strip_of(describe("FFF")).count("title=") == 3
-    assert "title=" not in strip_of(describe(""))
-    assert "&lt;b&gt;" in strip_of("<b>")
 
 
 def test_without_gradio_the_extra_is_named_before_any_work() -> None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
-from agentsd_eval.calibration.search import calibrate
+from agentsd_eval import calibrate
 from agentsd_eval.cli import main
 from agentsd_eval.images import models
 from agentsd_eval.studies import calibration
 from agentsd_eval.studies.calibration import note
 from click.testing import CliRunner
 
-from agentsd import Recipe
+from agentsd import Recipe, StepCache
 
-RUN = ("--steps", 8, "--scheduler", "ddim", "--cost", "seconds")
+GOAL = ("--speedup", 1.1)
 
 
 def invoke(*arguments: object, code: int = 0) -> str:
@@ -23,30 +24,22 @@ def invoke(*arguments: object, code: int = 0) -> str:
     return " ".join(result.output.split())
 
 
-def test_the_command_saves_what_the_call_finds_and_goes_on(model_folder: str, tmp_path: Path) -> None:
+def test_the_command_saves_what_the_call_finds_and_goes_on(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "mine.json"
-    arguments = ("--model", model_folder, "--prompt", "a cat", "--prompt", "a dog", "--held-out", 1, *RUN)
-    arguments = (*arguments, "--reference-steps", 10)
-    goal = ("--max-distance", 10, "--out", path)
-    printed = invoke(*arguments, *goal)
+    few = partial(calibrate, candidates=[Recipe(steps=StepCache(2)), Recipe(steps=StepCache(3))])
+    monkeypatch.setattr(calibration, "calibrate", few)
+    printed = invoke(
+        "--model", model_folder, "--prompt", "a cat", "--prompt", "a dog", "--held-out", 1, "--steps", 8,
+        "--scheduler", "ddim", "--cost", "seconds", "--reference-steps", 10, "--max-distance", 10,
+        "--out", path,
+    )  # fmt: skip
     found = Recipe.load(path)
-    settings = models.Settings(model=model_folder, scheduler="ddim")
-    pipe = models.load_pipeline(settings)
-    same = {
-        "num_inference_steps": 8,
-        "height": 32,
-        "width": 32,
-        "reference_steps": 10,
-        "cost": "seconds",
-    }
-    resumed = calibrate(
-        pipe,
-        ["a cat"],
-        held_out=["a dog"],
-        max_distance=10,
-        resume=path.with_suffix(".jsonl"),
-        **same,
-    )
+    pipe = models.load_pipeline(models.Settings(model=model_folder, scheduler="ddim"))
+    same = {"num_inference_steps": 8, "height": 32, "width": 32, "reference_steps": 10, "cost": "seconds"}
+    goal = {"held_out": ["a dog"], "max_distance": 10, "resume": path.with_suffix(".jsonl")}
+    resumed = few(pipe, ["a cat"], **goal, **same)
     assert (resumed, resumed.measured) == (found, found.measured)
     validation = found.measured["validation"]
     assert (validation["prompts"], validation["held_out"]) == (1, True)
@@ -67,10 +60,21 @@ def test_prompts_are_the_embedded_models_if_none_are_given(monkeypatch, model_fo
         raise ValueError("enough")
 
     monkeypatch.setattr(calibration, "calibrate", keep)
-    path = tmp_path / "calls.json"
-    arguments = ("--images", 3, "--held-out", 1, "--speedup", 1.3)
+    found_by_an_earlier_one = Recipe(steps=StepCache(), measured={"steps": "Ff"})
+    path = found_by_an_earlier_one.save(tmp_path / "calls.json")
+    arguments = ("--images", 3, "--held-out", 1, *GOAL)
     assert "enough" in invoke("--model", model_folder, *arguments, "--out", path, code=2)
     assert (len(given["prompts"]), len(given["held_out"])) == (2, 1)
+
+
+@pytest.mark.parametrize("content", ["notes", '{"version": 1, "steps": {}}'])
+def test_a_file_that_no_calibration_wrote_stays_as_it_is(content: str, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(calibration, "load_pipeline", lambda settings: pytest.fail("loaded"))
+    path = tmp_path / "mine.json"
+    path.write_text(content)
+    printed = invoke(*GOAL, "--out", path, code=2)
+    assert "mine.json was written by no calibration and stays as it is; choose another --out" in printed
+    assert path.read_text() == content
 
 
 def test_fewer_steps_are_advised_where_they_win() -> None:
@@ -86,21 +90,20 @@ def test_fewer_steps_are_advised_where_they_win() -> None:
     ("arguments", "message"),
     [
         ((), "give one goal"),
-        (("--speedup", 1.1, "--max-distance", 0.1), "give one goal"),
+        ((*GOAL, "--max-distance", 0.1), "give one goal"),
         (("--speedup", 0.9), "speedup"),
-        (("--speedup", 2, "--steps", 5), "a run of 5 steps has none to spare"),
-        (("--speedup", 2, "--prompt", "a cat", "--held-out", 1), "held_out=1 of 1 prompts: leave one"),
+        ((*GOAL, "--prompt", "a cat", "--held-out", 1), "held_out=1 of 1 prompts: leave one"),
     ],
 )
-def test_a_wrong_goal_is_one_message(
-    arguments: tuple[object, ...], message: str, model_folder: str, tmp_path: Path
+def test_a_wrong_goal_is_one_message_before_the_model_is_loaded(
+    arguments: tuple[object, ...], message: str, monkeypatch, tmp_path: Path
 ) -> None:
-    printed = invoke("--model", model_folder, *arguments, "--out", tmp_path / "mine.json", code=2)
-    assert message in printed
+    monkeypatch.setattr(calibration, "load_pipeline", lambda settings: pytest.fail("loaded"))
+    assert message in invoke(*arguments, "--out", tmp_path / "mine.json", code=2)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("goal", [(), ("--speedup", 1.1, "--max-distance", 0.1)])
-def test_the_goal_is_looked_at_before_the_model_is_loaded(goal, monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(models, "load_pipeline", lambda settings: pytest.fail("loaded"))
-    assert "give one goal" in invoke(*goal, "--out", tmp_path / "mine.json", code=2)
+def test_what_cannot_be_calibrated_is_one_message(model_folder: str, tmp_path: Path) -> None:
+    printed = invoke("--model", model_folder, *GOAL, "--steps", 5, "--out", tmp_path / "mine.json", code=2)
+    assert "a run of 5 steps has none to spare" in printed
+    assert not list(tmp_path.iterdir())

@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from agentsd_eval import cost
 from agentsd_eval.cli import main
+from agentsd_eval.cost.latency import Case, measure, methods_of
 from agentsd_eval.quality.encoders import ClipScore
 from agentsd_eval.quality.features import features_of, load_network
+from agentsd_eval.settings import LatencySettings
 from click.testing import CliRunner
-from diffusers import StableDiffusionPipeline
+from diffusers import UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
 from PIL import Image
 from sd_folder import save_clip
@@ -212,17 +215,20 @@ def test_fid_of_a_folder_and_itself_is_none(
     assert re.search(r" -?0\.000 ", printed)
 
 
+def latency(folder: Path, *arguments: Any) -> tuple[list[dict[str, Any]], str]:
+    """The rows of `latency` on a tiny model, and what it printed."""
+    small = ("--ratio", 0.5, "--steps", 3, "--sizes", 64, "--repeats", 1, "--out", folder)
+    printed = invoke("latency", *small, *arguments)
+    return [json.loads(line) for line in (folder / "latency.jsonl").read_text().splitlines()], printed
+
+
 def test_latency(model_folder: str, tmp_path: Path) -> None:
-    printed = invoke(
-        "latency", "--model", model_folder, "--methods", "agentsd", "--methods", "deepcache", "--ratio", 0.5,
-        "--backends", "sdpa", "--backends", "unfused", "--steps", 3, "--sizes", 64, "--repeats", 2,
-        "--out", tmp_path,
-    )  # fmt: skip
+    words = ("--methods", "agentsd,deepcache", "--fewer-steps", 0.4, "--backends", "sdpa,unfused")
+    rows, printed = latency(tmp_path, "--model", model_folder, *words)
     assert "forward early, 64 px, batch 1" in printed
-    rows = [json.loads(line) for line in (tmp_path / "latency.jsonl").read_text().splitlines()]
     found = {(row["scope"], row["method"], row["backend"]): row for row in rows}
     assert ("forward late", "deepcache", "sdpa") not in found  # it has no cost within one call
-    assert len(found) == 2 * 2 * 2 + 5 * 2  # of three steps, baseline@2 and baseline@1 in whole runs
+    assert len(found) == 2 * 2 * 2 + 4 * 2  # with baseline@1 in whole runs
     early, late = (found[f"forward {phase}", "agentsd", "sdpa"] for phase in ("early", "late"))
     baseline = found["forward early", "baseline", "sdpa"]
     assert early["macs"] < late["macs"] < baseline["macs"]
@@ -232,20 +238,27 @@ def test_latency(model_folder: str, tmp_path: Path) -> None:
     assert found["pipeline", "baseline", "unfused"]["speedup_over_sdpa"] != 1.0
 
 
-def test_latency_without_a_count_runs_each_method_once(
-    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "once.yaml").write_text("count: false\nfewer_steps: []\n")
-    runs, call = [], StableDiffusionPipeline.__call__
-    monkeypatch.setattr(StableDiffusionPipeline, "__call__", lambda *a, **k: runs.append(1) or call(*a, **k))
-    printed = invoke(
-        "latency", "--config", tmp_path / "once.yaml", "--model", model_folder, "--methods", "fast",
-        "--scopes", "pipeline", "--steps", 8, "--sizes", 64, "--repeats", 1, "--out", tmp_path,
-    )  # fmt: skip
-    rows = [json.loads(line) for line in (tmp_path / "latency.jsonl").read_text().splitlines()]
-    assert [(row["method"], row["macs"]) for row in rows] == [("baseline", None), ("fast", None)]
-    assert len(runs) == 2
-    assert "fast" in printed
+def test_methods_take_turns_on_the_same_weights(make_pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in its own U-Net, warm-up first, and without a count none is counted."""
+    pipe, order = make_pipeline(), []
+    settings = LatencySettings(
+        methods=("agentsd",), fewer_steps=(), scopes=("forward",), sizes=(64,), repeats=2, count=False
+    )
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        order.append(id(self))
+        assert {id(weight) for weight in self.parameters()} == weights
+        return forward(self, *args, **kwargs)
+
+    weights = {id(weight) for weight in pipe.unet.parameters()}
+    forward = UNet2DConditionModel.forward
+    monkeypatch.setattr(UNet2DConditionModel, "forward", noted)
+    case = Case("forward early", 64, 1)
+    rows = list(measure(pipe, [case], methods_of(settings), settings, lambda: order.append("round")))
+    first, second = order[:2]
+    assert first != second
+    assert order == [first, second, "round"] * 3
+    assert [row["macs"] for row in rows] == [None, None]
 
 
 def test_a_method_that_memory_does_not_do_for_costs_no_others_figures(
@@ -255,35 +268,28 @@ def test_a_method_that_memory_does_not_do_for_costs_no_others_figures(
         raise torch.OutOfMemoryError("unfused attention's score matrix")
 
     monkeypatch.setattr(AttnProcessor, "__call__", too_much)
-    invoke(
-        "latency", "--model", model_folder, "--methods", "agentsd", "--backends", "sdpa", "--backends",
-        "unfused", "--scopes", "forward", "--sizes", 64, "--repeats", 1, "--out", tmp_path,
-    )  # fmt: skip
-    rows = [json.loads(line) for line in (tmp_path / "latency.jsonl").read_text().splitlines()]
+    monkeypatch.setattr(cost.latency, "memory_per_image", too_much)  # what fits, but not with one image more
+    words = ("--methods", "agentsd", "--backends", "sdpa,unfused", "--scopes", "forward")
+    rows, _ = latency(tmp_path, "--model", model_folder, *words)
     assert [row["seconds"] is None for row in rows] == [False, False, True, True] * 2
+    assert [row["macs"] is None for row in rows] == [False, False, True, True] * 2
     assert rows[3]["speedup_over_sdpa"] is None
     assert (tmp_path / "latency.md").read_text().count("out of memory") == 4
 
 
 def test_latency_of_training(model_folder: str, tmp_path: Path) -> None:
     (tmp_path / "agents.yaml").write_text("named: {agents: {mode: agentsd, ratio: 0.5, early_frac: 1.0}}\n")
-    invoke(
-        "latency", "--config", tmp_path / "agents.yaml", "--model", model_folder, "--methods", "agents",
-        "--scopes", "training", "--sizes", 128, "--repeats", 1, "--out", tmp_path,
-    )  # fmt: skip
-    lines = (tmp_path / "latency.jsonl").read_text().splitlines()
-    baseline, agent = (json.loads(line)["saved_for_backward"] for line in lines)
+    words = ("--config", tmp_path / "agents.yaml", "--methods", "agents", "--scopes", "training")
+    rows, _ = latency(tmp_path, "--model", model_folder, *words)
+    baseline, agent = (row["saved_for_backward"] for row in rows)
     assert 0 < agent < baseline
 
 
 @pytest.mark.slow
 def test_latency_compiled(model_folder: str, tmp_path: Path) -> None:
-    printed = invoke(
-        "latency", "--compile", "--model", model_folder, "--methods", "agentsd", "--ratio", 0.5, "--scopes",
-        "forward", "--sizes", 64, "--repeats", 2, "--out", tmp_path,
-    )  # fmt: skip
+    words = ("--compile", "--methods", "agentsd", "--scopes", "forward")
+    rows, printed = latency(tmp_path, "--model", model_folder, *words)
     assert "forward early, 64 px, batch 1, compiled" in printed
-    rows = [json.loads(line) for line in (tmp_path / "latency.jsonl").read_text().splitlines()]
     assert [row["method"] for row in rows] == ["baseline", "agentsd"] * 2
 
 

@@ -11,7 +11,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from agentsd_demo.pipeline_io import check_export
-from agentsd_eval.cost.macs import name_of_device
 from agentsd_eval.errors import EvalError
 from agentsd_eval.files import check_own_image, save_image
 from devices import LikeMPS
@@ -302,12 +301,6 @@ def test_an_export_replaces_no_other_folder(tmp_path):
 def test_nothing_is_reported_where_none_is_said(settings):
     config = dreambooth.DreamBoothConfig(**settings, report_to="none")
     assert not Run(config).accelerator.log_with
-
-
-def test_seconds_are_of_a_device_by_name():
-    """Of one kind there are fast ones and slow ones, and a resumed calibration must tell them apart."""
-    assert name_of_device(torch.device("cpu")).endswith(f"{torch.get_num_threads()} threads")
-    assert name_of_device(torch.device("cpu")) != "cpu"
 
 
 @pytest.mark.parametrize("operator", [AgentModule(), FocusedLinear(), AttnZero()])

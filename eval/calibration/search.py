@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
-from importlib.metadata import version
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+from unittest.mock import patch
 
-from diffusers.utils import logging
+import numpy as np
+from diffusers import UniPCMultistepScheduler
+from rich.console import Console
+from rich.progress import Progress
 
 from agentsd import Recipe, apply_agentsd
 from agentsd.checks import check
@@ -18,11 +21,11 @@ from agentsd.hook import unsupported_reason
 from agentsd.hosts import find_model
 from agentsd.modules.adapter import is_quantized
 
-from ..cost.macs import Cost, name_of_device
+from ..environment import describe_environment
 from ..images.digest import weights_digest
 from .candidates import CANDIDATES
-from .measurements import Measurements, json_safe
-from .runs import Metrics, Runs
+from .measurements import Measurements
+from .runs import Cost, Row, Runs
 
 FINALISTS = 3
 """Of the candidates that meet the goal on the first prompt, those that are run on all."""
@@ -30,7 +33,7 @@ MARGIN = 1.5
 """By which a speed-up above the boldest candidate's is out of reach of all."""
 BETTER_SAMPLER = "unipckarras"
 """Beside the pipeline's own in fewer steps: UniPC of order 2 on Karras levels."""
-_OWN = ("timesteps", "sigmas", "generator", "output_type", "prompt")
+_OWN = {"timesteps", "sigmas", "generator", "output_type", "prompt"}
 
 
 def calibrate(
@@ -59,7 +62,7 @@ def calibrate(
         pipe: a diffusers text-to-image pipeline (or another that takes prompts first) with a Stable Diffusion
             `unet` that is not compiled yet; it is left as it was.
         prompts: what to run; a handful that is like the prompts to come.
-        speedup: the goal: the cost of a baseline run's U-Net calls over what it is to be; more than 1.
+        speedup: the goal: the cost of a baseline run over what it is to be; more than 1.
         max_distance: or the goal: the largest latent relative RMSE to the baseline, such as 0.05.
         held_out: prompts that nothing is chosen by; the validation metrics are measured on them.
         candidates: what to choose from; the named recipes and variations of them.
@@ -92,6 +95,7 @@ def calibrate(
     unet = _free_unet(pipe, num_inference_steps, cost)
     usable = [recipe for recipe in candidates if _fits(pipe, recipe)]
     check("candidates", len(candidates), len(usable) > 0, "none of them fits the model: pass others")
+    machine = describe_environment(unet.device)
     environment = {
         "model": _name_of(pipe),
         "weights": weights_digest(unet),
@@ -101,33 +105,39 @@ def calibrate(
         "prompts": list(prompts),
         "seed": seed,
         "cost": cost,
-        "device": name_of_device(unet.device) if cost == "seconds" else unet.device.type,
         "dtype": str(unet.dtype).removeprefix("torch."),
-        "versions": {name: version(name) for name in ("agentsd", "torch", "diffusers")},
+        **{name: machine[name] for name in ("device", "threads", "versions")},
     }
     of = environment | {
         "held_out": list(held_out),
         "reference_steps": reference_steps,
-        "scheduler_settings": {n: json_safe(v) for n, v in pipe.scheduler.config.items() if n[0] != "_"},
-        "call": json_safe(call_kwargs),
+        "scheduler_settings": {n: value for n, value in pipe.scheduler.config.items() if n[0] != "_"},
+        "call": call_kwargs,
     }
     settings = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale, **call_kwargs}
     own = range(len(prompts))
     held = range(len(prompts), len(prompts) + len(held_out)) if held_out else own
-    most = len(usable) + 2 * len(prompts) + (FINALISTS + 4) * len(held)
-    with _bars_of(pipe), logging.tqdm(total=most, desc="calibrating") as bar:
-        measurements = Measurements(None if resume is None else Path(resume), of, bar.update)
-        runs = Runs(pipe, [*prompts, *held_out], cost, seed, settings, reference_steps, measurements)
+    measurements = Measurements(None if resume is None else Path(resume), of)
+    quiet = {**getattr(pipe, "_progress_bar_config", {}), "disable": True}
+    with (
+        patch.object(pipe, "_progress_bar_config", quiet, create=True),
+        Progress(console=Console(stderr=True)) as bars,
+    ):
+        task = bars.add_task("runs", total=len(usable) + FINALISTS * len(own) + 6 * len(held))
+        report = partial(bars.advance, task)
+        every = [*prompts, *held_out]
+        runs = Runs(pipe, every, cost, seed, settings, reference_steps, measurements, report)
+        if cost == "seconds":
+            runs.run(0, num_inference_steps=2)  # the first is slower, as caches are cold
         best = _search(runs, usable, own, speedup, max_distance)
-        metrics = runs.compare(best, own)
+        search = runs.compare(best, own)
         found = {
             "goal": {"max_distance": max_distance} if speedup is None else {"speedup": speedup},
-            "steps": metrics.steps,
-            "search": _row(metrics),
-            "validation": _validation(runs, best, held, num_inference_steps) | {"held_out": bool(held_out)},
+            "steps": search.pop("steps"),
+            "search": search,
+            "validation": _validation(runs, best, held) | {"held_out": bool(held_out)},
             "environment": environment,
         }
-        bar.total = bar.n
     return replace(best, measured=found)
 
 
@@ -140,81 +150,78 @@ def _search(
 ) -> Recipe:
     """The best candidate that meets the goal on all prompts. Raises ValueError where none does."""
 
-    def meets(metrics: Metrics) -> bool:
-        if speedup is not None:
-            return metrics.speedup >= speedup
-        return metrics.distance <= (max_distance or 0.0) and metrics.speedup > 1
+    def meets(row: Row) -> bool:
+        if speedup is None:
+            return row["distance"] <= (max_distance or 0.0) and row["speedup"] > 1
+        return bool(row["speedup"] >= speedup)
 
-    def badness(metrics: Metrics) -> float:
-        return metrics.distance if speedup is not None else -metrics.speedup
+    def badness(row: Row) -> float:
+        return -row["speedup"] if speedup is None else row["distance"]
 
-    if speedup is not None:
-        _check_reach(runs, candidates, speedup)
-    first = {recipe: runs.compare(recipe, numbers[:1]) for recipe in candidates}
-    near = sorted((r for r in candidates if meets(first[r])), key=lambda recipe: badness(first[recipe]))
-    every: dict[Recipe, Metrics] = {}
+    bold, *others = sorted(candidates, key=_boldness, reverse=True)
+    first = {bold: runs.compare(bold, numbers[:1])}
+    if speedup is None or speedup <= MARGIN * first[bold]["speedup"]:  # else it is out of reach of all
+        first |= {recipe: runs.compare(recipe, numbers[:1]) for recipe in others}
+    near = sorted((r for r in first if meets(first[r])), key=lambda recipe: badness(first[recipe]))
+    every: dict[Recipe, Row] = {}
     for recipe in near:
         every[recipe] = runs.compare(recipe, numbers)
-        good = [recipe for recipe, metrics in every.items() if meets(metrics)]
+        good = [recipe for recipe, row in every.items() if meets(row)]
         if good and (len(every) >= FINALISTS or recipe is near[-1]):
             return min(good, key=lambda recipe: badness(every[recipe]))
-    if speedup is not None:
-        most = max(metrics.speedup for metrics in first.values())
-        raise ValueError(f"speedup={speedup} cannot be met in these runs: the greatest is {most:.2f}")
-    least = min(metrics.distance for metrics in [*first.values(), *every.values()])
-    raise ValueError(
-        f"max_distance={max_distance} cannot be met in these runs: the least seen is {least:.2g}"
-    )
+    seen = [*first.values(), *every.values()]
+    if speedup is None:
+        least = min(row["distance"] for row in seen)
+        raise ValueError(
+            f"max_distance={max_distance} cannot be met in these runs: the least seen is {least:.2g}"
+        )
+    most = max(row["speedup"] for row in seen)
+    raise ValueError(f"speedup={speedup} cannot be met in these runs: the greatest seen is {most:.2f}")
 
 
-def _check_reach(runs: Runs, candidates: Sequence[Recipe], speedup: float) -> None:
-    """Raise ValueError for a speed-up far above that of the candidate that computes the fewest steps."""
-    bold = min(candidates, key=lambda recipe: sum(recipe.steps.computed(100)) if recipe.steps else 100)
-    most = runs.compare(bold, (0,)).speedup
-    if speedup > MARGIN * most:
-        raise ValueError(f"speedup={speedup} cannot be met in these runs: the greatest is about {most:.2f}")
+def _boldness(recipe: Recipe) -> int:
+    """How many of 100 steps are cached."""
+    return 100 - sum(recipe.steps.computed(100)) if recipe.steps else 0
 
 
-def _validation(runs: Runs, recipe: Recipe, numbers: Sequence[int], steps: int) -> dict[str, Any]:
-    """The recipe's metrics, those of fewer steps that cost about as much, and whether these are the better.
+def _validation(runs: Runs, recipe: Recipe, numbers: Sequence[int]) -> Row:
+    """The recipe's figures, those of fewer steps that cost about as much, and whether these are the better.
 
     That goes by the distance to the reference, where there is one: in fewer steps a run strays from it and
     from the baseline in the same direction, so that the distance to the baseline flatters fewer steps. A
     better sampler in fewer steps stands beside them then; it ends elsewhere than the baseline, and nearer.
     """
-    metrics = runs.compare(recipe, numbers)
-    exact = steps / metrics.speedup
+    row = runs.compare(recipe, numbers)
+    exact = runs.settings["num_inference_steps"] / row["speedup"]
     counts = sorted({max(2, math.floor(exact)), max(2, math.ceil(exact))})
-    name = "distance" if runs.reference_steps is None else "reference_distance"
-    lines = {
-        sampler: [
-            {"steps": n, "sampler": sampler}
-            | _row(runs.compare(None, numbers, sampler, num_inference_steps=n))
+    found = {"prompts": len(numbers)} | row
+    name, samplers = "distance", [None, BETTER_SAMPLER]
+    if runs.reference_steps is not None:
+        name = "reference_distance"
+        found["baseline_reference_distance"] = runs.compare(None, numbers)[name]
+    if runs.reference_steps is None or not has_better_sampler(runs.pipe.scheduler):
+        samplers.remove(BETTER_SAMPLER)
+    lines = [
+        [
+            runs.compare(None, numbers, sampler, num_inference_steps=n) | {"steps": n, "sampler": sampler}
             for n in counts
         ]
-        for sampler in ((None,) if runs.reference_steps is None else (None, BETTER_SAMPLER))
-    }
-    found = {"prompts": len(numbers)} | _row(metrics)
-    if (baseline := runs.baseline_reference_distance(numbers)) is not None:
-        found["baseline_reference_distance"] = baseline
-    return found | {
-        "fewer_steps": [row for line in lines.values() for row in line],
-        "beaten_by_fewer_steps": min(distance_between(line, exact, name) for line in lines.values())
-        <= found[name],
-    }
+        for sampler in samplers
+    ]
+    beaten = any(distance_at(row["speedup"], line, name) <= row[name] for line in lines)
+    return found | {"fewer_steps": [one for line in lines for one in line], "beaten_by_fewer_steps": beaten}
 
 
-def _row(metrics: Metrics) -> dict[str, Any]:
-    kept = asdict(metrics)
-    return {k: kept[k] for k in ("speedup", "distance", "reference_distance") if kept[k] is not None}
+def has_better_sampler(scheduler: Any) -> bool:
+    """Whether UniPC on Karras levels is another sampler, and can be had: EDM has noise levels of its own."""
+    config = scheduler.config
+    already = isinstance(scheduler, UniPCMultistepScheduler) and config["use_karras_sigmas"]
+    return "beta_schedule" in config and not already
 
 
-def distance_between(rows: Sequence[dict[str, Any]], exact: float, name: str) -> float:
-    """A distance of a number of steps between two that were run: on the line of its logarithm."""
-    fewer, more = rows[0], rows[-1]
-    share = (exact - fewer["steps"]) / max(1, more["steps"] - fewer["steps"])
-    share = min(max(share, 0.0), 1.0)
-    return float(fewer[name] ** (1 - share) * more[name] ** share)
+def distance_at(speedup: float, rows: Sequence[Row], name: str) -> float:
+    """The distance of fewer steps at a recipe's cost, on the line between rows of fewer and of more."""
+    return float(np.interp(1 / speedup, [1 / row["speedup"] for row in rows], [row[name] for row in rows]))
 
 
 def _check_goal(speedup: float | None, max_distance: float | None) -> None:
@@ -222,11 +229,10 @@ def _check_goal(speedup: float | None, max_distance: float | None) -> None:
         raise ValueError(
             f"speedup={speedup}, max_distance={max_distance}: give one goal, the one or the other"
         )
-    if speedup is not None:
-        check("speedup", speedup, 1 < speedup < math.inf, "pass more than 1, for instance 1.8")
-    if max_distance is not None:
-        ok = 0 < max_distance < math.inf
-        check("max_distance", max_distance, ok, "pass more than 0, for instance 0.05")
+    ok = speedup is None or 1 < speedup < math.inf
+    check("speedup", speedup, ok, "pass more than 1, for instance 1.8")
+    ok = max_distance is None or 0 < max_distance < math.inf
+    check("max_distance", max_distance, ok, "pass more than 0, for instance 0.05")
 
 
 def _check_arguments(
@@ -239,29 +245,29 @@ def _check_arguments(
     way_out = "pass a list of a few that are like the ones to come"
     check("prompts", prompts, bool(prompts) and not isinstance(prompts, str), way_out)
     check("held_out", held_out, not isinstance(held_out, str), "pass a list of prompts, or leave it out")
-    if both := sorted(set(prompts) & set(held_out)):
-        raise ValueError(f"held_out={both}: they are among the prompts, pass others")
-    check("cost", cost, cost in ("macs", "seconds"), "choose 'macs' or 'seconds'")
+    both = sorted(set(prompts) & set(held_out))
+    check("held_out", both, not both, "they are among the prompts, pass others")
+    check("cost", cost, cost in get_args(Cost), "choose 'macs' or 'seconds'")
     for recipe in candidates:
         if not isinstance(recipe, Recipe):
             raise TypeError(f"candidates: {recipe!r} is a {type(recipe).__name__}: pass recipes")
         untrained = not any(operator.needs_module for operator in recipe.operators)
         check("candidates", recipe, untrained, "it is to be trained; only what runs without is calibrated")
-    for name in _OWN:
-        if name in call_kwargs:
-            raise ValueError(f"{name}={call_kwargs[name]!r}: leave it out, calibration sets it itself")
+    for name in _OWN & set(call_kwargs):
+        check(name, call_kwargs[name], False, "leave it out, calibration sets it itself")
 
 
 def _free_unet(pipe: Any, num_inference_steps: int, cost: Cost) -> Any:
     """The pipeline's U-Net. Raises TypeError or ValueError where it can't be calibrated."""
-    if not all(hasattr(pipe, name) for name in ("unet", "scheduler", "set_progress_bar_config")):
+    if not hasattr(pipe, "unet") or not hasattr(pipe, "scheduler"):
         raise TypeError(f"{type(pipe).__name__} is no pipeline with a `unet`, to be run on the prompts")
     unet = find_model(pipe)
+    parameters = list(unet.parameters())
     if unet is not pipe.unet or unet._compiled_call_impl is not None:
         raise ValueError("the U-Net is compiled: calibrate first, and compile it afterwards")
-    if any(parameter.device.type == "meta" for parameter in unet.parameters()):
+    if any(parameter.device.type == "meta" for parameter in parameters):
         raise ValueError("the U-Net's weights are kept elsewhere by sequential offloading: calibrate first")
-    if cost == "macs" and any(is_quantized(parameter) for parameter in unet.parameters()):
+    if cost == "macs" and any(map(is_quantized, parameters)):
         raise ValueError(
             "cost='macs': the U-Net is quantised, and its products are not counted: pass cost='seconds', or "
             "calibrate first and quantise it afterwards"
@@ -286,14 +292,3 @@ def _name_of(pipe: Any) -> str:
     """A pipeline's hub id, its folder's name, or its class."""
     name = str(pipe.config.get("_name_or_path") or type(pipe).__name__)
     return Path(name).resolve().name if Path(name).is_dir() else name
-
-
-@contextmanager
-def _bars_of(pipe: Any) -> Iterator[None]:
-    """The pipeline's own progress bars are off."""
-    before = dict(getattr(pipe, "_progress_bar_config", {}))
-    pipe.set_progress_bar_config(**before | {"disable": True})
-    try:
-        yield
-    finally:
-        pipe.set_progress_bar_config(**before)

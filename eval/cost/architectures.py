@@ -28,13 +28,6 @@ SDXL: dict[str, Any] = {
 }
 
 
-def make_tiny() -> None:
-    """Let both be of tiny widths from here on, to try what is to run on a GPU."""
-    SD15.update(block_out_channels=(32, 32, 32, 32), cross_attention_dim=32, sample_size=16)
-    SDXL.update(block_out_channels=(32, 32, 32), transformer_layers_per_block=(1, 1, 1))
-    SDXL.update(cross_attention_dim=32, attention_head_dim=(2, 2, 2), sample_size=16)
-
-
 def autoencoder(size: int = 512) -> Any:
     """Return the autoencoder of both, random, for images of so many pixels on a side."""
     return AutoencoderKL(
@@ -55,18 +48,10 @@ def build(arch: str, device: torch.device, dtype: torch.dtype) -> Any:
     """
     shape = SDXL if arch == "sdxl" else SD15
     with torch.device("meta"):
-        unet: Any = UNet2DConditionModel(**shape)
-        vae = autoencoder(8 * shape["sample_size"])
-    for model in (unet, vae):
-        _draw(model.to(dtype).to_empty(device=device).eval())
-    scheduler = PNDMScheduler(
-        beta_start=0.00085,
-        beta_end=0.012,
-        beta_schedule="scaled_linear",
-        skip_prk_steps=True,
-        set_alpha_to_one=False,
-        steps_offset=1,
-    )
+        models: list[Any] = [UNet2DConditionModel(**shape), autoencoder(8 * shape["sample_size"])]
+    unet, vae = (_drawn(model.to(dtype).to_empty(device=device).eval()) for model in models)
+    betas = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+    scheduler = PNDMScheduler(**betas, skip_prk_steps=True, set_alpha_to_one=False, steps_offset=1)
     parts = {"vae": vae, "unet": unet, "scheduler": scheduler, "text_encoder": None, "tokenizer": None}
     if arch == "sdxl":
         parts |= {"text_encoder_2": None, "tokenizer_2": None}
@@ -76,18 +61,16 @@ def build(arch: str, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 @torch.no_grad()
-def _draw(model: Any) -> None:
-    """Give a model the weights that torch's layers start with, from a generator of its own."""
-    device = model.device
-    rng = torch.Generator("cpu" if device.type == "meta" else device).manual_seed(0)
-    for module in model.modules():
-        own = list(module.parameters(recurse=False))
-        if isinstance(module, torch.nn.Conv2d | torch.nn.Linear):
-            bound = module.weight[0].numel() ** -0.5
-            for part in own:
-                part.uniform_(-bound, bound, generator=rng)
-        elif own:
-            module.reset_parameters()  # of norms, which draw nothing
+def _drawn(model: Any) -> Any:
+    """Return a model with random weights of the usual size, from a generator of its own."""
+    rng = torch.Generator("cpu" if model.device.type == "meta" else model.device).manual_seed(0)
+    for name, part in model.named_parameters():
+        if part.ndim > 1:
+            bound = part[0].numel() ** -0.5
+            part.uniform_(-bound, bound, generator=rng)
+        else:  # of norms, and biases
+            part.fill_(float(name.endswith("weight")))
+    return model
 
 
 def normal(shape: Sequence[int], rng: torch.Generator, model: Any) -> torch.Tensor:

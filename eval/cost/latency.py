@@ -4,7 +4,7 @@ import copy
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,35 +55,64 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row of figures for each case and method.
 
-    The methods take turns within a case (A B C A B C), after a warm-up round in which MACs are
-    counted, if they are; a speed-up is the median over the rounds of the baseline's time over the method's.
-    What saves whole calls has no cost within one. A method that needs more memory than the GPU has gets a
-    row without figures. `report` is called after each round.
+    A speed-up is the median over the rounds of the baseline's time over the method's. What saves whole calls
+    has no cost within one. A method that needs more memory than the GPU has gets a row without figures.
+    `report` is called after each round, the warm-up too.
     """
     check_schedulers(methods, pipe.scheduler, settings.steps)
-    device = pipe.unet.device
     for case in cases:
         asked = [method for method in methods if case.scope == "pipeline" or method.within_a_call]
-        untimed = {method: _untimed(method, pipe, case, settings) for method in asked}
-        fitting = [method for method in asked if untimed[method]]
-        seconds: dict[Method, list[Seconds]] = {method: [] for method in fitting}
-        with _turns(pipe, fitting, case, settings) as turn_of:
-            if settings.compile:
-                for method in fitting:
-                    with turn_of(method) as run:
-                        run()
-            report()
-            for _ in range(settings.repeats):
-                for method in fitting:
-                    with turn_of(method) as run, Stopwatch(device) as watch:
-                        run()
-                    seconds[method].append(watch.seconds)
-                report()
+        counts, seconds = _timed(pipe, case, asked, settings, report)
         for method in asked:
-            row = row_of(method, case, settings.repeats, seconds.get(method, [])) | untimed[method]
+            row = row_of(method, case, settings.repeats, seconds.get(method, []))
+            if method in seconds:
+                row |= {"macs": counts[method], **_memory(method, pipe, case, settings)}
             for name, backend in (("speedup", method.backend), ("speedup_over_sdpa", "sdpa")):
-                row |= speedup_of(name, seconds, baseline_of(asked, backend), method, device)
+                row |= speedup_of(name, seconds, baseline_of(asked, backend), method, pipe.unet.device)
             yield row
+
+
+def _timed(
+    pipe: Any, case: Case, methods: list[Method], settings: LatencySettings, report: Callable[[], None]
+) -> tuple[dict[Method, int | None], dict[Method, list[Seconds]]]:
+    """Return the MACs and each round's time of the methods that memory does for.
+
+    Each has a U-Net of its own, on the same weights. They take turns (A B C A B C), after a warm-up round.
+    """
+    counts: dict[Method, int | None] = {}
+    runs: dict[Method, Run] = {}
+    seconds: dict[Method, list[Seconds]] = {}
+    with ExitStack() as stack:
+        if settings.compile:  # all these U-Nets run the same code, and each is a recompilation of it
+            stack.enter_context(torch._dynamo.config.patch(recompile_limit=8 * len(methods)))
+        for method in methods:
+            own = _with_unet_of_its_own(pipe)
+            run = stack.enter_context(applied(method, own, case, settings))
+            with as_memory_allows():
+                counts[method] = macs(run) if settings.count else None
+                if not settings.count:
+                    run()
+                if settings.compile:
+                    own.unet.compile()
+                    run()
+                runs[method], seconds[method] = run, []
+        report()
+        for _ in range(settings.repeats):
+            for method, run in runs.items():
+                with Stopwatch(pipe.unet.device) as watch:
+                    run()
+                seconds[method].append(watch.seconds)
+            report()
+    return counts, seconds
+
+
+@contextmanager
+def as_memory_allows() -> Iterator[None]:
+    """End a block where the GPU has too little memory for it."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
 
 
 def row_of(method: Method, case: Case, repeats: int, rounds: Sequence[Seconds]) -> dict[str, Any]:
@@ -98,6 +127,7 @@ def row_of(method: Method, case: Case, repeats: int, rounds: Sequence[Seconds]) 
         "seconds": statistics.median(s.wall for s in rounds) if rounds else None,
         "cpu_seconds": statistics.median(s.cpu for s in rounds) if rounds else None,
         "rounds": repeats,
+        "macs": None,
     }
 
 
@@ -109,29 +139,6 @@ def applied(method: Method, pipe: Any, case: Case, settings: LatencySettings) ->
         yield workload(pipe, case, settings, method.steps)
 
 
-Turn = Callable[[Method], AbstractContextManager[Run]]
-
-
-@contextmanager
-def _turns(pipe: Any, methods: list[Method], case: Case, settings: LatencySettings) -> Iterator[Turn]:
-    """Yield what applies a method for one turn and gives the call to time.
-
-    Compiled, each method keeps a U-Net of its own for the whole case, which shares the weights.
-    """
-    with ExitStack() as stack:
-        if not settings.compile:
-            yield lambda method: applied(method, pipe, case, settings)
-            return
-        # All these U-Nets run the same code, and each is a recompilation of it.
-        stack.enter_context(torch._dynamo.config.patch(recompile_limit=8 * len(methods)))
-        kept: dict[Method, Run] = {}
-        for method in methods:
-            own = _with_unet_of_its_own(pipe)
-            kept[method] = stack.enter_context(applied(method, own, case, settings))
-            own.unet.compile()
-        yield lambda method: nullcontext(kept[method])
-
-
 def _with_unet_of_its_own(pipe: Any) -> Any:
     """Return a pipeline with a copy of the U-Net on the same weights."""
     shared = {id(t): t for t in itertools.chain(pipe.unet.parameters(), pipe.unet.buffers())}
@@ -140,24 +147,19 @@ def _with_unet_of_its_own(pipe: Any) -> Any:
     return own
 
 
-def _untimed(method: Method, pipe: Any, case: Case, settings: LatencySettings) -> dict[str, Any]:
-    """Return what a call takes beside time, uncompiled; nothing where the GPU's memory doesn't do."""
+def _memory(method: Method, pipe: Any, case: Case, settings: LatencySettings) -> dict[str, Any]:
+    """Return the GB of one more image, and of what training saves, as far as memory does for them."""
 
     def call(batch: int) -> None:
         with applied(method, pipe, replace(case, batch=batch), settings) as run:
             run()
 
-    try:
-        with applied(method, pipe, case, settings) as run:
-            counted = macs(run) if settings.count else None
-        return {
-            "macs": counted,
-            "memory_per_image": memory_per_image(call, case.batch, pipe.unet.device),
-            "saved_for_backward": _saved_for_backward(method, pipe, case),
-        }
-    except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        return {}
+    found: dict[str, Any] = {"memory_per_image": None, "saved_for_backward": None}
+    with as_memory_allows():
+        if case.scope == "training":
+            found["saved_for_backward"] = _saved_for_backward(method, pipe, case)
+        found["memory_per_image"] = memory_per_image(call, case.batch, pipe.unet.device)
+    return found
 
 
 def baseline_of(methods: Sequence[Method], backend: Backend | str) -> Method | None:
@@ -180,28 +182,27 @@ def speedup_of(
     return {name: statistics.median(ratios), f"{name}_low": min(ratios), f"{name}_high": max(ratios)}
 
 
-def _saved_for_backward(method: Method, pipe: Any, case: Case) -> float | None:
-    """Return GB of activations that a training step holds for its backward pass; None for other scopes.
+def _saved_for_backward(method: Method, pipe: Any, case: Case) -> float:
+    """Return GB of activations that a training step holds for its backward pass.
 
     Each storage counts once, the weights not at all.
     """
-    if case.scope != "training":
-        return None
     weights = {weight.untyped_storage().data_ptr() for weight in pipe.unet.parameters()}
     held: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            held[storage.data_ptr()] = storage.nbytes()
+        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     call = forward_call(pipe, replace(case, scope="forward early"), guidance_scale=1)
-    with method.applied(pipe.unet), torch.enable_grad():
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            output = call()  # alive until its storages are counted, so that none is used twice
-        del output
-    return sum(held.values()) / 1e9
+    with (
+        method.applied(pipe.unet),
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        output = call()  # alive until its storages are counted, so that none is used twice
+    del output
+    return sum(size for place, size in held.items() if place not in weights) / 1e9
 
 
 def workload(pipe: Any, case: Case, settings: LatencySettings, steps: int | None = None) -> Run:

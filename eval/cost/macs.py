@@ -1,39 +1,12 @@
-"""What a call costs: exact counts of its MACs, or seconds."""
+"""Exact counts of what a call multiplies and adds."""
 
 from __future__ import annotations
 
-import platform
-import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
-
-Cost = Literal["macs", "seconds"]
-
-
-def cost_of(cost: Cost, device: torch.device, run: Callable[[], Any]) -> float:
-    """MACs of one call of `run`, or its CPU seconds; on a GPU seconds, when it has finished."""
-    if cost == "macs":
-        return macs(run)
-    start = _now(device)
-    run()
-    return _now(device) - start
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cpu":
-        return time.process_time()
-    torch.accelerator.synchronize(device)
-    return time.perf_counter()
-
-
-def name_of_device(device: torch.device) -> str:
-    """What seconds depend on: the GPU's name, or the CPU's kind and how many threads are used."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type}, {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def macs(run: Callable[[], Any]) -> int:

@@ -1,7 +1,6 @@
 """Memory as the paper counts it: what a batch of one more image adds to the peak."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -20,12 +19,11 @@ class PipelineMemory:
     @property
     def total(self) -> tuple[float, float]:
         """The peaks of the whole run."""
-        one, two = (max(pair) for pair in zip(self.denoising, self.decoding, strict=True))
-        return one, two
+        return max(self.denoising[0], self.decoding[0]), max(self.denoising[1], self.decoding[1])
 
     def needed(self, batch: int) -> float:
         """Return the peak, in GB, to be expected of a batch."""
-        return max(one + (batch - 1) * growth((one, two)) for one, two in (self.denoising, self.decoding))
+        return max(peaks[0] + (batch - 1) * growth(peaks) for peaks in (self.denoising, self.decoding))
 
 
 def growth(peaks: tuple[float, float]) -> float:
@@ -38,34 +36,23 @@ def pipeline_memory(pipe: Any, call: Callable[[int], object]) -> PipelineMemory 
 
     Raises torch.OutOfMemoryError where the GPU has too little.
     """
-    device = pipe.unet.device
+    device, decode = pipe.unet.device, pipe.vae.decode
     if device.type != "cuda":
         return None
-    denoising, decoding = [], []
-    for count in (1, 2):
-        torch.cuda.empty_cache()
-        _reset(device)
-        with _decoder_apart(pipe, device) as before:
-            call(count)
-            after = _peak(device)
-        denoising.append(max(before, default=after))
-        decoding.append(after)
-    return PipelineMemory((denoising[0], denoising[1]), (decoding[0], decoding[1]))
+    peaks: dict[int, list[float]] = {1: [], 2: []}
 
-
-@contextmanager
-def _decoder_apart(pipe: Any, device: torch.device) -> Iterator[list[float]]:
-    """Begin a new peak at each call of the decoder; yields a list of the peaks before."""
-    before: list[float] = []
-    decode = pipe.vae.decode
-
-    def apart(*args: Any, **kwargs: Any) -> Any:
-        before.append(_peak(device))
+    def decode_apart(*args: Any, **kwargs: Any) -> Any:
+        peaks[count].append(_peak(device))
         _reset(device)
         return decode(*args, **kwargs)
 
-    with patch.object(pipe.vae, "decode", apart):
-        yield before
+    with patch.object(pipe.vae, "decode", decode_apart):
+        for count, found in peaks.items():
+            _reset(device)
+            call(count)
+            found.append(_peak(device))
+    (one, one_decoded), (two, two_decoded) = peaks.values()
+    return PipelineMemory((one, two), (one_decoded, two_decoded))
 
 
 def memory_per_image(call: Callable[[int], object], batch: int, device: torch.device) -> float | None:
@@ -77,7 +64,6 @@ def memory_per_image(call: Callable[[int], object], batch: int, device: torch.de
         return None
     peaks = []
     for count in (batch, batch + 1):
-        torch.cuda.empty_cache()
         _reset(device)
         call(count)
         peaks.append(_peak(device))
@@ -85,6 +71,7 @@ def memory_per_image(call: Callable[[int], object], batch: int, device: torch.de
 
 
 def _reset(device: torch.device) -> None:
+    torch.cuda.empty_cache()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
 

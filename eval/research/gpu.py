@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from ..cost import architectures, latency
+from ..cost import latency
 from ..cost.memory import pipeline_memory
 from ..environment import describe_environment
 from ..errors import EvalError
@@ -32,6 +32,7 @@ from ..images.models import set_scheduler
 from ..images.sampling import Stopwatch
 from ..settings import LatencySettings
 from .settings import GpuSettings
+from .shapes import make_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = (
@@ -52,7 +53,7 @@ def command(settings: GpuSettings, console: Console) -> None:
         raise EvalError("no CUDA device is here; --tiny --device cpu tries all stages on the CPU")
     settings.out.mkdir(parents=True, exist_ok=True)
     if settings.tiny:
-        architectures.make_tiny()
+        make_tiny()
     Campaign(settings, device, console).run()
 
 

@@ -49,7 +49,7 @@ def command(settings: PricedSettings, console: Console) -> None:
                 bars.advance(task)
             seconds = {method: [of[i] for of in rounds] for i, method in enumerate(methods)}
             for method in methods:
-                row = row_of(method, case, settings.repeats, seconds[method]) | {"macs": None}
+                row = row_of(method, case, settings.repeats, seconds[method])
                 baseline = baseline_of(methods, method.backend)
                 rows.append(row | speedup_of("speedup", seconds, baseline, method, device))
             write_rows(settings.out, "latency", rows, [columns_of(rows, run["clock"])], run)

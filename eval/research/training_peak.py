@@ -17,7 +17,8 @@ from transformers import CLIPTextConfig, CLIPTextModel
 from agentsd.dreambooth.config import DreamBoothConfig
 from agentsd.dreambooth.training import Run
 
-from ..cost import architectures
+from ..cost.architectures import build
+from .shapes import make_tiny
 
 STEPS = 3
 
@@ -34,7 +35,7 @@ def random_sd15(folder: Path, tiny: bool) -> Path:
     from agentsd.demo import load_pipeline  # which not everybody has
 
     demo: Any = load_pipeline()
-    bare = architectures.build("sd15", torch.device("cpu"), torch.float32)
+    bare = build("sd15", torch.device("cpu"), torch.float32)
     width: dict[str, Any] = {
         "hidden_size": 768,
         "intermediate_size": 3072,
@@ -93,7 +94,7 @@ def train(model: Path, device: str, ratio: float) -> dict[str, Any]:
 if __name__ == "__main__":
     device, tiny = sys.argv[1], sys.argv[2:] == ["tiny"]
     if tiny:
-        architectures.make_tiny()
+        make_tiny()
     with TemporaryDirectory() as folder:
         model = random_sd15(Path(folder), tiny)
         for ratio in (0.4, 0.0):

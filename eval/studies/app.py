@@ -1,10 +1,9 @@
 """A page in the browser: baseline and a recipe side by side, from one seed on one model."""
 
-import errno
 import math
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any, get_args
 
@@ -19,19 +18,16 @@ from agentsd.recipe import MODES
 from ..errors import EvalError
 from ..images.choice import LABELS, STEPS, defaults_of, python_of, recipe_from
 from ..images.methods import Method
-from ..images.models import load_pipeline, set_scheduler
+from ..images.models import load_pipeline
 from ..images.prompts import ImageSpec, unknown_words
 from ..images.sampling import Seconds, sample, size_of, warm_up
 from ..log import captured
-from ..pages.strip import strip_of
 from ..quality.fidelity import psnr
 from ..settings import AppSettings, Scheduler
 
-BASELINE = Method(())
 _CHOSEN = "the recipe"
 """What its method is called: a mode's own name would stand for that mode as it is."""
 _SHOWN = 512  # pixels on a side that a smaller image is enlarged to
-_PORTS = range(7860, 7960)
 _SAMPLED = ("seed", "width", "height", "steps", "guidance_scale", "scheduler")
 _TITLE = "AgentSD for diffusers"
 _THEME = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
@@ -55,7 +51,6 @@ class Pairs:
         """Load the model."""
         self.settings = settings
         self._pipe = load_pipeline(settings.model_copy(update={"scheduler": "model"}))
-        self._scheduler = self._pipe.scheduler
         self._warm: set[tuple[int, int]] = set()
         self.device = self._pipe.unet.device
         self.size = size_of(self._pipe, settings)
@@ -74,40 +69,39 @@ class Pairs:
             raise EvalError(f"prompt = {prompt!r}: write what the image is to show")
         try:
             settings = AppSettings.model_validate({**self.settings.model_dump(), **sampled})
-            method = Method((_CHOSEN,), recipe=recipe_from(mode, chosen))
+            baseline = Method((), scheduler=settings.scheduler)
+            own = replace(baseline, parts=(_CHOSEN,), recipe=recipe_from(mode, chosen))
         except ValidationError as error:
             wrong = [f"{one['loc'][0]} = {one['input']!r}: {one['msg']}" for one in error.errors()]
             raise EvalError("\n".join(wrong)) from None
         except (TypeError, ValueError) as error:
             raise EvalError(str(error)) from None
-        self._pipe.scheduler = self._scheduler
-        set_scheduler(self._pipe, settings.scheduler)
         try:
-            return self._sampled(method, ImageSpec(0, prompt, settings.seed), settings)
+            return self._sampled(baseline, own, ImageSpec(0, prompt, settings.seed), settings)
         except RuntimeError as error:  # such as too little memory
             size = " x ".join(map(str, size_of(self._pipe, settings)))
             raise EvalError(f"{size} px: {error}\nA smaller size needs less memory.") from error
 
-    def _sampled(self, method: Method, spec: ImageSpec, settings: AppSettings) -> Pair:
-        summaries = ["no call yet"]
+    def _sampled(self, baseline: Method, own: Method, spec: ImageSpec, settings: AppSettings) -> Pair:
         if (size := size_of(self._pipe, settings)) not in self._warm:
-            warm_up(self._pipe, BASELINE, [spec], settings)
+            warm_up(self._pipe, baseline, [spec], settings)
             self._warm.add(size)
+        calls: list[str] = []
         with captured() as notes:
-            [baseline], baseline_seconds = sample(self._pipe, BASELINE, [spec], settings)
-            [own], own_seconds = sample(self._pipe, method, [spec], settings, summaries.append)
+            [left], left_seconds = sample(self._pipe, baseline, [spec], settings)
+            [right], right_seconds = sample(self._pipe, own, [spec], settings, calls.append)
         if settings.model == "demo" and (words := unknown_words(self._pipe.tokenizer, [spec.prompt])):
             notes.append(f"the toy model was never taught {', '.join(map(repr, words))}")
-        return Pair((baseline, own), (baseline_seconds, own_seconds), summaries[-1], notes)
+        return Pair((left, right), (left_seconds, right_seconds), calls[-1], notes)
 
 
 def command(settings: AppSettings, console: Console) -> None:
     """Serve the page until Ctrl-C."""
-    port = free_port(settings.host, settings.port)
+    check_address(settings.host, settings.port)
     page = build(Pairs(settings))
     _, address, _ = page.launch(
         server_name=settings.host,
-        server_port=port,
+        server_port=settings.port,
         share=False,
         quiet=True,
         prevent_thread_lock=True,
@@ -119,22 +113,21 @@ def command(settings: AppSettings, console: Console) -> None:
     page.block_thread()
 
 
-def free_port(host: str, port: int | None) -> int:
-    """Return that port, or the first free one; raises EvalError where the page can't be served."""
-    for tried in _PORTS if port is None else [port]:
-        try:
-            with socket.create_server((host, tried)):
-                return tried
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise EvalError(f"host {host!r}: {error.strerror}; 127.0.0.1 is this machine alone") from None
-    raise EvalError(f"port {port or _PORTS} of {host} is taken: pass another --port")
+def check_address(host: str, port: int | None) -> None:
+    """Raise EvalError where the page can't be served."""
+    try:
+        socket.create_server((host, port or 0)).close()
+    except OSError as error:
+        raise EvalError(
+            f"host {host!r}, port {port}: {error.strerror}; pass another --port, or --host 127.0.0.1, this "
+            "machine alone"
+        ) from None
 
 
 def build(pairs: Pairs) -> gr.Blocks:
     """Return the page."""
-    settings = pairs.settings
-    height, width = pairs.size
+    settings, (height, width) = pairs.settings, pairs.size
+    samplers = list(get_args(Scheduler))
     with gr.Blocks(title=_TITLE, analytics_enabled=False) as page:
         model = "the toy model" if settings.model == "demo" else settings.model
         gr.Markdown(f"# {_TITLE}\nOne prompt and seed, with and without it: {model} on {pairs.device}.")
@@ -144,53 +137,32 @@ def build(pairs: Pairs) -> gr.Blocks:
                 mode = gr.Radio(list(MODES), value=settings.recipe, label="mode")
                 button = gr.Button("Make both images", variant="primary")
                 with gr.Accordion("Sampling", open=False), gr.Row():
-                    whole = {"precision": 0, "min_width": 110}
-                    inputs = [
-                        gr.Number(settings.seed, label="seed", **whole),
-                        gr.Number(width, label="width", **whole),
-                        gr.Number(height, label="height", **whole),
-                        gr.Number(settings.steps, label="steps", **whole),
+                    whole = {"seed": settings.seed, "width": width, "height": height, "steps": settings.steps}
+                    inputs: list[Any] = [
+                        *(gr.Number(n, label=name, precision=0, min_width=110) for name, n in whole.items()),
                         gr.Number(settings.guidance_scale, label="guidance", min_width=110),
-                        gr.Dropdown(
-                            list(get_args(Scheduler)),
-                            value=settings.scheduler,
-                            label="sampler",
-                            min_width=200,
-                        ),
+                        gr.Dropdown(samplers, value=settings.scheduler, label="sampler", min_width=200),
                     ]
                 with gr.Accordion("Recipe", open=False), gr.Row():
-                    numbers = [
-                        gr.Number(
-                            label=label,
-                            precision=0 if name in STEPS else None,
-                            min_width=200,
-                            **_shown(settings.recipe, name),
-                        )
-                        for name, label in LABELS.items()
-                    ]
+                    numbers = [gr.Number(min_width=200, **_shown(settings.recipe, name)) for name in LABELS]
             with gr.Column(scale=3, min_width=300):
                 note = gr.HTML(visible=False)
-                slider = gr.ImageSlider(
-                    label="left: baseline, right: AgentSD",
-                    format="png",
-                    interactive=False,
-                    buttons=["fullscreen"],
-                )
+                label = "left: baseline, right: AgentSD"
+                slider = gr.ImageSlider(label=label, format="png", interactive=False, buttons=["fullscreen"])
                 figures = gr.HTML()
                 line = gr.Code(
-                    python_of(settings.recipe, {}),
-                    language="python",
-                    label="the same in Python",
-                    interactive=False,
-                    lines=3,
-                    buttons=["copy"],
-                )
+                    python_of(settings.recipe, {}), "python", lines=3, label="the same in Python",
+                    interactive=False, buttons=["copy"],
+                )  # fmt: skip
 
         def show(mode: str) -> list[Any]:
             return [gr.Number(**_shown(mode, name)) for name in LABELS]
 
         def say(mode: str, *values: Any) -> str:
-            return python_of(mode, dict(zip(LABELS, values, strict=True)))
+            try:
+                return python_of(mode, dict(zip(LABELS, values, strict=True)))
+            except (TypeError, ValueError) as error:
+                return f"# {error}"
 
         def run(prompt: str, mode: str, *values: Any) -> Iterator[dict[Any, Any]]:
             sampled = dict(zip(_SAMPLED, values, strict=False))
@@ -211,12 +183,8 @@ def build(pairs: Pairs) -> gr.Blocks:
         shown = mode.input(show, mode, numbers, show_progress="hidden")
         shown.then(say, asked, line, show_progress="hidden")
         gr.on([part.change for part in asked], say, asked, line, show_progress="hidden")
-        gr.on(
-            [button.click, prompt.submit],
-            run,
-            [prompt, mode, *inputs, *numbers],
-            [note, slider, figures],
-        )
+        asked = [prompt, mode, *inputs, *numbers]
+        gr.on([button.click, prompt.submit], run, asked, [note, slider, figures])
     return page
 
 
@@ -229,7 +197,8 @@ def figures_of(pair: Pair, mode: str, device: torch.device) -> str:
     loss = "the same image" if near == math.inf else f"{near:.1f} dB PSNR to the baseline"
     return (
         f"<p>baseline <b>{baseline.wall:.2f} s</b>, {escape(mode)} <b>{own.wall:.2f} s</b>: {gain:.2f}x as "
-        f"fast{clock}, {loss}. One image is no measurement.</p>{strip_of(pair.calls)}"
+        f"fast{clock}, {loss}. One image is no measurement.</p><p>each step of {escape(mode)}: "
+        f"<code class=calls>{escape(pair.calls)}</code></p>"
     )
 
 
@@ -239,9 +208,10 @@ def _note(lines: list[str]) -> Any:
 
 
 def _shown(mode: str, name: str) -> dict[str, Any]:
-    """Whether a setting is seen, and with which value: where the recipe has it."""
+    """How a setting is shown: where the recipe has it, with its value."""
     defaults = defaults_of(mode)
-    return {"value": defaults.get(name), "visible": name in defaults}
+    own = {"value": defaults.get(name), "visible": name in defaults}
+    return own | {"label": LABELS[name], "precision": 0 if name in STEPS else None}
 
 
 def _enlarged(image: Image.Image) -> Image.Image:

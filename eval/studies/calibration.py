@@ -16,7 +16,7 @@ from ..images.methods import parse_method
 from ..images.models import load_pipeline
 from ..images.prompts import specs_to_show
 from ..images.sampling import size_of
-from ..pages.rows import Row, make_table
+from ..pages.rows import Column, Row, figure, to_terminal
 from ..settings import CalibrateSettings
 
 _CLOCKS = {"seconds": "time", "macs": "MACs"}
@@ -25,18 +25,26 @@ _CLOCKS = {"seconds": "time", "macs": "MACs"}
 def command(settings: CalibrateSettings, console: Console) -> None:
     """Calibrate, write the recipe, print what was found."""
     check_writable(settings.out)
-    if settings.out.exists():
-        try:
-            Recipe.load(settings.out)
-        except ValueError:
-            raise EvalError(f"{settings.out} is no recipe and stays as it is; choose another --out") from None
-    pipe = load_pipeline(settings)
-    found = run(pipe, settings)
-    save(found, settings.out)
+    _check_own(settings.out)
+    found = run(load_pipeline(settings), settings)
+    try:
+        found.save(settings.out)
+    except OSError as error:
+        raise explain_os_error(error, settings.out) from error
     console.print(describe(found.measured["steps"]), markup=False, highlight=False, soft_wrap=True)
-    console.print(figures(found))
+    console.print(table_of(found))
     console.print(note(found), markup=False)
     console.print(f"recipe: {settings.out}", soft_wrap=True)
+
+
+def _check_own(path: Path) -> None:
+    """Raise EvalError for a file that no calibration wrote, which would be written over."""
+    try:
+        if not path.exists() or Recipe.load(path).measured:
+            return
+    except ValueError:
+        pass
+    raise EvalError(f"{path} was written by no calibration and stays as it is; choose another --out")
 
 
 def run(pipe: Any, settings: CalibrateSettings) -> Recipe:
@@ -65,31 +73,21 @@ def run(pipe: Any, settings: CalibrateSettings) -> Recipe:
         raise EvalError(str(error)) from error
 
 
-def save(found: Recipe, path: Path) -> None:
-    """Write the recipe. Raises EvalError if that can't be done."""
-    try:
-        found.save(path)
-    except OSError as error:
-        raise explain_os_error(error, path) from error
-
-
-def figures(found: Recipe) -> Table:
-    """Return the speed-up and distance of the recipe and of fewer steps as a terminal table."""
+def table_of(found: Recipe) -> Table:
+    """Return the figures of the recipe, of fewer steps and of the baseline as a terminal table."""
     environment, validation = (found.measured[name] for name in ("environment", "validation"))
-    rows = [("calibrated", validation)]
-    rows += [(fewer(row), row) for row in validation["fewer_steps"]]
-    title = (
-        f"{environment['model']}, {environment['num_inference_steps']} steps of {environment['scheduler']}"
-    )
-    heads = ["runs", f"speed-up ({_CLOCKS[environment['cost']]})", "distance to the baseline"]
-    cells = [[name, f"{row['speedup']:.3f}x", f"{row['distance']:.3g}"] for name, row in rows]
-    if "reference_distance" in validation:
-        heads.append("to reference image")
-        cells = [
-            [*line, f"{row['reference_distance']:.3g}"] for line, (_, row) in zip(cells, rows, strict=True)
-        ]
-        cells.append(["baseline", "1.000x", "0", f"{validation['baseline_reference_distance']:.3g}"])
-    return make_table(title, heads, cells)
+    rows = [{"runs": "calibrated"} | validation]
+    rows += [row | {"runs": fewer(row)} for row in validation["fewer_steps"]]
+    columns = [
+        Column("runs", figure("runs", "")),
+        Column(f"speed-up ({_CLOCKS[environment['cost']]})", lambda row: f"{row['speedup']:.3f}x"),
+        Column("distance to the baseline", figure("distance", ".3g")),
+    ]
+    if (far := validation.get("baseline_reference_distance")) is not None:
+        columns.append(Column("to reference image", figure("reference_distance", ".3g")))
+        rows.append({"runs": "baseline", "speedup": 1.0, "distance": 0.0, "reference_distance": far})
+    steps, scheduler = environment["num_inference_steps"], environment["scheduler"]
+    return to_terminal(f"{environment['model']}, {steps} steps of {scheduler}", rows, columns)
 
 
 def fewer(row: Row) -> str:
@@ -102,8 +100,7 @@ def note(found: Recipe) -> str:
     """Return what was measured and on what, and whether fewer steps do as well."""
     environment, validation = (found.measured[name] for name in ("environment", "validation"))
     lines = [
-        "Distance is the latent relative RMSE, over prompts a geometric mean; the speed-up is of the U-Net's "
-        "calls in a run."
+        "Distance: latent relative RMSE, over prompts a geometric mean; speed-up: of a run to its latents."
     ]
     if validation["beaten_by_fewer_steps"]:
         to = "reference" if "reference_distance" in validation else "baseline"
