@@ -79,7 +79,8 @@ def _run(kind: type[s.CommandSettings], module: str, config: str | None = None, 
                 importlib.import_module(f"{library}.utils.logging").disable_progress_bar()
         from rich.console import Console
 
-        job.command(settings, Console())
+        # Redirected, a row of a table is a line, however long.
+        job.command(settings, Console(width=None if sys.stdout.isatty() else 500))
         return
     except EvalError as error:
         message, code = f"error: {error}", 2
@@ -122,7 +123,7 @@ def explain_missing(error: ModuleNotFoundError) -> str:
             return str(missing)
     if error.name != "gradio":
         raise error
-    return "gradio is not installed: pip install 'agentsd[app]'"
+    return "gradio is not installed: pip install 'gradio>=6'"
 
 
 def _version(ctx: click.Context, option: click.Parameter, asked: bool) -> None:

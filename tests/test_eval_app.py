@@ -63,4 +63,4 @@ def test_without_gradio_the_extra_is_named_before_any_work() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.strip() == "error: gradio is not installed: pip install 'agentsd[app]'"
+    assert done.stderr.strip() == "error: gradio is not installed: pip install 'gradio>=6'"

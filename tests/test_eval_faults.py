@@ -240,7 +240,7 @@ def test_a_missing_package_is_told_before_any_work(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(work, lambda *args, **kwargs: pytest.fail("began"))
     result = CliRunner().invoke(main, ["table", "--features", "inception"])
     assert result.exit_code == 2
-    assert "pip install 'agentsd[fid]', or use --features efficientnet-lite0" in result.output
+    assert "pip install pytorch-fid==0.3.0, or use --features efficientnet-lite0" in result.output
 
 
 def test_a_method_that_the_sampler_does_not_suit_is_told_before_any_work(

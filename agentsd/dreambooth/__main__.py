@@ -6,7 +6,7 @@ _OF_TRAINING = ("peft", "pydantic", "rich", "typer")
 
 
 def main() -> None:
-    """Run the command; where the extra `train` is not installed, say so."""
+    """Run the command; where a package of the extra `train` is not installed, say so."""
     try:
         from .cli import main as run
 
@@ -14,7 +14,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in _OF_TRAINING:
             raise
-        print(f"error: {error.name} is not installed: pip install 'agentsd[train]'", file=sys.stderr)
+        print(f"error: {error.name} is not installed: pip install {error.name}", file=sys.stderr)
         sys.exit(2)
 
 

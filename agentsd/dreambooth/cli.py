@@ -95,6 +95,7 @@ dreambooth.__signature__ = _signature()  # type: ignore[attr-defined]
 
 def main() -> None:
     """Read the options and train."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    # Boxes would cut the options' names where the terminal is narrow.
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command()(dreambooth)
     app()

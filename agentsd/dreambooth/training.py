@@ -235,7 +235,7 @@ class Run:
 
                 return bitsandbytes.optim.AdamW8bit(parameters, lr=self.config.learning_rate)
             logger.warning(
-                "8-bit AdamW needs a CUDA device and bitsandbytes (pip install 'agentsd[train]'); "
+                "8-bit AdamW needs a CUDA device and bitsandbytes (pip install bitsandbytes); "
                 "plain AdamW runs"
             )
         return torch.optim.AdamW(parameters, lr=self.config.learning_rate)
@@ -283,7 +283,7 @@ class Run:
         if name == "none":  # as diffusers' scripts say it
             return None
         if name == "tensorboard" and not importlib.util.find_spec("tensorboard"):
-            logger.warning("tensorboard is not installed (pip install 'agentsd[train]'): nothing is logged")
+            logger.warning("tensorboard is not installed (pip install tensorboard): nothing is logged")
             return None
         return name
 

@@ -97,8 +97,8 @@ def pytorch_fid() -> Any:
         from pytorch_fid import inception
     except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision is of another torch
         raise EvalError(
-            f"real FID needs pytorch-fid ({error}): pip install 'agentsd[fid]', "
-            "or use --features efficientnet-lite0"
+            f"real FID needs pytorch-fid, and torchvision of torch's own build ({error}): "
+            "pip install pytorch-fid==0.3.0, or use --features efficientnet-lite0"
         ) from None
     return inception
 
