@@ -85,6 +85,7 @@ def run(*arguments: Any, code: int = 0) -> str:
     return re.sub(r"\s+", " ", done.output)
 
 
+@pytest.mark.slow
 def test_a_real_model_is_scored_where_weights_are_given_and_else_says_so(
     model_folder: str, photographs: Path, clip: Path, dino: Path, tmp_path: Path
 ) -> None:

@@ -88,7 +88,11 @@ def calibrate(
             runs, `resume` is no calibration's, or no candidate meets the goal; the message says what can be
             had.
     """
-    _check_goal(speedup, max_distance)
+    if (speedup is None) == (max_distance is None):
+        raise ValueError(f"speedup={speedup}, max_distance={max_distance}: give one goal, one or the other")
+    check("speedup", speedup, speedup is None or 1 < speedup < math.inf, "pass more than 1, for instance 1.8")
+    ok = max_distance is None or 0 < max_distance < math.inf
+    check("max_distance", max_distance, ok, "pass more than 0, for instance 0.05")
     _check_arguments(prompts, held_out, cost, candidates, call_kwargs)
     way_out = f"pass more than num_inference_steps={num_inference_steps}, such as 100"
     check("reference_steps", reference_steps, (reference_steps or math.inf) > num_inference_steps, way_out)
@@ -222,17 +226,6 @@ def has_better_sampler(scheduler: Any) -> bool:
 def distance_at(speedup: float, rows: Sequence[Row], name: str) -> float:
     """The distance of fewer steps at a recipe's cost, on the line between rows of fewer and of more."""
     return float(np.interp(1 / speedup, [1 / row["speedup"] for row in rows], [row[name] for row in rows]))
-
-
-def _check_goal(speedup: float | None, max_distance: float | None) -> None:
-    if (speedup is None) == (max_distance is None):
-        raise ValueError(
-            f"speedup={speedup}, max_distance={max_distance}: give one goal, the one or the other"
-        )
-    ok = speedup is None or 1 < speedup < math.inf
-    check("speedup", speedup, ok, "pass more than 1, for instance 1.8")
-    ok = max_distance is None or 0 < max_distance < math.inf
-    check("max_distance", max_distance, ok, "pass more than 0, for instance 0.05")
 
 
 def _check_arguments(

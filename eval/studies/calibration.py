@@ -1,7 +1,6 @@
 """The recipe that meets a goal on a model and prompts, beside the baseline in fewer steps."""
 
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -26,9 +25,30 @@ def command(settings: CalibrateSettings, console: Console) -> None:
     """Calibrate, write the recipe, print what was found."""
     check_writable(settings.out)
     _check_own(settings.out)
-    found = run(load_pipeline(settings), settings)
+    pipe = load_pipeline(settings)
+    height, width = size_of(pipe, settings)
+    prompts = [spec.prompt for spec in specs_to_show(settings)]
+    count = len(prompts) - settings.held_out
     try:
+        with parse_method("baseline", None, settings).applied(pipe):
+            found = calibrate(
+                pipe,
+                prompts[:count],
+                speedup=settings.speedup,
+                max_distance=settings.max_distance,
+                held_out=prompts[count:],
+                reference_steps=settings.reference_steps,
+                cost=settings.cost,
+                num_inference_steps=settings.steps,
+                guidance_scale=settings.guidance_scale,
+                seed=settings.seed,
+                resume=settings.out.with_suffix(".jsonl"),
+                height=height,
+                width=width,
+            )
         found.save(settings.out)
+    except ValueError as error:
+        raise EvalError(str(error)) from error
     except OSError as error:
         raise explain_os_error(error, settings.out) from error
     console.print(describe(found.measured["steps"]), markup=False, highlight=False, soft_wrap=True)
@@ -45,32 +65,6 @@ def _check_own(path: Path) -> None:
     except ValueError:
         pass
     raise EvalError(f"{path} was written by no calibration and stays as it is; choose another --out")
-
-
-def run(pipe: Any, settings: CalibrateSettings) -> Recipe:
-    """Calibrate. Raises EvalError for what can't be calibrated, or a goal that can't be met."""
-    height, width = size_of(pipe, settings)
-    prompts = [spec.prompt for spec in specs_to_show(settings)]
-    count = len(prompts) - settings.held_out
-    try:
-        with parse_method("baseline", None, settings).applied(pipe):
-            return calibrate(
-                pipe,
-                prompts[:count],
-                speedup=settings.speedup,
-                max_distance=settings.max_distance,
-                held_out=prompts[count:],
-                reference_steps=settings.reference_steps,
-                cost=settings.cost,
-                num_inference_steps=settings.steps,
-                guidance_scale=settings.guidance_scale,
-                seed=settings.seed,
-                resume=settings.out.with_suffix(".jsonl"),
-                height=height,
-                width=width,
-            )
-    except ValueError as error:
-        raise EvalError(str(error)) from error
 
 
 def table_of(found: Recipe) -> Table:

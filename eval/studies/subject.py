@@ -25,45 +25,23 @@ from ..images.store import Store
 from ..pages import rows as results
 from ..pages.grid import draw_grid
 from ..pages.rows import Row, progress
-from ..pages.subject_table import LIKENESS, label_of, note, tables_of
+from ..pages.subject_table import label_of, note, tables_of
 from ..settings import SubjectSettings
-from .subject_plan import (
-    TRAININGS,
-    Training,
-    Variant,
-    as_trained,
-    specs_of,
-    store_of,
-    training_config,
-    variants_of,
-    views_of,
-)
+from .subject_plan import TRAININGS, Variant, as_trained, specs_of, training_config, variants_of, views_of
 from .subject_scores import Score, load_scores, rows_of, similarity, similarity_among
 
 _COLUMNS, _TILE = 8, 96  # of the drawn grid
 
 
 def command(settings: SubjectSettings, console: Console) -> None:
-    """Run the study, print its tables, and write them and the images' grid."""
-    rows, remarks = run(settings, console)
-    for title, columns in tables_of(rows).items():
-        console.print(results.to_terminal(title, rows, columns))
-    console.print(remarks)
-    console.print(f"images and figures: {settings.out}", soft_wrap=True)
+    """Train, generate and measure what isn't done yet; print the tables, and write `subject`.* in `out`.
 
-
-def run(settings: SubjectSettings, console: Console) -> tuple[list[Row], str]:
-    """Train, generate and measure what isn't done yet, and write `subject`.jsonl, .csv, .md, .png in `out`.
-
-    Returns a row for each variant and last the ceiling (the views among themselves), and a note on them.
-    Raises EvalError for settings, a folder or a model that can't be used.
+    There is a row for each variant, and last the ceiling, the views among themselves.
     """
     check_writable(settings.out / "subject.jsonl")
     views, variants = views_of(settings), variants_of(settings)
     own, others = specs_of(settings)
     pipe = load_pipeline(settings)
-    if "clip_sample" in pipe.scheduler.config:  # diffusers' DDIM does, but a latent is not bound to [-1, 1]
-        pipe.scheduler.register_to_config(clip_sample=False)
     scores = load_scores(settings, pipe.unet.device)
     Store(settings.out).claim(_fingerprint(pipe, views, settings), describe_environment(pipe.unet.device))
     with progress(console) as bars:
@@ -76,9 +54,13 @@ def run(settings: SubjectSettings, console: Console) -> tuple[list[Row], str]:
     rows.append({"variant": "the views among themselves", "images": len(views), **ceiling})
     facts = describe_run(settings, pipe.unet.device)
     remarks = note(len(views), {score.name: score.about for score in scores})
-    results.write_rows(settings.out, "subject", rows, list(tables_of(rows).values()), facts, remarks)
+    tables = tables_of(rows)
+    results.write_rows(settings.out, "subject", rows, list(tables.values()), facts, remarks)
     save_image(draw(variants, views, rows, settings), settings.out / "subject.png")
-    return rows, remarks
+    for title, columns in tables.items():
+        console.print(results.to_terminal(title, rows, columns))
+    console.print(remarks)
+    console.print(f"images and figures: {settings.out}", soft_wrap=True)
 
 
 def _fingerprint(pipe: Any, views: Sequence[Path], settings: SubjectSettings) -> dict[str, Any]:
@@ -91,20 +73,20 @@ def _fingerprint(pipe: Any, views: Sequence[Path], settings: SubjectSettings) ->
     }
 
 
-def train(training: Training, settings: SubjectSettings, bars: Progress) -> None:
+def train(training: str, settings: SubjectSettings, bars: Progress) -> None:
     """Finetune into `out`/<training>/model, from the newest checkpoint there; nothing if that is done."""
-    folder = settings.out / training.key
-    if (folder / "trained.json").exists():
+    done = settings.out / training / "trained.json"
+    if done.exists():
         return
     from agentsd.dreambooth.training import Run
 
-    bars.console.print(f"training: {training.key}")
+    bars.console.print(f"training: {training}")
     config = training_config(training, settings)
     try:
         Run(config, bars).train()
     except (OSError, ValueError) as error:
-        raise EvalError(f"training {training.key}: {error}") from error
-    write_bytes(folder / "trained.json", config.model_dump_json(indent=1).encode())
+        raise EvalError(f"training {training}: {error}") from error
+    write_bytes(done, config.model_dump_json(indent=1).encode())
     for checkpoint in list_checkpoints(config.output_dir):  # three times the model's size
         shutil.rmtree(checkpoint)
 
@@ -120,29 +102,29 @@ def generate(
 
     The pipeline's U-Net is its own again afterwards. `report` is called for each row's image.
     """
-    unets = {variant.training: pipe.unet for variant in variants}
+    unets = {"before": pipe.unet}
     for training in TRAININGS:
-        folder = settings.out / training.key / "model" / "unet"
+        folder = settings.out / training / "model" / "unet"
         unet = type(pipe.unet).from_pretrained(folder, dtype=pipe.unet.dtype)
         unets[training] = unet.to(pipe.unet.device).eval()
-    done = {variant: store_of(variant, settings).intact(variant.method) for variant in variants}
+    done = {variant: variant.store(settings).intact(variant.method) for variant in variants}
     session, warm = uuid.uuid4().hex[:12], set()
     own = settings.model_copy(update={"guidance_scale": settings.subject_guidance_scale})
     try:
         for spec in specs:
             guided = own if spec.index < settings.images else settings
             for variant in variants:
-                if spec.index not in done[variant]:
-                    pipe.unet = unets[variant.training]
-                    if variant not in warm:
-                        warm_up(pipe, variant.method, [spec], guided)
-                        warm.add(variant)
-                    images, seconds = sample(pipe, variant.method, [spec], guided)
-                    store = store_of(variant, settings)
-                    store.save(variant.method, spec.index, [spec], images, seconds, session)
                 report()
+                if spec.index in done[variant]:
+                    continue
+                pipe.unet = unets[variant.weights]
+                if variant not in warm:
+                    warm_up(pipe, variant.method, [spec], guided)
+                    warm.add(variant)
+                images, seconds = sample(pipe, variant.method, [spec], guided)
+                variant.store(settings).save(variant.method, spec.index, [spec], images, seconds, session)
     finally:
-        pipe.unet = unets[Training(None)]
+        pipe.unet = unets["before"]
 
 
 def measure(
@@ -158,10 +140,9 @@ def measure(
     of_views = {score.name: score.features(shown) for score in scores if score.features}
     figures: dict[Variant, dict[str, np.ndarray]] = {variant: {} for variant in variants}
     for variant, found in figures.items():
-        store = store_of(variant, settings)
         for score in scores:
             asked = own if score.features else others
-            images = [store.image(variant.method, spec.index) for spec in asked]
+            images = images_of(variant, asked, settings)
             if score.features:
                 found[score.name] = similarity(score.features(images), of_views[score.name])
             elif score.fit:
@@ -169,20 +150,16 @@ def measure(
     return figures, {name: similarity_among(features) for name, features in of_views.items()}
 
 
+def images_of(variant: Variant, specs: Sequence[ImageSpec], settings: SubjectSettings) -> list[Image.Image]:
+    """Return a row's images."""
+    return [variant.store(settings).image(variant.method, spec.index) for spec in specs]
+
+
 def draw(
     variants: Sequence[Variant], views: Sequence[Path], rows: Sequence[Row], settings: SubjectSettings
 ) -> Image.Image:
-    """Return the images as one labelled image: the views, then a row for each variant, a column a seed."""
-
-    def label(name: str, row: Row) -> str:
-        scores = [f"{title} {row[key]:.3f}" for key, title in LIKENESS.items() if key in row]
-        return "\n".join([name, *scores, *([f"{row['seconds']:.2f} s/image"] if "seconds" in row else [])])
-
+    """Return the images as one labelled image: a row for each variant, then the views, a column a seed."""
     own = specs_of(settings)[0][:_COLUMNS]
-    grid, labels = [], [label("the subject's views", rows[-1])]
-    for variant, row in zip(variants, rows, strict=False):
-        store = store_of(variant, settings)
-        grid.append([store.image(variant.method, spec.index) for spec in own])
-        labels.append(label(label_of(row), row))
-    shown = [as_trained(path, grid[0][0].height) for path in views[: len(own)]]
-    return draw_grid([shown, *grid], labels, [f"seed {spec.seed}" for spec in own], _TILE)
+    grid = [images_of(variant, own, settings) for variant in variants]
+    grid.append([as_trained(path, grid[0][0].height) for path in views[: len(own)]])
+    return draw_grid(grid, [label_of(row) for row in rows], [f"seed {spec.seed}" for spec in own], _TILE)

@@ -22,89 +22,89 @@ if TYPE_CHECKING:
     from agentsd_demo.scenes import Triple
 
 
-@dataclass(frozen=True)
-class Training:
-    """How the weights of a row came about."""
-
-    apply: str | None
-    """As `DreamBoothConfig.apply`; None is the model before finetuning."""
-    prior: bool = False
-
-    @property
-    def key(self) -> str:
-        """The name of its folder."""
-        kind = "before" if self.apply is None else "baseline" if self.apply == "none" else "agents"
-        return f"{kind}-prior" if self.prior else kind
+TRAININGS = ("baseline", "agents", "baseline-prior", "agents-prior")
+"""Plain or with agents in every step, without or with prior preservation: the names of their folders, too."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A row: weights, and how they generate."""
+    """A row: weights, and how they generate.
 
-    training: Training
-    method: Method
+    Attributes:
+        weights: a training, or "before" it.
+        name: where agents run; the same without and with prior preservation.
+        method: what generates.
+    """
+
+    weights: str
     name: str
-    """Where agents run; the same without and with prior preservation."""
+    method: Method
+
+    @property
+    def prior(self) -> bool:
+        """Whether its training preserved the prior."""
+        return self.weights.endswith("-prior")
+
+    def store(self, settings: SubjectSettings) -> Store:
+        """Where its images are; rows of the same weights share it."""
+        return Store(settings.out / self.weights)
 
 
-TRAININGS = tuple(Training(apply, prior) for prior in (False, True) for apply in ("none", "train+generate"))
-
-
-def training_config(training: Training, settings: SubjectSettings) -> DreamBoothConfig:
+def training_config(training: str, settings: SubjectSettings) -> DreamBoothConfig:
     """Return the settings of a finetuning: `settings`, and the paper's (appendix B.4) for the rest."""
-    return DreamBoothConfig.model_validate(
-        {
-            "pretrained_model_name_or_path": settings.model,
-            "instance_data_dir": views_folder(settings),
-            "instance_prompt": settings.instance_prompt,
-            "with_prior_preservation": training.prior,
-            "class_data_dir": settings.out / "classes",
-            "class_prompt": settings.class_prompt,
-            "num_class_images": settings.class_images,
-            "output_dir": settings.out / training.key / "model",
-            "max_train_steps": settings.train_steps,
-            "learning_rate": settings.learning_rate,
-            "lr_scheduler": settings.lr_scheduler,
-            "use_8bit_adam": False,  # the same optimizer on every device
-            "seed": settings.seed,
-            "checkpointing_steps": 100,
-            "checkpoints_total_limit": 1,
-            "resume_from_checkpoint": "latest",
-            "num_validation_images": 1,
-            "num_inference_steps": settings.steps,
-            "guidance_scale": settings.guidance_scale,
-            "report_to": None,
-            "ratio": settings.ratio,
-            "apply": training.apply,
-        }
-    )
+    same = {
+        "instance_prompt",
+        "class_prompt",
+        "learning_rate",
+        "lr_scheduler",
+        "seed",
+        "guidance_scale",
+        "ratio",
+    }
+    own = {
+        "pretrained_model_name_or_path": settings.model,
+        "instance_data_dir": views_folder(settings),
+        "with_prior_preservation": training.endswith("-prior"),
+        "class_data_dir": settings.out / "classes",
+        "num_class_images": settings.class_images,
+        "output_dir": settings.out / training / "model",
+        "max_train_steps": settings.train_steps,
+        "use_8bit_adam": False,  # the same optimizer on every device
+        "checkpointing_steps": 100,
+        "checkpoints_total_limit": 1,
+        "resume_from_checkpoint": "latest",
+        "num_validation_images": 1,
+        "num_inference_steps": settings.steps,
+        "report_to": None,
+        "apply": "train+generate" if training.startswith("agents") else "none",
+    }
+    return DreamBoothConfig.model_validate(settings.model_dump(include=same) | own)
 
 
 def variants_of(settings: SubjectSettings) -> list[Variant]:
     """Return the rows: the model as it came, then those of Fig. 8, without and with prior preservation."""
-    every = training_config(TRAININGS[0], settings).recipe
     baseline = parse_method("baseline", None, settings)
-
-    def agents(share: float) -> Method:
-        later = Merge(settings.ratio, ranking="layer", destinations="random")
-        early = every if share == 1 else Recipe(Phases(every.operators[0], later, share), levels=1)
-        return Method(("agents",), settings.ratio, settings.backend, recipe=early)
-
-    rows = [Variant(Training(None), baseline, "before finetuning")]
-    for training in TRAININGS:
-        if training.apply == "none":
-            rows.append(Variant(training, baseline, "baseline"))
-            for share in (Phases.early_frac, 1.0):
-                rows.append(Variant(training, agents(share), f"generate-only {share:.0%}"))
-        else:
-            rows.append(Variant(training, agents(1.0), "train+generate"))
+    every = training_config("agents", settings).recipe
+    later = Merge(settings.ratio, ranking="layer", destinations="random")
+    early = Recipe(Phases(every.operators[0], later), levels=1)
+    agents = {
+        recipe: Method(("agents",), settings.ratio, settings.backend, recipe=recipe)
+        for recipe in (early, every)
+    }
+    rows = [Variant("before", "before finetuning", baseline)]
+    for prior in ("", "-prior"):
+        rows += [
+            Variant(f"baseline{prior}", "baseline", baseline),
+            Variant(f"baseline{prior}", f"generate-only {Phases.early_frac:.0%}", agents[early]),
+            Variant(f"baseline{prior}", "generate-only 100%", agents[every]),
+            Variant(f"agents{prior}", "train+generate", agents[every]),
+        ]
     return rows
 
 
 def baseline_of(variant: Variant, variants: Sequence[Variant]) -> Variant:
     """Return the row to compare with: the row "baseline" of the same prior."""
-    training = Training("none", variant.training.prior)
-    return next(v for v in variants if v.training == training and not v.method.parts)
+    return next(v for v in variants if v.name == "baseline" and v.prior == variant.prior)
 
 
 def views_folder(settings: SubjectSettings) -> Path:
@@ -143,11 +143,6 @@ def seen_triples() -> "Sequence[Triple]":
     from agentsd_demo.scenes import triples
 
     return triples("seen")
-
-
-def store_of(variant: Variant, settings: SubjectSettings) -> Store:
-    """Return where a row's images are; rows of the same weights share it."""
-    return Store(settings.out / variant.training.key)
 
 
 def as_trained(path: Path, side: int) -> Image.Image:

@@ -14,7 +14,7 @@ from ..quality.encoders import ClipScore, Dino
 from ..quality.features import load_network
 from ..quality.metrics import standard_error, unit
 from ..settings import SubjectSettings
-from .subject_plan import Variant, baseline_of, store_of
+from .subject_plan import Variant, baseline_of
 
 Images = Sequence[Image.Image]
 
@@ -35,7 +35,8 @@ def load_scores(settings: SubjectSettings, device: torch.device) -> list[Score]:
     if settings.model == "demo":
         about = "mean cosine of EfficientNet-Lite0 features to the subject's views"
         scores.append(Score("similarity", about, load_network("efficientnet-lite0", device)))
-        scores.append(_right(device))
+        about = "the nearest reference is of the prompted concept"
+        scores.append(Score("right", about, fit=_reader_of_concepts(device)))
     if settings.clip:
         clip = ClipScore(settings.clip, device)
         about = "mean cosine of CLIP's image embeddings to those of the subject's views"
@@ -48,16 +49,16 @@ def load_scores(settings: SubjectSettings, device: torch.device) -> list[Score]:
     return sorted(scores, key=lambda score: score.fit is not None)  # those of the subject first
 
 
-def _right(device: torch.device) -> Score:
+def _reader_of_concepts(device: torch.device) -> Callable[[Images, Sequence[ImageSpec]], np.ndarray]:
     from ..quality.scenes import read_scenes, scene_reader
 
     reader = scene_reader(device)
 
-    def score(images: Images, specs: Sequence[ImageSpec]) -> np.ndarray:
+    def right(images: Images, specs: Sequence[ImageSpec]) -> np.ndarray:
         asked = [spec.triple for spec in specs if spec.triple is not None]
         return np.array([row["right"] for row in read_scenes(images, asked, reader)], dtype=float)
 
-    return Score("right", "the nearest reference is of the prompted concept", fit=score)
+    return right
 
 
 def similarity(features: np.ndarray, views: np.ndarray) -> np.ndarray:
@@ -79,13 +80,13 @@ def rows_of(
 
     It has means, standard errors, changes against `baseline_of` it paired by seed, and seconds.
     """
-    taken = {variant: store_of(variant, settings).timings(variant.method) for variant in figures}
+    taken = {variant: variant.store(settings).timings(variant.method) for variant in figures}
     rows = []
     for variant, scores in figures.items():
         baseline = baseline_of(variant, [*figures])
         row: Row = {
             "variant": variant.name,
-            "prior": variant.training.prior,
+            "prior": variant.prior,
             "images": settings.images,
             "other_images": settings.other_prompts,
         }
