@@ -211,6 +211,10 @@ def load_ip_adapter(pipe):
     )
 
 
+LORA = {"r": 2, "target_modules": ["to_q", "to_v"], "init_lora_weights": False}
+"""Of one's own adapter."""
+
+
 def load_lora(pipe):
     config = LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights=False)
     torch.manual_seed(4)
