@@ -46,6 +46,12 @@ def equal(outs, others):
     return all(torch.equal(a, b) for a, b in zip(outs, others, strict=True))
 
 
+def draw(pipe, seed=0, **changes):
+    """A pipeline's last latents, (B, 4, 16, 16), from a seed."""
+    settings = {"prompt": "a cat", "num_inference_steps": 5, "output_type": "latent"} | changes
+    return pipe(generator=torch.Generator().manual_seed(seed), **settings)[0]
+
+
 def letters(handle):
     """F of each computed call of the last run, and f of each cached one."""
     return handle.summary().split()[0]

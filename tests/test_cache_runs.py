@@ -3,10 +3,10 @@
 import diffusers
 import pytest
 import torch
-from callers import RUN, Caller, Guided, Host, ddim, equal, inputs, letters, outputs
+from callers import RUN, Caller, Guided, Host, ddim, draw, equal, inputs, letters, outputs
 from logs import silent, warned
 from recipes import STEP_CACHING
-from tiny import BETAS, kept, make_small_unet, make_unet, may_skip
+from tiny import BETAS, kept, make_small_unet, make_unet
 
 from agentsd import Recipe, StepCache, apply_agentsd
 
@@ -155,7 +155,7 @@ def test_corrections_are_by_the_schedulers_of_the_pipeline_that_is_patched(make_
         handle = apply_agentsd(patched, recipe=CACHED)
         with warned("not those of a scheduler that is known"):
             for name, run in {"eps": pipe, "PLMS": other, "v": third}.items():
-                image = run("a cat", generator=torch.manual_seed(0), output_type="latent", **RUN).images
+                image = draw(run, **RUN)
                 own = run is patched
                 assert torch.equal(made.setdefault((name, own), image), image)
                 assert ("corrected" in handle.summary()) == own
@@ -219,29 +219,26 @@ def test_a_timestep_off_the_list_is_told_and_computed():
     assert letters(handle) == "FfFF"
 
 
-@pytest.mark.parametrize("way", ["pipe.unet, then apply", "apply, then pipe.unet", "in place", "blocks"])
-def test_a_compiled_unets_corrections_run_compiled(make_pipeline, sample, way):
-    torch.compiler.reset()
-    ran, eager = [], []
+KARRAS = {
+    "DPM++": lambda: diffusers.DPMSolverMultistepScheduler(**BETAS, use_karras_sigmas=True),
+    "UniPC": lambda: diffusers.UniPCMultistepScheduler(**BETAS, use_karras_sigmas=True),
+}
 
-    def backend(graph, inputs):
-        return lambda *args: (ran.append(1), graph(*args))[1]
 
-    pipe = make_pipeline(unet=make_small_unet(), scheduler=ddim())
-    unet = pipe.unet
-    if way == "apply, then pipe.unet":
-        handle = apply_agentsd(pipe, recipe=CACHED)
-    if "pipe.unet" in way:
-        pipe.unet = torch.compile(unet, backend=backend, fullgraph=True)
-    elif way == "in place":
-        unet.compile(backend=backend, fullgraph=True)
-    else:
-        unet.compile_repeated_blocks(backend=backend, fullgraph=True)
-    if way != "apply, then pipe.unet":
-        handle = apply_agentsd(pipe, recipe=CACHED)
-    if way == "blocks":  # which lie inside of what cached steps leave out
-        unet.conv_in.register_forward_hook(may_skip(lambda *_: eager.append(1)))
-    sample(pipe, **RUN)
-    torch.compiler.reset()
-    assert "4 corrected" in handle.summary()
-    assert len(eager if way == "blocks" else ran) == 14  # ten calls, and four once more
+@pytest.mark.parametrize(("name", "steps"), [("DPM++", 50), ("UniPC", 45)])
+def test_rounded_timesteps_that_repeat_are_steps_of_their_own(name, steps):
+    """Each is planned, and corrected, by its own noise level."""
+    scheduler = KARRAS[name]()
+    scheduler.set_timesteps(steps)
+    assert len(set(scheduler.timesteps.tolist())) < steps
+    host = Host(unet := make_small_unet(), scheduler)
+    handle = apply_agentsd(host, recipe=STEP_CACHING)
+    latent, text = inputs()
+    with silent(), torch.no_grad():
+        for t in scheduler.timesteps:
+            latent = scheduler.step(unet(latent, t, text).sample, t, latent).prev_sample
+    letters = "".join(kind.letter for kind in handle.last_run)
+    # four computed steps; then one in two, and of the second half one in three
+    assert letters == "".join("F" if full else "f" for full in STEP_CACHING.steps.computed(steps))
+    cached = letters.rstrip("f").count("f")
+    assert f"{cached} corrected" in handle.summary()

@@ -3,14 +3,14 @@
 import inspect
 from dataclasses import replace
 
-import diffusers
 import pytest
 import torch
+from callers import Caller, ddim, equal, outputs
 from logs import silent, warned
 from recipes import AGENTS_CACHED, STEP_CACHING
-from tiny import BETAS, kept, make_controlnet
+from tiny import kept, make_controlnet, make_sdxl_unet, make_unet
 
-from agentsd import Agents, Downsample, Merge, Phases, Recipe, apply_agentsd
+from agentsd import Agents, Downsample, Merge, Phases, Recipe, ResidualSharing, apply_agentsd
 from agentsd.apply import _say_what_it_does
 from agentsd.recipe import AGENTSD, FAST, MODES
 
@@ -70,7 +70,7 @@ def test_on_small_grids_fast_is_step_caching_alone(make_pipeline, sample):
     made = {}
     sharing = replace(FAST, residual=replace(FAST.residual, least_tokens=0))
     for name, recipe in {"step-caching": STEP_CACHING, "fast": FAST, "sharing": sharing}.items():
-        pipe = make_pipeline(scheduler=diffusers.DDIMScheduler(**BETAS, clip_sample=False))
+        pipe = make_pipeline(scheduler=ddim())
         handle = apply_agentsd(pipe, recipe=recipe)
         made[name] = sample(pipe, num_inference_steps=12)
         assert ("attention" in handle.summary()) == (name == "sharing")
@@ -106,7 +106,7 @@ def test_a_handle_that_is_not_enabled_leaves_the_baseline(pipe, sample, recipe):
 
 
 def test_the_last_run_is_told_step_by_step(make_pipeline, sample):
-    pipe = make_pipeline(scheduler=diffusers.DDIMScheduler(**BETAS, clip_sample=False))
+    pipe = make_pipeline(scheduler=ddim())
     sharing = replace(FAST, residual=replace(FAST.residual, least_tokens=0))
     handle = apply_agentsd(pipe, recipe=sharing)
     assert handle.last_run == []
@@ -114,3 +114,38 @@ def test_the_last_run_is_told_step_by_step(make_pipeline, sample):
     letters = handle.summary().split()[0]
     assert [kind.computed for kind in handle.last_run] == [letter == "F" for letter in letters]
     assert [kind.attention == "share" for kind in handle.last_run] == [letter == "f" for letter in letters]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        (MODES["agentsd"], "o" * 10),
+        (Recipe(Phases(Agents(), None)), "o" * 4 + "f" * 6),
+        (STEP_CACHING, "f" * 10),
+        (Recipe(Downsample(32)), "f" * 10),  # no cell is whole
+        (Recipe(Downsample(), residual=ResidualSharing(2, 2)), "ffsfsfsfsf"),
+    ],
+)
+def test_what_attention_was_is_told(recipe, expected):
+    handle, caller = apply_agentsd(unet := make_unet(), recipe=recipe), Caller()
+    outputs(unet, caller)
+    assert "".join(kind.attention[0] for kind in handle.last_run) == expected
+
+
+SETTINGS = {"ratio": 0.7, "k": 0.9, "scale": -1.0, "early_frac": 1.0}
+
+
+@pytest.mark.parametrize(("name", "size"), zip(SETTINGS, (16, 24, 16, 24), strict=True))
+def test_a_setting_acts_or_is_refused_on_every_model(name, size):
+    """And on every grid: AgentSD has all four, `fast` none."""
+    given = {name: SETTINGS[name]}
+    for make in (make_unet, make_sdxl_unet):
+        with pytest.raises(ValueError, match=rf"{name}.*leave it out"):
+            apply_agentsd(unet := make(), **given, mode="fast")
+        assert not hasattr(unet, "_agentsd")
+        caller, made = Caller(5, size=(size, size)), []
+        for settings in (given, {}):
+            apply_agentsd(unet := make(), **settings)
+            with silent():
+                made.append(outputs(unet, caller))
+        assert not equal(*made), make

@@ -161,29 +161,17 @@ def test_nothing_is_read_back_and_nothing_copied_but_what_is_named(name):
     corrected = re.search(r"(\d+) corrected", summary)
     again = int(corrected[1]) if corrected else 0
     assert traffic.copies.count("host") == 9 + again  # the timestep, in each call and each correction
+    assert name != "fast" or len(traffic.copies) <= 10 + again  # places of keys, once a run
 
 
 @pytest.mark.parametrize(
     ("name", "structure"),
-    [
-        ("fast", "SD 1.5, 768 x 512"),
-        ("fast", "SDXL"),
-        ("agentsd", "SDXL"),
-        ("all", "inpainting"),
-        ("all", "SD 2.1"),
-    ],
+    [("fast", "SD 1.5, 768 x 512"), ("agentsd", "SDXL"), ("all", "inpainting"), ("all", "SD 2.1")],
 )
 def test_other_structures(name, structure):
     unet, given, latents = build(structure, torch.bfloat16)
     with apply_agentsd(unet, recipe=RECIPES[name]):
         check(run(unet, given, latents))
-
-
-def test_fast_copies_places_once_a_run():
-    unet, given, latents = build("SD 1.5", torch.float16)
-    with apply_agentsd(unet, mode="fast"):
-        traffic = run(unet, given, latents)
-    assert len([line for line in traffic.copies if line != "host"]) <= 1
 
 
 def test_controlnet_and_the_unet_together():

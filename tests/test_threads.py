@@ -7,7 +7,7 @@ import weakref
 import diffusers
 import pytest
 import torch
-from callers import Guided, ddim, equal, inputs, outputs
+from callers import Guided, ddim, draw, equal, inputs, outputs
 from recipes import AGENTS_THEN_KEYS, STEP_CACHING
 from tiny import BETAS, call, make_unet
 
@@ -94,8 +94,7 @@ def test_threads_that_take_turns_each_get_their_own_image(make_pipeline, recipe)
 
     def make_image(job, **more):
         pipe, steps = job
-        rng = torch.Generator().manual_seed(0)
-        return pipe("a cat", num_inference_steps=steps, output_type="latent", generator=rng, **more).images
+        return draw(pipe, num_inference_steps=steps, **more)
 
     alone = [make_image(job) for job in jobs]
     turns, done = [threading.Semaphore(1), threading.Semaphore(0)], [False, False]
