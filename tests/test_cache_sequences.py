@@ -18,16 +18,8 @@ from hypothesis import strategies as st
 from recipes import STEP_CACHING
 from tiny import BETAS, make_unet, may_skip
 
-from agentsd import (
-    Agents,
-    Downsample,
-    Phases,
-    Recipe,
-    ResidualSharing,
-    StepCache,
-    apply_agentsd,
-    remove_agentsd,
-)
+from agentsd import Phases, Recipe, ResidualSharing, StepCache, apply_agentsd, remove_agentsd
+from agentsd.attention import Agents, Downsample
 
 SEQUENCES = int(os.environ.get("AGENTSD_SEQUENCES", "40"))
 RECIPES = {

@@ -10,19 +10,8 @@ from recipes import AGENTS_THEN_KEYS, STEP_CACHING
 from tiny import call, make_small_unet, make_unet, may_skip
 from torch._dynamo.testing import CompileCounter
 
-from agentsd import (
-    Agents,
-    ByDistance,
-    Downsample,
-    Merge,
-    Phases,
-    PooledAgents,
-    Recipe,
-    ResidualSharing,
-    StepCache,
-    apply_agentsd,
-    remove_agentsd,
-)
+from agentsd import ByDistance, Phases, Recipe, ResidualSharing, StepCache, apply_agentsd, remove_agentsd
+from agentsd.attention import Agents, Downsample, Merge, PooledAgents
 from agentsd.modules import AgentModule
 from agentsd.recipe import AGENTSD
 

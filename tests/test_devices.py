@@ -16,19 +16,8 @@ from random_state import untouched
 from tiny import BETAS, make_sdxl_unet, make_unet
 from torch.nn.functional import adaptive_avg_pool2d
 
-from agentsd import (
-    Agents,
-    ByDistance,
-    Downsample,
-    Merge,
-    Phases,
-    PooledAgents,
-    Recipe,
-    ResidualSharing,
-    StepCache,
-    apply_agentsd,
-)
-from agentsd.attention import merging, pooling
+from agentsd import ByDistance, Phases, Recipe, ResidualSharing, StepCache, apply_agentsd
+from agentsd.attention import Agents, Downsample, Merge, PooledAgents, merging, pooling
 from agentsd.attention.matching import rank_tokens, sample_destinations, split_grid
 from agentsd.recipe import MODES
 

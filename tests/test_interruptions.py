@@ -9,17 +9,8 @@ from callers import RUN, Caller, Guided, ddim, equal, inputs, letters, outputs
 from recipes import AGENTS_THEN_KEYS, STEP_CACHING
 from tiny import kept, make_unet, may_skip, snapshot
 
-from agentsd import (
-    Agents,
-    ByDistance,
-    Downsample,
-    PooledAgents,
-    Recipe,
-    ResidualSharing,
-    StepCache,
-    apply_agentsd,
-    remove_agentsd,
-)
+from agentsd import ByDistance, Recipe, ResidualSharing, StepCache, apply_agentsd, remove_agentsd
+from agentsd.attention import Agents, Downsample, PooledAgents
 from agentsd.recipe import AGENTSD
 
 CACHED = Recipe(steps=StepCache(2))

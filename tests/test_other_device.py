@@ -20,17 +20,8 @@ from pipelines import ip_adapter_weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import agentsd
-from agentsd import (
-    Agents,
-    Downsample,
-    Merge,
-    Phases,
-    PooledAgents,
-    Recipe,
-    ResidualSharing,
-    StepCache,
-    apply_agentsd,
-)
+from agentsd import Phases, Recipe, ResidualSharing, StepCache, apply_agentsd
+from agentsd.attention import Agents, Downsample, Merge, PooledAgents
 from agentsd.recipe import MODES
 
 PACKAGE = str(Path(agentsd.__file__).parent)

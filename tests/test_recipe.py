@@ -13,18 +13,8 @@ import pytest
 from recipes import AGENTS_THEN_KEYS, STEP_CACHING
 from tiny import make_unet
 
-from agentsd import (
-    Agents,
-    ByDistance,
-    Downsample,
-    Merge,
-    Phases,
-    PooledAgents,
-    Recipe,
-    ResidualSharing,
-    StepCache,
-    apply_agentsd,
-)
+from agentsd import ByDistance, Phases, Recipe, ResidualSharing, StepCache, apply_agentsd
+from agentsd.attention import Agents, Downsample, Merge, PooledAgents
 from agentsd.modules import AgentModule, AttnZero, FocusedLinear
 from agentsd.recipe import AGENTSD, FAST, MODES, OPERATORS
 

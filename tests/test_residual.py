@@ -11,19 +11,8 @@ from logs import warned
 from recipes import STEP_CACHING
 from tiny import kept, make_unet, may_skip, snapshot, training_sigma
 
-from agentsd import (
-    Agents,
-    ByDistance,
-    Downsample,
-    Merge,
-    Phases,
-    PooledAgents,
-    Recipe,
-    ResidualSharing,
-    StepCache,
-    apply_agentsd,
-    remove_agentsd,
-)
+from agentsd import ByDistance, Phases, Recipe, ResidualSharing, StepCache, apply_agentsd, remove_agentsd
+from agentsd.attention import Agents, Downsample, Merge, PooledAgents
 from agentsd.attention.matching import rank_tokens
 from agentsd.modules import AgentModule
 
