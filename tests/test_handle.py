@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from callers import Caller, ddim, equal, outputs
+from callers import Caller, ddim, equal, letters, outputs
 from logs import silent, warned
 from recipes import AGENTS_CACHED, STEP_CACHING
 from tiny import kept, make_controlnet, make_sdxl_unet, make_unet
@@ -35,10 +35,13 @@ def test_the_default_says_once_what_it_does(pipe):
 
 
 def test_settings_change_the_named_recipe_wherever_it_has_them(pipe):
-    handle = apply_agentsd(pipe, ratio=0.2, early_frac=0.5, mode="agentsd", seed=3)
-    early, late = Agents(0.2, ranking="layer", at_most=None, agent_ratio=0.95), Merge(0.2, ranking="layer")
+    assert apply_agentsd(pipe).recipe == apply_agentsd(pipe, mode="agentsd").recipe == AGENTSD
+    early, late = (
+        Agents(0.2, 0.05, ranking="layer", at_most=None, agent_ratio=0.95),
+        Merge(0.2, ranking="layer"),
+    )
+    handle = apply_agentsd(pipe, ratio=0.2, k=0.05, early_frac=0.5, seed=3)
     assert handle.recipe == Recipe(Phases(early, late, 0.5), levels=1, seed=3)
-    assert apply_agentsd(pipe, mode="agentsd").recipe == AGENTSD
 
 
 DEFAULTS = {"ratio": 0.4, "k": 0.075, "scale": -0.15, "early_frac": 0.4, "seed": 0}
@@ -58,13 +61,6 @@ def test_a_default_that_is_passed_changes_nothing(pipe, mode):
             assert apply_agentsd(pipe, **source | {name: value}).recipe == MODES[mode]
 
 
-def test_nothing_passed_is_agentsd_which_a_setting_changes(pipe):
-    assert apply_agentsd(pipe).recipe == AGENTSD
-    early = replace(AGENTSD.attention.early, k=0.05)
-    expected = replace(AGENTSD, attention=replace(AGENTSD.attention, early=early), seed=3)
-    assert apply_agentsd(pipe, k=0.05, seed=3).recipe == expected
-
-
 def test_on_small_grids_fast_is_step_caching_alone(make_pipeline, sample):
     """16 x 16 tokens; of the same recipe that shares on every grid the latents differ."""
     made = {}
@@ -72,8 +68,11 @@ def test_on_small_grids_fast_is_step_caching_alone(make_pipeline, sample):
     for name, recipe in {"step-caching": STEP_CACHING, "fast": FAST, "sharing": sharing}.items():
         pipe = make_pipeline(scheduler=ddim())
         handle = apply_agentsd(pipe, recipe=recipe)
+        assert handle.last_run == []
         made[name] = sample(pipe, num_inference_steps=12)
         assert ("attention" in handle.summary()) == (name == "sharing")
+        assert [kind.computed for kind in handle.last_run] == [letter == "F" for letter in letters(handle)]
+    assert [kind.attention == "share" for kind in handle.last_run] == [one == "f" for one in letters(handle)]
     assert torch.equal(made["fast"], made["step-caching"])
     assert not torch.equal(made["sharing"], made["step-caching"])
 
@@ -103,17 +102,6 @@ def test_a_handle_that_is_not_enabled_leaves_the_baseline(pipe, sample, recipe):
     assert not kept(handle)
     handle.enabled = True
     assert torch.equal(sample(pipe, num_inference_steps=12), patched)
-
-
-def test_the_last_run_is_told_step_by_step(make_pipeline, sample):
-    pipe = make_pipeline(scheduler=ddim())
-    sharing = replace(FAST, residual=replace(FAST.residual, least_tokens=0))
-    handle = apply_agentsd(pipe, recipe=sharing)
-    assert handle.last_run == []
-    sample(pipe, num_inference_steps=12)
-    letters = handle.summary().split()[0]
-    assert [kind.computed for kind in handle.last_run] == [letter == "F" for letter in letters]
-    assert [kind.attention == "share" for kind in handle.last_run] == [letter == "f" for letter in letters]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ WAITS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")
 BASELINE = 726  # of a guided call
 COPY = 1  # of a timestep that is an integer
 LAST_LAYERS = 60  # of a cached call
-EARLY, LATE = 999.0, 210.0
+TIMESTEPS = torch.linspace(999, 0, 20)
+EARLY, LATE = 0, 15
 
 
 class Launches(TorchDispatchMode):
@@ -72,13 +73,13 @@ def run(unet: Any, recipe: Recipe, calls: int, side: int = 16) -> tuple[str, lis
 @pytest.fixture(scope="module")
 def baseline(unet: UNet2DConditionModel) -> Counter[str]:
     """Of a call without agentsd."""
-    return launches(unet, [torch.tensor(EARLY)])[0]
+    return launches(unet, TIMESTEPS[:1])[0]
 
 
-def added(unet: Any, baseline: Counter[str], timestep: float) -> dict[str, int]:
+def added(unet: Any, baseline: Counter[str], place: int) -> dict[str, int]:
     """What agents, or later keys, add to the baseline's or take from it, in the second call of a kind."""
     with apply_agentsd(unet, recipe=AGENTS_THEN_KEYS):
-        patched = launches(unet, [torch.tensor(timestep)] * 2)[1]
+        patched = launches(unet, [TIMESTEPS[place]] * 2)[1]
     differences = {name: patched[name] - baseline[name] for name in patched | baseline}
     return {name: count for name, count in differences.items() if count}
 

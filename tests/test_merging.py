@@ -150,17 +150,12 @@ RANKING = Ranking(
 X = torch.arange(12.0).view(2, 6, 1)
 
 
-def test_merge_by_hand():
-    merged = merge(X, make_merge_map(RANKING, 3))
-    # image 0: 5 and 4 join 3, 1 joins 0, 2 stays; image 1 (values 6..11): 2 and 4 join 0, 1 joins 3, 5 stays
-    assert merged.flatten().tolist() == [2, 0.5, 4, 11, (6 + 8 + 10) / 3, (9 + 7) / 2]
-
-
-def test_unmerge_by_hand():
+def test_merging_by_hand():
     cut = make_merge_map(RANKING, 3)
+    # image 0: 5 and 4 join 3, 1 joins 0, 2 stays; image 1 (values 6..11): 2 and 4 join 0, 1 joins 3, 5 stays
+    assert merge(X, cut).flatten().tolist() == [2, 0.5, 4, 11, (6 + 8 + 10) / 3, (9 + 7) / 2]
     back = unmerge(torch.tensor([[[20.0], [21.0], [22.0]], [[30.0], [31.0], [32.0]]]), cut)
-    assert back[0].flatten().tolist() == [21, 21, 20, 22, 22, 22]
-    assert back[1].flatten().tolist() == [31, 32, 31, 32, 31, 30]
+    assert back.flatten().tolist() == [21, 21, 20, 22, 22, 22, 31, 32, 31, 32, 31, 30]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
