@@ -92,9 +92,7 @@ HOSTS = {
     "inpaint": lambda t: host(f"{SD}Inpaint", **INPAINT),
     "inpaint, 9 channels": lambda t: host(f"{SD}Inpaint", make_unet(in_channels=9), **INPAINT),
     "depth2img": lambda t: host(f"{SD}Depth2Img", make_unet(in_channels=5), NO_DEPTH, **IMAGE, **depth()),
-    "ControlNet": lambda t: host(
-        f"{SD}ControlNet", None, {"controlnet": make_controlnet()}, image=INPUT_IMAGE
-    ),
+    "ControlNet": lambda t: host(f"{SD}ControlNet", None, {"controlnet": make_controlnet()}, **ONE),
     "T2I-Adapter": lambda t: host(f"{SD}Adapter", None, {"adapter": make_t2i_adapter()}, **ONE),
     "InstructPix2Pix": lambda t: host(f"{SD}InstructPix2Pix", make_unet(in_channels=8), **ONE),
     "LCM": lambda t: host("LatentConsistencyModel", make_unet(time_cond_proj_dim=8), scheduled("LCM"), **FEW),
@@ -112,18 +110,6 @@ HOSTS = {
     ),
     "AnimateDiff": lambda t: host("AnimateDiff", None, motion(), num_frames=2, **SIZE),
 }
-
-
-def build_host(make_pipeline, tokenizer, name, **settings):
-    """A pipeline, and a function that runs it to its last latents."""
-    cls, unet, parts, inputs = (HOSTS | MORE)[name](tokenizer)
-    pipe = make_pipeline(unet=unet, cls=cls, **parts)
-
-    def run(**more):
-        torch.manual_seed(0)
-        return draw(pipe, **settings | inputs | more)
-
-    return pipe, run
 
 
 BOXES = {
@@ -147,6 +133,20 @@ MORE = {  # ways to run some of them, for what is cached
     "guidance_rescale": lambda t: host(SD, None, scheduled("DPMSolverMultistep"), guidance_rescale=0.7),
     "two prompts, two images each": lambda t: host(SD, None, scheduled("DDIM"), **TWO),
 }
+
+
+def build_host(make_pipeline, tokenizer, name, **settings):
+    """A pipeline, and a function that runs it to its last latents."""
+    cls, unet, parts, inputs = (HOSTS | MORE)[name](tokenizer)
+    pipe = make_pipeline(unet=unet, cls=cls, **parts)
+
+    def run(**more):
+        torch.manual_seed(0)
+        return draw(pipe, **settings | inputs | more)
+
+    return pipe, run
+
+
 LORA = {"r": 2, "target_modules": ["to_q", "to_v"], "init_lora_weights": False}
 """Of one's own adapter."""
 

@@ -211,12 +211,12 @@ def test_prior_loss_is_the_class_images_share():
     """The loss is linear in the weight of the second half of the batch."""
     apply_agentsd(unet := make_unet().train(), recipe=AS_THE_PAPER_TRAINS)
     pixels = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(5))
+    ids, text = torch.zeros(2, 7, dtype=torch.int64), torch.ones(2, 7, 16)
+    parts = make_vae(), lambda ids: (text,), unet, diffusers.DDPMScheduler(**BETAS)
     at = []
     for prior in (0.0, 1.0, 3.0):
-        batch = Batch(pixels, torch.zeros(2, 7, dtype=torch.int64), torch.Generator().manual_seed(1))
-        text_encoder = lambda ids: (torch.ones(len(ids), 7, 16),)  # noqa: E731
-        schedule = diffusers.DDPMScheduler(**BETAS)
-        at.append(float(diffusion_loss(make_vae(), text_encoder, unet, schedule, batch, prior)))
+        batch = Batch(pixels, ids, torch.Generator().manual_seed(1))
+        at.append(float(diffusion_loss(*parts, batch, prior).detach()))
     assert at[1] > at[0]
     assert at[2] - at[0] == pytest.approx(3 * (at[1] - at[0]), rel=1e-4)
 

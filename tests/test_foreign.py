@@ -104,19 +104,19 @@ def test_who_looks_at_a_layer_sees_each_call(way, place, first):
     """In whole, whether put there before or after the patch; once it is gone, layers are skipped again."""
     seen, of_baseline, baseline, unet = Seen(), Seen(), make_unet(), make_unet()
     undo = WAYS[way](baseline.get_submodule(place), of_baseline)
-    expected = run(baseline)
+    expected = run(baseline, Caller(8))
     undo()
     handle = None if first else apply_agentsd(unet, recipe=STEP_CACHING)
     undo = WAYS[way](unet.get_submodule(place), seen)
     handle = handle or apply_agentsd(unet, recipe=STEP_CACHING)
     try:
         with warned("may have to see each call; nothing is skipped"):
-            made = run(unet)
+            made = run(unet, Caller(8))
     finally:
         undo()
     assert seen.shapes == of_baseline.shapes
     assert equal(made, expected)
-    run(unet)
+    run(unet, Caller(8))
     assert "f" in handle.summary()
 
 

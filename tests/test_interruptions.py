@@ -7,7 +7,7 @@ import pytest
 import torch
 from callers import RUN, Caller, Guided, ddim, equal, inputs, letters, outputs
 from recipes import AGENTS_THEN_KEYS, STEP_CACHING
-from tiny import kept, make_unet, may_skip, snapshot
+from tiny import kept, make_small_unet, make_unet, may_skip, snapshot
 
 from agentsd import ByDistance, Recipe, ResidualSharing, StepCache, apply_agentsd, remove_agentsd
 from agentsd.attention import Agents, Downsample, PooledAgents
@@ -53,10 +53,10 @@ def plant(unet, where, error):
     ],
 )
 def test_off_is_off_after_an_interruption(name, off, error):
-    clean, caller = snapshot(before := make_unet()), Caller(12)
+    clean, caller = snapshot(before := make_small_unet()), Caller(12)
     expected = outputs(before, caller)
-    for at, where in ((1, "conv_in"), (6, "up_blocks.2"), (7, "conv_out")):
-        handle = apply_agentsd(unet := make_unet(), recipe=RECIPES[name])
+    for at, where in ((1, "conv_in"), (6, "up_blocks.1"), (7, "conv_out")):
+        handle = apply_agentsd(unet := make_small_unet(), recipe=RECIPES[name])
         with pytest.raises(error):
             outputs(
                 unet,
@@ -74,8 +74,8 @@ def test_off_is_off_after_an_interruption(name, off, error):
     ("name", "error"), [*((name, KeyboardInterrupt) for name in RECIPES), ("step-caching", RuntimeError)]
 )
 def test_a_run_after_an_interruption_is_a_fresh_handles(name, error):
-    handle = apply_agentsd(unet := make_unet(), recipe=RECIPES[name])
-    fresh = apply_agentsd(other := make_unet(), recipe=RECIPES[name])
+    handle = apply_agentsd(unet := make_small_unet(), recipe=RECIPES[name])
+    fresh = apply_agentsd(other := make_small_unet(), recipe=RECIPES[name])
     caller, again = Caller(12), Caller(12, seed=3)
     with pytest.raises(error):
         outputs(unet, caller, after=lambda i: i == 4 and plant(unet, "conv_out", error))

@@ -48,25 +48,25 @@ def unet() -> UNet2DConditionModel:
 
 
 @torch.no_grad()
-def launches(unet: Any, timesteps: Any, side: int = 32) -> list[Counter[str]]:
-    """Of guided calls on other latents each, at 256 px: as many as at any other size."""
+def launches(unet: Any, timesteps: Any) -> list[Counter[str]]:
+    """Of guided calls on other latents each: as many as at any other size."""
     rng, counts = torch.Generator().manual_seed(0), []
     text = torch.randn(2, 77, 32, generator=rng)
     for t in timesteps:
-        latent = torch.randn(1, 4, side, side, generator=rng).repeat(2, 1, 1, 1)
+        latent = torch.randn(1, 4, 16, 16, generator=rng).repeat(2, 1, 1, 1)
         with Launches() as mode:
             unet(latent, t, text)
         counts.append(mode.counts)
     return counts
 
 
-def run(unet: Any, recipe: Recipe, calls: int, side: int = 16) -> tuple[str, list[Counter[str]]]:
+def run(unet: Any, recipe: Recipe, calls: int) -> tuple[str, list[Counter[str]]]:
     """The calls of a run of 20 steps, and their launches."""
     scheduler = DDIMScheduler(clip_sample=False)
     scheduler.set_timesteps(20)
     host = Host(unet, scheduler)
     with apply_agentsd(host, recipe=recipe) as handle:
-        counts = launches(unet, scheduler.timesteps[:calls], side)
+        counts = launches(unet, scheduler.timesteps[:calls])
         return handle.summary().split()[0], counts
 
 
@@ -138,7 +138,7 @@ def test_early_steps_with_agents_are_counted_op_by_op(unet, baseline):
 @pytest.mark.parametrize(("operator", "each_layer"), [(Downsample(4), 2), (Agents(), 4)])
 def test_between_two_residuals_nothing_is_ranked(unet, baseline, operator, each_layer):
     """Ten layers add 20 or 40 launches, for keys or agents and the sum; the residuals' line is two."""
-    _, calls = run(unet, Recipe(operator, residual=ResidualSharing(least_tokens=0)), 5, side=32)
+    _, calls = run(unet, Recipe(operator, residual=ResidualSharing(least_tokens=0)), 5)
     more = {name: calls[-1][name] - baseline[name] for name in calls[-1] | baseline}
     assert sum(more.values()) == 10 * each_layer + 2 + COPY
     assert (more["_foreach_mul"], more["_foreach_add_"]) == (1, 1)
@@ -149,7 +149,7 @@ def test_cached_agents_add_six_launches_to_a_cached_step(unet):
     """Merge, gather, + kV, unmerge, the residual and its line, less a division: beside step caching alone."""
     sharing = replace(AGENTS_CACHED, residual=replace(AGENTS_CACHED.residual, least_tokens=0))
     less, more = (
-        [counts.total() for counts in run(unet, recipe, 20, side=32)[1]] for recipe in (STEP_CACHING, sharing)
+        [counts.total() for counts in run(unet, recipe, 20)[1]] for recipe in (STEP_CACHING, sharing)
     )
     added = [b - a for a, b in zip(less, more, strict=True)]
     assert added[3] == 6  # the first cached step

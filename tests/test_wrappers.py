@@ -28,7 +28,10 @@ def run(unet):
 
 def plain_module(name):
     """As IP-Adapter's own package has plain attention."""
-    forward = lambda self, *args, **kwargs: AttnProcessor2_0()(*args, **kwargs)  # noqa: E731
+
+    def forward(self, *args, **kwargs):
+        return AttnProcessor2_0()(*args, **kwargs)
+
     return type(name, (torch.nn.Module,), {"forward": forward})()
 
 
