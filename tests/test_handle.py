@@ -123,7 +123,7 @@ def test_what_attention_was_is_told(recipe, expected):
 SETTINGS = {"ratio": 0.7, "k": 0.9, "scale": -1.0, "early_frac": 1.0}
 
 
-@pytest.mark.parametrize(("name", "size"), zip(SETTINGS, (16, 24, 16, 24), strict=True))
+@pytest.mark.parametrize(("name", "size"), [*zip(SETTINGS, (16, 24, 16, 24), strict=True)])
 def test_a_setting_acts_or_is_refused_on_every_model(name, size):
     """And on every grid: AgentSD has all four, `fast` none."""
     given = {name: SETTINGS[name]}

@@ -66,7 +66,7 @@ SERVERS = {
 
 
 @pytest.mark.parametrize(
-    ("recipe", "server"), zip((STEP_CACHING, RESIDUALS, AGENTSD, STEP_CACHING), SERVERS, strict=True)
+    ("recipe", "server"), [*zip((STEP_CACHING, RESIDUALS, AGENTSD, STEP_CACHING), SERVERS, strict=True)]
 )
 def test_nothing_grows_in_thousands_of_calls(recipe, server):
     """The model's own work is left out: it leaves nothing but what it hands to the layers."""
