@@ -24,6 +24,39 @@ def inputs(seed=0, batch=2):
     return torch.randn(batch, 4, 16, 16, generator=rng), torch.randn(batch, 7, WIDTH, generator=rng)
 
 
+def ddim(steps=None, **more):
+    """A scheduler under which cached steps are corrected, set for so many steps."""
+    scheduler = diffusers.DDIMScheduler(**BETAS, clip_sample=False, **more)
+    if steps is not None:
+        scheduler.set_timesteps(steps)
+    return scheduler
+
+
+def outputs(unet, caller, after=lambda i: None, **more):
+    """What the U-Net gives in each call of a run; something happens after each."""
+    outs = []
+    for i in range(len(caller.timesteps)):
+        outs.append(caller(unet, i, **more))
+        after(i)
+    return outs
+
+
+def equal(outs, others):
+    """Bit for bit, and as many."""
+    return all(torch.equal(a, b) for a, b in zip(outs, others, strict=True))
+
+
+def draw(pipe, seed=0, **changes):
+    """A pipeline's last latents, (B, 4, 16, 16), from a seed."""
+    settings = {"prompt": "a cat", "num_inference_steps": 5, "output_type": "latent"} | changes
+    return pipe(generator=torch.Generator().manual_seed(seed), **settings)[0]
+
+
+def letters(handle):
+    """F of each computed call of the last run, and f of each cached one."""
+    return handle.summary().split()[0]
+
+
 class Host:
     """All of a pipeline that a patch reads; a patch does not hold it."""
 
@@ -35,8 +68,7 @@ class Caller:
     """Calls a U-Net as a pipeline does, with elements of a scheduler's list."""
 
     def __init__(self, steps=10, batch=2, size=(16, 16), seed=0):
-        self.scheduler = diffusers.DDIMScheduler(**BETAS, clip_sample=False)
-        self.scheduler.set_timesteps(steps)
+        self.scheduler = ddim(steps)
         self.timesteps = self.scheduler.timesteps
         rng = torch.Generator().manual_seed(seed)
         self.latents = torch.randn(steps, batch, 4, *size, generator=rng)

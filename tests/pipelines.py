@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import diffusers
 import torch
+from callers import draw
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from diffusers.pipelines.stable_diffusion.stable_unclip_image_normalizer import StableUnCLIPImageNormalizer
 from peft import LoraConfig
@@ -24,105 +25,46 @@ from tiny import (
     sdxl_unet,
 )
 
-MASK = Image.radial_gradient("L").resize((32, 32))
-
-
-IMAGE = {"image": INPUT_IMAGE, "strength": 1.0}
-
-
-HOSTS = {
-    "SD 1.x": lambda t: (diffusers.StableDiffusionPipeline, make_unet(), {}, {}),
-    "SD 2.x": lambda t: (
-        diffusers.StableDiffusionPipeline,
-        make_unet(upcast_attention=True, use_linear_projection=True),
-        {"scheduler": diffusers.DDIMScheduler(**BETAS, prediction_type="v_prediction")},
-        {},
-    ),
-    "SDXL": lambda t: (diffusers.StableDiffusionXLPipeline, sdxl_unet(), sdxl_parts(t), {}),
-    "SDXL img2img": lambda t: (diffusers.StableDiffusionXLImg2ImgPipeline, sdxl_unet(), sdxl_parts(t), IMAGE),
-    "SDXL refiner": lambda t: (
-        diffusers.StableDiffusionXLImg2ImgPipeline,
-        make_sdxl_unet(
-            addition_embed_type="text_time",
-            addition_time_embed_dim=8,
-            projection_class_embeddings_input_dim=5 * 8 + WIDTH,
-        ),
-        sdxl_parts(t) | {"tokenizer": None, "text_encoder": None, "requires_aesthetics_score": True},
-        IMAGE,
-    ),
-    "img2img": lambda t: (diffusers.StableDiffusionImg2ImgPipeline, make_unet(), {}, IMAGE),
-    "inpaint": lambda t: (
-        diffusers.StableDiffusionInpaintPipeline,
-        make_unet(),
-        {},
-        IMAGE | {"mask_image": MASK, "height": 32, "width": 32},
-    ),
-    "inpaint, 9 channels": lambda t: (
-        diffusers.StableDiffusionInpaintPipeline,
-        make_unet(in_channels=9),
-        {},
-        IMAGE | {"mask_image": MASK, "height": 32, "width": 32},
-    ),
-    "depth2img": lambda t: (
-        diffusers.StableDiffusionDepth2ImgPipeline,
-        make_unet(in_channels=5),
-        {"depth_estimator": None, "feature_extractor": None},
-        IMAGE | {"depth_map": torch.rand(1, 32, 32, generator=torch.Generator().manual_seed(0))},
-    ),
-    "ControlNet": lambda t: (
-        diffusers.StableDiffusionControlNetPipeline,
-        make_unet(),
-        {"controlnet": make_controlnet()},
-        {"image": INPUT_IMAGE},
-    ),
-    "T2I-Adapter": lambda t: (
-        diffusers.StableDiffusionAdapterPipeline,
-        make_unet(),
-        {"adapter": make_t2i_adapter()},
-        {"image": INPUT_IMAGE},
-    ),
-    "InstructPix2Pix": lambda t: (
-        diffusers.StableDiffusionInstructPix2PixPipeline,
-        make_unet(in_channels=8),
-        {},
-        {"image": INPUT_IMAGE},
-    ),
-    "LCM": lambda t: (
-        diffusers.LatentConsistencyModelPipeline,
-        make_unet(time_cond_proj_dim=8),
-        {"scheduler": diffusers.LCMScheduler(**BETAS)},
-        {"num_inference_steps": 4},
-    ),
-    "SD Turbo": lambda t: (
-        diffusers.StableDiffusionPipeline,
-        make_unet(),
-        {"scheduler": diffusers.EulerAncestralDiscreteScheduler(**BETAS, timestep_spacing="trailing")},
-        {"num_inference_steps": 4, "guidance_scale": 0.0},
-    ),
-    "upscale": lambda t: (
-        diffusers.StableDiffusionUpscalePipeline,
-        make_unet(in_channels=7, num_class_embeds=1000),
-        {"low_res_scheduler": diffusers.DDPMScheduler(**BETAS)},
-        {"image": INPUT_IMAGE.resize((16, 16))},
-    ),
-    "unCLIP": lambda t: (
-        diffusers.StableUnCLIPImg2ImgPipeline,
-        make_unet(class_embed_type="projection", projection_class_embeddings_input_dim=2 * WIDTH),
-        {
-            "image_normalizer": StableUnCLIPImageNormalizer(WIDTH),
-            "image_noising_scheduler": diffusers.DDPMScheduler(**BETAS),
-            "image_encoder": make_image_encoder(),
-            "feature_extractor": make_image_processor(),
-        },
-        {"image_embeds": torch.ones(1, WIDTH), "height": 32, "width": 32},
-    ),
-    "AnimateDiff": lambda t: (
-        diffusers.AnimateDiffPipeline,
-        make_unet(),
-        {"motion_adapter": make_motion_adapter(), "feature_extractor": None, "image_encoder": None},
-        {"num_frames": 2, "height": 32, "width": 32},
-    ),
+SIZE = {"height": 32, "width": 32}
+ONE = {"image": INPUT_IMAGE}
+IMAGE = ONE | {"strength": 1.0}
+INPAINT = IMAGE | {"mask_image": Image.radial_gradient("L").resize((32, 32))} | SIZE
+REFINER = {
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 8,
+    "projection_class_embeddings_input_dim": 5 * 8 + WIDTH,
 }
+NO_TEXT_ENCODER = {"tokenizer": None, "text_encoder": None, "requires_aesthetics_score": True}
+
+
+def host(cls, unet=None, parts=None, **inputs):
+    """The pipeline's class, its U-Net, other parts, and inputs."""
+    return getattr(diffusers, f"{cls}Pipeline"), unet or make_unet(), parts or {}, inputs
+
+
+def scheduled(kind, **settings):
+    return {"scheduler": getattr(diffusers, f"{kind}Scheduler")(**BETAS, **settings)}
+
+
+def depth():
+    return {"depth_map": torch.rand(1, 32, 32, generator=torch.Generator().manual_seed(0))}
+
+
+def unclip_unet():
+    return make_unet(class_embed_type="projection", projection_class_embeddings_input_dim=2 * WIDTH)
+
+
+def unclip_parts():
+    return {
+        "image_normalizer": StableUnCLIPImageNormalizer(WIDTH),
+        "image_noising_scheduler": diffusers.DDPMScheduler(**BETAS),
+        "image_encoder": make_image_encoder(),
+        "feature_extractor": make_image_processor(),
+    }
+
+
+def motion():
+    return {"motion_adapter": make_motion_adapter(), "feature_extractor": None, "image_encoder": None}
 
 
 def gligen_unet():
@@ -133,57 +75,80 @@ def gligen_unet():
     return unet
 
 
-MORE = {  # ways to run some of them, for what is cached
-    "SDXL, denoising_end": lambda t: (
-        diffusers.StableDiffusionXLPipeline,
-        sdxl_unet(),
-        sdxl_parts(t) | {"scheduler": diffusers.EulerDiscreteScheduler(**BETAS)},
-        {"denoising_end": 0.7, "num_inference_steps": 14},
+SD, XL, XL_IMAGE = "StableDiffusion", "StableDiffusionXL", "StableDiffusionXLImg2Img"
+SD2 = {"upcast_attention": True, "use_linear_projection": True}
+V, TRAILING = {"prediction_type": "v_prediction"}, {"timestep_spacing": "trailing"}
+NO_DEPTH = {"depth_estimator": None, "feature_extractor": None}
+FEW = {"num_inference_steps": 4}
+HOSTS = {
+    "SD 1.x": lambda t: host(SD),
+    "SD 2.x": lambda t: host(SD, make_unet(**SD2), scheduled("DDIM", **V)),
+    "SDXL": lambda t: host(XL, sdxl_unet(), sdxl_parts(t)),
+    "SDXL img2img": lambda t: host(XL_IMAGE, sdxl_unet(), sdxl_parts(t), **IMAGE),
+    "SDXL refiner": lambda t: host(
+        XL_IMAGE, make_sdxl_unet(**REFINER), sdxl_parts(t) | NO_TEXT_ENCODER, **IMAGE
     ),
-    "SDXL, denoising_start": lambda t: (
-        diffusers.StableDiffusionXLImg2ImgPipeline,
-        sdxl_unet(),
-        sdxl_parts(t),
-        {"image": torch.zeros(1, 4, 16, 16), "denoising_start": 0.4, "num_inference_steps": 18},
+    "img2img": lambda t: host(f"{SD}Img2Img", **IMAGE),
+    "inpaint": lambda t: host(f"{SD}Inpaint", **INPAINT),
+    "inpaint, 9 channels": lambda t: host(f"{SD}Inpaint", make_unet(in_channels=9), **INPAINT),
+    "depth2img": lambda t: host(f"{SD}Depth2Img", make_unet(in_channels=5), NO_DEPTH, **IMAGE, **depth()),
+    "ControlNet": lambda t: host(f"{SD}ControlNet", None, {"controlnet": make_controlnet()}, **ONE),
+    "T2I-Adapter": lambda t: host(f"{SD}Adapter", None, {"adapter": make_t2i_adapter()}, **ONE),
+    "InstructPix2Pix": lambda t: host(f"{SD}InstructPix2Pix", make_unet(in_channels=8), **ONE),
+    "LCM": lambda t: host("LatentConsistencyModel", make_unet(time_cond_proj_dim=8), scheduled("LCM"), **FEW),
+    "SD Turbo": lambda t: host(
+        SD, None, scheduled("EulerAncestralDiscrete", **TRAILING), guidance_scale=0.0, **FEW
     ),
-    "img2img of low strength": lambda t: (
-        diffusers.StableDiffusionImg2ImgPipeline,
-        make_unet(),
-        {"scheduler": diffusers.DDIMScheduler(**BETAS)},
-        IMAGE | {"strength": 0.5, "num_inference_steps": 18},
+    "upscale": lambda t: host(
+        f"{SD}Upscale",
+        make_unet(in_channels=7, num_class_embeds=1000),
+        {"low_res_scheduler": diffusers.DDPMScheduler(**BETAS)},
+        image=INPUT_IMAGE.resize((16, 16)),
     ),
-    "GLIGEN": lambda t: (
-        diffusers.StableDiffusionGLIGENPipeline,
-        gligen_unet(),
-        {},
-        {
-            "gligen_phrases": ["a cat"],
-            "gligen_boxes": [[0.1, 0.1, 0.6, 0.6]],
-            "gligen_scheduled_sampling_beta": 1.0,
-            "height": 32,
-            "width": 32,
-        },
+    "unCLIP": lambda t: host(
+        "StableUnCLIPImg2Img", unclip_unet(), unclip_parts(), image_embeds=torch.ones(1, WIDTH), **SIZE
     ),
-    "Heun": lambda t: (
-        diffusers.StableDiffusionPipeline,
-        make_unet(),
-        {"scheduler": diffusers.HeunDiscreteScheduler(**BETAS)},
-        {"num_inference_steps": 8},
-    ),
-    "PLMS": lambda t: (diffusers.StableDiffusionPipeline, make_unet(), {}, {}),
-    "guidance_rescale": lambda t: (
-        diffusers.StableDiffusionPipeline,
-        make_unet(),
-        {"scheduler": diffusers.DPMSolverMultistepScheduler(**BETAS)},
-        {"guidance_rescale": 0.7},
-    ),
-    "two prompts, two images each": lambda t: (
-        diffusers.StableDiffusionPipeline,
-        make_unet(),
-        {"scheduler": diffusers.DDIMScheduler(**BETAS)},
-        {"prompt": ["a cat", "a dog"], "num_images_per_prompt": 2},
-    ),
+    "AnimateDiff": lambda t: host("AnimateDiff", None, motion(), num_frames=2, **SIZE),
 }
+
+
+BOXES = {
+    "gligen_phrases": ["a cat"],
+    "gligen_boxes": [[0.1, 0.1, 0.6, 0.6]],
+    "gligen_scheduled_sampling_beta": 1.0,
+}
+LATE = {"image": torch.zeros(1, 4, 16, 16), "denoising_start": 0.4, "num_inference_steps": 18}
+EARLY = {"denoising_end": 0.7, "num_inference_steps": 14}
+WEAK = IMAGE | {"strength": 0.5, "num_inference_steps": 18}
+TWO = {"prompt": ["a cat", "a dog"], "num_images_per_prompt": 2}
+MORE = {  # ways to run some of them, for what is cached
+    "SDXL, denoising_end": lambda t: host(
+        XL, sdxl_unet(), sdxl_parts(t) | scheduled("EulerDiscrete"), **EARLY
+    ),
+    "SDXL, denoising_start": lambda t: host(XL_IMAGE, sdxl_unet(), sdxl_parts(t), **LATE),
+    "img2img of low strength": lambda t: host(f"{SD}Img2Img", None, scheduled("DDIM"), **WEAK),
+    "GLIGEN": lambda t: host(f"{SD}GLIGEN", gligen_unet(), **BOXES, **SIZE),
+    "Heun": lambda t: host(SD, None, scheduled("HeunDiscrete"), num_inference_steps=8),
+    "PLMS": lambda t: host(SD),
+    "guidance_rescale": lambda t: host(SD, None, scheduled("DPMSolverMultistep"), guidance_rescale=0.7),
+    "two prompts, two images each": lambda t: host(SD, None, scheduled("DDIM"), **TWO),
+}
+
+
+def build_host(make_pipeline, tokenizer, name, **settings):
+    """A pipeline, and a function that runs it to its last latents."""
+    cls, unet, parts, inputs = (HOSTS | MORE)[name](tokenizer)
+    pipe = make_pipeline(unet=unet, cls=cls, **parts)
+
+    def run(**more):
+        torch.manual_seed(0)
+        return draw(pipe, **settings | inputs | more)
+
+    return pipe, run
+
+
+LORA = {"r": 2, "target_modules": ["to_q", "to_v"], "init_lora_weights": False}
+"""Of one's own adapter."""
 
 
 def ip_adapter_weights(unet, width=WIDTH):

@@ -54,9 +54,8 @@ def bitsandbytes(kind: str, **settings: Any) -> Callable[[Any], Any]:
     def make(linear: nn.Linear) -> nn.Module:
         from bitsandbytes import nn as layers
 
-        layer = getattr(layers, kind)(
-            linear.in_features, linear.out_features, linear.bias is not None, **settings
-        )
+        sizes = linear.in_features, linear.out_features, linear.bias is not None
+        layer = getattr(layers, kind)(*sizes, **settings)
         layer.load_state_dict(linear.state_dict())
         return layer
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from agentsd import Agents, Downsample, Phases, Recipe
-from agentsd.recipe import FAST
+from agentsd import Agents, Downsample, Phases, Recipe, ResidualSharing, StepCache
+from agentsd.recipe import FAST, MODES
 
 AGENTS_THEN_KEYS = Recipe(Phases(Agents(), Downsample()))
 """Agents in the early steps, downsampled keys later, on two levels."""
@@ -15,3 +15,9 @@ STEP_CACHING = Recipe(steps=FAST.steps)
 """Full attention in all steps, some of which are cached."""
 AGENTS_CACHED = replace(FAST, attention=Phases(Agents(), FAST.attention))
 """Agents in the early cached steps, on shared residuals, and downsampled keys in the later ones."""
+EACH_KIND = {
+    **MODES,
+    "residuals": Recipe(Downsample(), residual=ResidualSharing(), steps=StepCache(2)),
+    "agents": Recipe(Agents()),
+}
+"""Those with cached steps, with residuals, with neither."""

@@ -19,22 +19,17 @@ from diffusers import (
 from diffusers.pipelines.stable_diffusion import StableDiffusionSafetyChecker
 from tiny import (
     BETAS,
+    TRANSFORMER,
     make_image_encoder,
     make_image_processor,
     make_scheduler,
     make_text_encoder,
     make_unet,
+    make_vae,
     sdxl_parts,
     sdxl_unet,
 )
-from transformers import (
-    CLIPConfig,
-    CLIPModel,
-    CLIPProcessor,
-    ViTConfig,
-    ViTImageProcessorPil,
-    ViTModel,
-)
+from transformers import CLIPConfig, CLIPModel, CLIPProcessor, ViTConfig, ViTImageProcessorPil, ViTModel
 
 SD15_UNET = {
     "sample_size": 64,
@@ -49,15 +44,7 @@ SD15_UNET = {
 
 def make_sd_vae() -> AutoencoderKL:
     """An autoencoder that takes eight pixels to one."""
-    torch.manual_seed(0)
-    return AutoencoderKL(
-        block_out_channels=(8, 8, 8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        layers_per_block=1,
-        norm_num_groups=4,
-        sample_size=512,
-    ).eval()
+    return make_vae(levels=4, sample_size=512)
 
 
 def make_safety_checker() -> StableDiffusionSafetyChecker:
@@ -69,54 +56,38 @@ def make_safety_checker() -> StableDiffusionSafetyChecker:
     return checker
 
 
+def _parts(tokenizer: Any, unet: Any, scheduler: Any) -> dict[str, Any]:
+    models = {"vae": make_sd_vae(), "text_encoder": make_text_encoder(tokenizer), "unet": unet}
+    return models | {"tokenizer": tokenizer, "scheduler": scheduler}
+
+
 def save_sd15(folder: Path, tokenizer: Any, variant: str | None = None) -> Path:
     """Write a pipeline of Stable Diffusion 1.5's parts; "fp16" as half-precision files alone."""
+    parts = _parts(tokenizer, make_unet(**SD15_UNET), make_scheduler())
     pipe = StableDiffusionPipeline(
-        vae=make_sd_vae(),
-        text_encoder=make_text_encoder(tokenizer),
-        tokenizer=tokenizer,
-        unet=make_unet(**SD15_UNET),
-        scheduler=make_scheduler(),
-        safety_checker=make_safety_checker(),
-        feature_extractor=make_image_processor(),
+        **parts, safety_checker=make_safety_checker(), feature_extractor=make_image_processor()
     )
     return _save(pipe, folder, variant)
 
 
 def save_sd21(folder: Path, tokenizer: Any) -> Path:
     """Write a pipeline as SD 2.1's: v-prediction, upcast attention, linear projections, no checker."""
-    unet = make_unet(
-        **SD15_UNET | {"attention_head_dim": (2, 2, 4, 4)},
-        upcast_attention=True,
-        use_linear_projection=True,
-    )
-    pipe = StableDiffusionPipeline(
-        vae=make_sd_vae(),
-        text_encoder=make_text_encoder(tokenizer),
-        tokenizer=tokenizer,
-        unet=unet,
-        scheduler=DDIMScheduler(
-            **BETAS, prediction_type="v_prediction", set_alpha_to_one=False, steps_offset=1, clip_sample=False
-        ),
-        safety_checker=None,
-        feature_extractor=make_image_processor(),
-        requires_safety_checker=False,
-    )
-    return _save(pipe, folder)
+    linear = {"attention_head_dim": (2, 2, 4, 4), "upcast_attention": True, "use_linear_projection": True}
+    v = {
+        "prediction_type": "v_prediction",
+        "set_alpha_to_one": False,
+        "steps_offset": 1,
+        "clip_sample": False,
+    }
+    parts = _parts(tokenizer, make_unet(**SD15_UNET | linear), DDIMScheduler(**BETAS, **v, clip_sample=False))
+    unsafe = {"safety_checker": None, "requires_safety_checker": False}
+    return _save(StableDiffusionPipeline(**parts, **unsafe, feature_extractor=make_image_processor()), folder)
 
 
 def save_sdxl(folder: Path, tokenizer: Any, variant: str | None = None) -> Path:
     """Write a pipeline of SDXL's parts."""
-    pipe = StableDiffusionXLPipeline(
-        vae=make_sd_vae(),
-        text_encoder=make_text_encoder(tokenizer),
-        tokenizer=tokenizer,
-        unet=sdxl_unet(),
-        scheduler=EulerDiscreteScheduler(**BETAS),
-        add_watermarker=False,
-        **sdxl_parts(tokenizer),
-    )
-    return _save(pipe, folder, variant)
+    parts = _parts(tokenizer, sdxl_unet(), EulerDiscreteScheduler(**BETAS)) | sdxl_parts(tokenizer)
+    return _save(StableDiffusionXLPipeline(**parts, add_watermarker=False), folder, variant)
 
 
 def save_clip(folder: Path, tokenizer: Any) -> Path:
@@ -131,16 +102,9 @@ def save_clip(folder: Path, tokenizer: Any) -> Path:
 
 def save_dino(folder: Path) -> Path:
     """Write a ViT as DINO's are."""
-    config = ViTConfig(
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        image_size=32,
-        patch_size=8,
-    )
+    sizes = {name: size for name, size in TRANSFORMER.items() if name != "projection_dim"}
     torch.manual_seed(0)
-    ViTModel(config).save_pretrained(folder)
+    ViTModel(ViTConfig(image_size=32, patch_size=8, **sizes)).save_pretrained(folder)
     ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
     return folder
 

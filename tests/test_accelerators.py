@@ -1,17 +1,13 @@
 """The patch beside other packages that make pipelines faster."""
 
-import copy
-
-import diffusers
 import pytest
 import torch
-from callers import RUN
+from callers import RUN, ddim, draw
 from DeepCache import DeepCacheSDHelper
 from diffusers.hooks import HookRegistry, PyramidAttentionBroadcastConfig, apply_pyramid_attention_broadcast
 from logs import warned
 from recipes import AGENTS_THEN_KEYS
 from tgate import TgateSDLoader
-from tiny import BETAS
 
 from agentsd import Recipe, StepCache, apply_agentsd, remove_agentsd
 from agentsd.recipe import AGENTSD
@@ -38,10 +34,9 @@ def pyramid(pipe):
     return lambda: registry.remove_hook("pyramid_attention_broadcast", recurse=True)
 
 
-@pytest.mark.parametrize("recipe", [AGENTSD, AGENTS_THEN_KEYS])
-@pytest.mark.parametrize("patch_first", [True, False])
+@pytest.mark.parametrize(("patch_first", "recipe"), [(True, AGENTSD), (False, AGENTS_THEN_KEYS)])
 def test_deepcache_in_either_order(pipe, sample, patch_first, recipe):
-    pipe.scheduler = diffusers.DDIMScheduler(**BETAS)  # DeepCache looks timesteps up: they must not repeat
+    pipe.scheduler = ddim()  # DeepCache looks timesteps up: they must not repeat
     baseline = sample(pipe)
     disable = deepcache(pipe)
     cached = sample(pipe)
@@ -61,7 +56,7 @@ def test_deepcache_in_either_order(pipe, sample, patch_first, recipe):
 
 
 def test_tgate_goes_round_processors_and_that_is_said(pipe):
-    pipe.scheduler = diffusers.DDIMScheduler(**BETAS)
+    pipe.scheduler = ddim()
     gated = TgateSDLoader(pipe, gate_step=4, sp_interval=1, fi_interval=1, warm_up=2, num_inference_steps=6)
 
     def run():
@@ -79,8 +74,7 @@ def test_tgate_goes_round_processors_and_that_is_said(pipe):
 @pytest.mark.parametrize("first", ["agentsd", "the other"])
 @pytest.mark.parametrize("other", [deepcache, pyramid])
 def test_another_cache_keeps_the_run_whole(make_pipeline, sample, other, first):
-    parts = {"scheduler": diffusers.DDIMScheduler(**BETAS, clip_sample=False)}
-    pipe, twin = make_pipeline(**copy.deepcopy(parts)), make_pipeline(**parts)
+    pipe, twin = make_pipeline(scheduler=ddim()), make_pipeline(scheduler=ddim())
     for host in (twin, pipe):
         if host is pipe and first == "agentsd":
             handle = apply_agentsd(pipe, recipe=CACHES)
@@ -88,9 +82,9 @@ def test_another_cache_keeps_the_run_whole(make_pipeline, sample, other, first):
         if host is pipe and first != "agentsd":
             handle = apply_agentsd(pipe, recipe=CACHES)
         if host is twin:
-            expected = host("a cat", generator=torch.manual_seed(0), output_type="latent", **RUN).images
+            expected = draw(host, **RUN)
     with warned("which may have to see each call; nothing is skipped"):
-        made = pipe("a cat", generator=torch.manual_seed(0), output_type="latent", **RUN).images
+        made = draw(pipe, **RUN)
     assert torch.equal(made, expected)
     off()
     sample(pipe, **RUN)

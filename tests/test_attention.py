@@ -1,7 +1,11 @@
+"""Eq. 9 of Agent Attention, with AgentSD's `k` and `scale`."""
+
 import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agentsd.attention.formula import agent_attention
 
@@ -51,3 +55,25 @@ def test_gradients_are_those_of_the_formula():
         torch.randn(1, 2, n, 4, generator=rng, dtype=torch.float64, requires_grad=True) for n in (5, 5, 5, 2)
     ]
     assert torch.autograd.gradcheck(lambda *x: agent_attention(*x, 0.075, -0.15), inputs)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    n=st.integers(1, 30),
+    agents=st.integers(1, 9),
+    width=st.integers(1, 12),
+    size=st.sampled_from([0.0, 1.0, 1e4]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    scale=st.floats(-2, 0),
+    k=st.floats(0, 2),
+)
+def test_finite_in_finite_out(n, agents, width, size, dtype, scale, k):
+    rng = torch.Generator().manual_seed(n)
+    query, key, value = (size * torch.randn(3, 1, 2, n, width, generator=rng)).to(dtype)
+    agent = (size * torch.randn(1, 2, agents, width, generator=rng)).to(dtype)
+    out = agent_attention(query, key, value, agent, k, scale)
+    assert out.shape == query.shape
+    assert out.isfinite().all()
+    # a weighted mean of values, and k of the own value
+    bound = (1 + k) * value.abs().max().double()
+    assert out.abs().max().double() <= bound * 1.02 + 1e-6

@@ -3,12 +3,13 @@
 import inspect
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import diffusers
 import pytest
 import torch
 from cache_twin import entrance
-from callers import RUN, Caller, deep_unet
+from callers import RUN, Caller, ddim, deep_unet, draw
 from logs import warned
 from sampling import SAMPLERS, Denoiser
 from tiny import BETAS, may_skip
@@ -125,37 +126,27 @@ def test_the_response_is_that_of_a_first_order_sampler():
 
 
 @pytest.mark.parametrize(
-    "scheduler",
-    [
-        diffusers.DDIMScheduler(**BETAS, clip_sample=False, thresholding=True),
-        diffusers.DPMSolverMultistepScheduler(**BETAS, thresholding=True),
-    ],
+    "scheduler", [ddim(thresholding=True), diffusers.DPMSolverMultistepScheduler(**BETAS, thresholding=True)]
 )
 def test_a_sampler_that_is_not_linear_is_not_corrected(make_pipeline, sample, scheduler):
     pipe = make_pipeline(scheduler=scheduler)
     handle = apply_agentsd(pipe, recipe=Recipe(steps=StepCache()))
     with warned("is not linear in what the U-Net gives"):
-        rng = torch.Generator().manual_seed(0)
-        image = pipe("a cat", generator=rng, output_type="latent", **RUN).images
+        image = draw(pipe, **RUN)
     assert "corrected" not in handle.summary()
     apply_agentsd(pipe, recipe=Recipe(steps=replace(handle.recipe.steps, correct=False)))
     assert torch.equal(sample(pipe, **RUN), image)
 
 
-def test_clipping_is_not_linear():
-    scheduler = diffusers.DDIMScheduler(**BETAS, clip_sample=True)
-    scheduler.set_timesteps(10)
-    assert impulse_response(scheduler) is None
+class Own(diffusers.DDIMScheduler):
+    def step(self, model_output, timestep, sample, latents_of_a_user):
+        raise AssertionError
 
 
-def test_a_scheduler_that_cannot_be_stepped_alone_is_not_corrected():
-    class Own(diffusers.DDIMScheduler):
-        def step(self, model_output, timestep, sample, latents_of_a_user):
-            raise AssertionError
-
-    scheduler = Own(**BETAS, clip_sample=False)
-    scheduler.set_timesteps(10)
-    assert impulse_response(scheduler) is None
+def test_what_is_not_linear_or_cannot_be_stepped_alone_has_no_response():
+    for scheduler in (diffusers.DDIMScheduler(**BETAS, clip_sample=True), Own(**BETAS, clip_sample=False)):
+        scheduler.set_timesteps(10)
+        assert impulse_response(scheduler) is None
 
 
 def test_a_look_at_a_sampler_leaves_it_and_the_users_random_state():
@@ -174,10 +165,9 @@ def test_a_default_dtype_of_half_precision_changes_nothing():
     expected = impulse_response(scheduler)
     torch.set_default_dtype(torch.float16)
     try:
-        found = impulse_response(scheduler)
+        assert (impulse_response(scheduler).outputs == expected.outputs).all()
     finally:
         torch.set_default_dtype(torch.float32)
-    assert (found.outputs == expected.outputs).all()
 
 
 def test_img2img_begins_in_the_middle_of_the_list():
@@ -239,3 +229,27 @@ def test_a_response_is_worked_out_once_for_a_list_of_timesteps(monkeypatch):
     with torch.no_grad():
         host.unet(latent, host.scheduler.timesteps[0], caller.text)
     assert len(begun) == 4
+
+
+LEVELS = {
+    "linear": {"beta_start": 0.0001, "beta_end": 0.02, "beta_schedule": "linear"},
+    "scaled": BETAS,
+    "cosine": {"beta_schedule": "squaredcos_cap_v2"},
+}
+
+
+@pytest.mark.parametrize(("name", "last"), [("linear", True), ("scaled", False), ("cosine", True)])
+def test_noise_levels_are_the_schedulers_own(name, last):
+    """The oracle is the scheduler's own step: with the output 0 its latent shrinks by the ratio of alphas."""
+    more = {"clip_sample": False, "set_alpha_to_one": last, "steps_offset": 1}
+    scheduler = diffusers.DDIMScheduler(**LEVELS[name], **more)
+    scheduler.set_timesteps(12)
+    sigmas = Sampler(scheduler, scheduler.timesteps.tolist()).sigmas
+    for t, (level, following) in zip(scheduler.timesteps, pairwise(sigmas), strict=False):
+        one = torch.ones(1, 1, 1, 1, dtype=torch.float64)
+        # epsilon moves y by the change of level, and y is x sqrt(1 + level**2)
+        before, after = (1 + level**2) ** 0.5, (1 + following**2) ** 0.5
+        moved = float(scheduler.step(one, t, 0 * one).prev_sample)
+        assert moved * after == pytest.approx(following - level, rel=1e-3)
+        grown = float(scheduler.step(0 * one, t, one).prev_sample)
+        assert grown * after == pytest.approx(before, rel=1e-3)

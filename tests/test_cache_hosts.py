@@ -3,16 +3,13 @@
 The pipelines whose sampler is left at PLMS get DDIM, under which cached steps are corrected.
 """
 
-import functools
-
-import accelerate
 import diffusers
 import pytest
 import torch
 from cache_twin import Twin
-from callers import Off
+from callers import Off, ddim, draw, letters
 from logs import silent, warned
-from pipelines import FEATURES, HOSTS, MORE
+from pipelines import FEATURES, HOSTS, MORE, build_host
 from recipes import AGENTS_THEN_KEYS
 from tiny import (
     BETAS,
@@ -30,27 +27,17 @@ from agentsd import Recipe, ResidualSharing, StepCache, apply_agentsd, remove_ag
 
 STEPS = StepCache(2, extrapolation_order=0)
 CACHED = Recipe(steps=STEPS)
-WHOLE = {
-    "LCM": "LCMScheduler is for few steps",
-    "SD Turbo": "a run of 4 steps has none to spare",
-}
+WHOLE = {"LCM": "LCMScheduler is for few steps", "SD Turbo": "a run of 4 steps has none to spare"}
 
 
 @pytest.fixture
 def build(make_pipeline, tokenizer):
-    """Build a host: the pipeline, and a function that runs it to its latents."""
+    """Build a host under whose sampler cached steps are corrected, and a function that runs it."""
 
-    def make(name, **features):
-        cls, unet, parts, inputs = (HOSTS | MORE)[name](tokenizer)
-        pipe = make_pipeline(unet=unet, cls=cls, **parts | features)
+    def make(name):
+        pipe, run = build_host(make_pipeline, tokenizer, name, num_inference_steps=8)
         if name != "PLMS" and isinstance(pipe.scheduler, diffusers.PNDMScheduler):
-            pipe.scheduler = diffusers.DDIMScheduler(**BETAS, clip_sample=False)  # cached steps are corrected
-
-        def run(**more):
-            torch.manual_seed(0)
-            inputs_ = {"prompt": "a cat", "num_inference_steps": 10, "output_type": "latent"} | inputs | more
-            return pipe(generator=torch.Generator().manual_seed(0), **inputs_)[0]
-
+            pipe.scheduler = ddim()
         return pipe, run
 
     return make
@@ -65,7 +52,7 @@ def check(pipe, run, *more, rounds=1):
     handle = apply_agentsd(pipe, recipe=CACHED)
     with silent("adds noise", *more):
         image = run()
-    symbols = handle.summary().split()[0]
+    symbols = letters(handle)
     summary = handle.summary()
     assert not kept(handle)
     remove_agentsd(pipe)
@@ -86,22 +73,15 @@ def test_host(build, name):
     assert set(check(pipe, run)) == set("Ff")
 
 
-SHARING = {
-    "residual": ResidualSharing(2, warmup_steps=2),
-    "steps": STEPS,
-}
-HOSTS_OF_OWN_LAYERS = (
-    "SDXL", "inpaint, 9 channels", "ControlNet", "T2I-Adapter", "InstructPix2Pix", "AnimateDiff", "GLIGEN",
-    "Heun", "PLMS", "SDXL, denoising_start", "two prompts, two images each",
-)  # fmt: skip
+SHARED = Recipe(Off(constant=0.3), residual=ResidualSharing(2, warmup_steps=2), steps=STEPS)
+"""An operator whose error stays the same gives what cached steps alone give."""
 
 
-@pytest.mark.parametrize("name", HOSTS_OF_OWN_LAYERS)
+@pytest.mark.parametrize("name", ["SDXL", "ControlNet", "AnimateDiff", "Heun", "SDXL, denoising_start"])
 def test_residuals_are_shared_in_each_host(build, name):
-    """An operator whose error stays the same gives what cached steps alone give."""
     pipe, run = build(name)
     before, images = snapshot(pipe.unet), []
-    for recipe in (CACHED, Recipe(Off(constant=0.3), **SHARING)):
+    for recipe in (CACHED, SHARED):
         handle = apply_agentsd(pipe, recipe=recipe)
         images.append(run())
     assert "attention" in handle.summary()
@@ -116,109 +96,53 @@ def test_residuals_are_shared_in_each_host(build, name):
 def test_few_step_models_stay_whole_and_say_so(build, name):
     pipe, run = build(name)
     baseline = run()
-    for recipe in (CACHED, Recipe(Off(constant=0.3), **SHARING)):
+    for recipe in (CACHED, SHARED):
         handle = apply_agentsd(pipe, recipe=recipe)
         with warned(WHOLE[name]):
             assert torch.equal(run(), baseline)
-        assert set(handle.summary().split()[0]) == {"F"}
+        assert set(letters(handle)) == {"F"}
         assert "attention" not in handle.summary()
-
-
-def offloaded_by_group(pipe):
-    pipe.unet.enable_group_offload(
-        onload_device=torch.device("cpu"), offload_type="block_level", num_blocks_per_group=1
-    )
-
-
-OFFLOADS = {
-    "group": offloaded_by_group,
-    "leaf": lambda p: p.unet.enable_group_offload(
-        onload_device=torch.device("cpu"), offload_type="leaf_level"
-    ),
-    "sequential": lambda p: accelerate.cpu_offload(p.unet, execution_device="cpu"),
-    "model": lambda p: accelerate.cpu_offload_with_hook(p.unet, execution_device="cpu"),
-    "layerwise casting": lambda p: p.unet.enable_layerwise_casting(
-        storage_dtype=torch.bfloat16, compute_dtype=torch.float32
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def image_of(make_pipeline, sample):
-    """The latents of a run with caching, of rounded weights or not."""
-
-    @functools.cache
-    def run(rounded):
-        twin = make_pipeline()
-        if rounded:
-            OFFLOADS["layerwise casting"](twin)
-        apply_agentsd(twin, recipe=CACHED)
-        return sample(twin, num_inference_steps=10)
-
-    return run
-
-
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("name", OFFLOADS)
-def test_offloaded_weights(make_pipeline, sample, image_of, name, first):
-    """Before or after the patch, an offload changes no bit of a run with caching."""
-    pipe, expected = make_pipeline(), image_of(name == "layerwise casting")
-    if first:
-        OFFLOADS[name](pipe)
-    handle = apply_agentsd(pipe, recipe=CACHED)
-    if not first:
-        OFFLOADS[name](pipe)
-    assert torch.equal(sample(pipe, num_inference_steps=10), expected)
-    assert "h" in handle.summary()
 
 
 @pytest.mark.parametrize("name", ["IP-Adapter", "LoRA", "FreeU", "fused QKV", "attention slicing"])
 def test_feature(make_pipeline, name):
     parts = {"image_encoder": make_image_encoder(), "feature_extractor": make_image_processor()}
-    parts["scheduler"] = diffusers.DDIMScheduler(**BETAS, clip_sample=False)
+    parts["scheduler"] = ddim()
     pipe = make_pipeline(**parts, safety_checker=None, requires_safety_checker=False)
     FEATURES[name].on(pipe)
     more = {"ip_adapter_image_embeds": [torch.ones(2, 1, WIDTH)]} if name == "IP-Adapter" else {}
     if name == "LoRA":
         more = {"cross_attention_kwargs": {"scale": 0.5}}
 
-    def run():
-        rng = torch.Generator().manual_seed(0)
-        return pipe("a cat", num_inference_steps=10, output_type="latent", generator=rng, **more).images
-
-    assert set(check(pipe, run)) == set("Ff")
+    assert set(check(pipe, lambda: draw(pipe, num_inference_steps=8, **more))) == set("Ff")
 
 
 def test_freeinit(build):
     """Each of its rounds is a run of its own."""
     pipe, run = build("AnimateDiff")
     pipe.enable_free_init(num_iters=2, use_fast_sampling=False)
-    assert check(pipe, run, rounds=2) == "FfFfFfFfFf"
+    assert check(pipe, run, rounds=2) == "FfFfFfFf"
 
 
-@pytest.mark.parametrize("mode", [None, "step-caching"])
-def test_marigold(make_pipeline, mode):
+def test_marigold(make_pipeline):
     """A text without words and no guidance: attention and steps."""
-    pipe = make_pipeline(
-        unet=make_unet(in_channels=8),
-        cls=diffusers.MarigoldDepthPipeline,
-        scheduler=diffusers.DDIMScheduler(**BETAS, prediction_type="v_prediction", clip_sample=False),
-        scale_invariant=True,
-        shift_invariant=True,
-    )
+    more = {
+        "scale_invariant": True,
+        "shift_invariant": True,
+        "scheduler": ddim(prediction_type="v_prediction"),
+    }
+    pipe = make_pipeline(unet=make_unet(in_channels=8), cls=diffusers.MarigoldDepthPipeline, **more)
 
     def run():
         rng = torch.Generator().manual_seed(0)
         sizes = {"processing_resolution": 0, "ensemble_size": 1, "output_latent": True}
-        return pipe(INPUT_IMAGE, num_inference_steps=10, generator=rng, **sizes).latent
+        return pipe(INPUT_IMAGE, num_inference_steps=8, generator=rng, **sizes).latent
 
-    if mode is None:
-        baseline = run()
-        with apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS):
-            assert not torch.equal(run(), baseline)
-        assert torch.equal(run(), baseline)
-    else:
-        assert check(pipe, run) == "FfFfFfFfFf"
+    baseline = run()
+    with apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS):
+        assert not torch.equal(run(), baseline)
+    assert torch.equal(run(), baseline)
+    assert check(pipe, run) == "FfFfFfFf"
 
 
 def test_guidance_that_is_cut_off_in_the_middle(build):
@@ -232,7 +156,7 @@ def test_guidance_that_is_cut_off_in_the_middle(build):
 
     callback = {"callback_on_step_end": cut_off, "callback_on_step_end_tensor_inputs": ["prompt_embeds"]}
     symbols = check(pipe, lambda: run(guidance_rescale=0.0, **callback))
-    assert symbols == "FfFfFFFfFf"  # a batch of its own has no states at first
+    assert symbols == "FfFfFFFf"  # a batch of its own has no states at first
 
 
 def test_ddim_inversion(make_pipeline, sample):
@@ -256,31 +180,24 @@ def test_controlnet_xs_refuses_cached_steps(make_pipeline, tokenizer):
 
 def test_panorama_stays_whole_and_says_so(make_pipeline):
     """Many crops a step."""
-    scheduler = diffusers.DDIMScheduler(**BETAS, steps_offset=1, clip_sample=False)
     cls = diffusers.StableDiffusionPanoramaPipeline
-    pipe = make_pipeline(unet=make_small_unet(), cls=cls, scheduler=scheduler)
+    pipe = make_pipeline(unet=make_small_unet(), cls=cls, scheduler=ddim(steps_offset=1))
 
-    def run():
-        rng = torch.Generator().manual_seed(0)
-        sizes = {"height": 128, "width": 144}
-        return pipe("a cat", num_inference_steps=8, output_type="latent", generator=rng, **sizes).images
-
-    baseline = run()
+    sizes = {"height": 128, "width": 144, "num_inference_steps": 8}
+    baseline = draw(pipe, **sizes)
     handle = apply_agentsd(pipe, recipe=CACHED)
     with warned("nothing more is skipped in this run"):
-        assert torch.equal(run(), baseline)
-    assert set(handle.summary().split()[0]) == {"F"}
+        assert torch.equal(draw(pipe, **sizes), baseline)
+    assert set(letters(handle)) == {"F"}
 
 
-def test_a_processor_that_looks_at_each_call_keeps_it_whole(pipe, sample):
+def test_a_processor_that_looks_at_each_call_keeps_it_whole(pipe):
     class Watch(diffusers.models.attention_processor.AttnProcessor2_0):
         pass
 
     attn = pipe.unet.mid_block.attentions[0].transformer_blocks[0].attn2
     attn.set_processor(Watch())
-    baseline = sample(pipe, num_inference_steps=8)
+    baseline = draw(pipe, num_inference_steps=8)
     apply_agentsd(pipe, recipe=CACHED)
-    rng = torch.Generator().manual_seed(0)
     with warned("mid_block.*has a Watch, which may have to see each call"):
-        image = pipe("a cat", num_inference_steps=8, output_type="latent", generator=rng).images
-    assert torch.equal(image, baseline)
+        assert torch.equal(draw(pipe, num_inference_steps=8), baseline)

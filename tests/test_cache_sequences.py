@@ -1,6 +1,6 @@
 """Random sequences of runs on one U-Net: each gives what it gives on a fresh one.
 
-`AGENTSD_SEQUENCES` says how many are tried, 100 if it is not set.
+`AGENTSD_SEQUENCES` says how many are tried, 40 if it is not set.
 """
 
 import copy
@@ -12,23 +12,16 @@ import warnings
 import diffusers
 import pytest
 import torch
+from callers import Host, equal, letters
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from recipes import STEP_CACHING
 from tiny import BETAS, make_unet, may_skip
 
-from agentsd import (
-    Agents,
-    Downsample,
-    Phases,
-    Recipe,
-    ResidualSharing,
-    StepCache,
-    apply_agentsd,
-    remove_agentsd,
-)
+from agentsd import Phases, Recipe, ResidualSharing, StepCache, apply_agentsd, remove_agentsd
+from agentsd.attention import Agents, Downsample
 
-SEQUENCES = int(os.environ.get("AGENTSD_SEQUENCES", "100"))
+SEQUENCES = int(os.environ.get("AGENTSD_SEQUENCES", "40"))
 RECIPES = {
     "baseline": None,
     "step-caching": STEP_CACHING,
@@ -75,13 +68,6 @@ def base():
         attention_head_dim=1,
         norm_num_groups=2,
     )
-
-
-class Host:
-    """All of a pipeline that a patch reads."""
-
-    def __init__(self, unet):
-        self.unet, self.scheduler = unet, None
 
 
 class Stop(Exception):
@@ -183,9 +169,8 @@ def test_a_run_gives_what_it_gives_on_a_fresh_model(specs, in_threads):
                 thread.join()
             else:
                 made = run(host, spec)
-            assert len(made) == len(expected(spec))
-            assert all(torch.equal(a, b) for a, b in zip(made, expected(spec), strict=True))
+            assert equal(made, expected(spec))
             if before != "baseline":
-                event("".join(sorted(set(host.unet._agentsd.summary().split()[0]))))
+                event("".join(sorted(set(letters(host.unet._agentsd)))))
     remove_agentsd(host)
     assert not any("forward" in vars(module) for module in host.unet.modules())

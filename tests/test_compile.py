@@ -1,44 +1,36 @@
-"""torch.compile without a graph break. The graph-counting backend runs the traced graph as it is."""
+"""torch.compile without a graph break: a graph a kind of call, and none for a second run.
+
+The graph-counting backend runs the traced graph as it is.
+"""
 
 import pytest
 import torch
-from recipes import AGENTS_THEN_KEYS
-from tiny import call, make_small_unet, make_unet
+from callers import RUN, Caller, Guided, ddim, letters, outputs
+from recipes import AGENTS_THEN_KEYS, STEP_CACHING
+from tiny import call, make_small_unet, make_unet, may_skip
 from torch._dynamo.testing import CompileCounter
 
-from agentsd import (
-    Agents,
-    ByDistance,
-    Downsample,
-    Merge,
-    Phases,
-    PooledAgents,
-    Recipe,
-    apply_agentsd,
-    remove_agentsd,
-)
+from agentsd import ByDistance, Phases, Recipe, ResidualSharing, StepCache, apply_agentsd, remove_agentsd
+from agentsd.attention import Agents, Downsample, Merge, PooledAgents
 from agentsd.modules import AgentModule
 from agentsd.recipe import AGENTSD
 
-STEPS = (999, 800, 700, 400, 100, 1)
+SHARED, CACHED = ResidualSharing(), StepCache(2, warmup_steps=4)
 RECIPES = {
-    "paper": AGENTSD,
-    "agents, then keys": AGENTS_THEN_KEYS,
-    "merge later": Recipe(Phases(Agents(), Merge())),
+    "paper": (AGENTSD, 2),  # early, late
+    "agents, then keys": (AGENTS_THEN_KEYS, 2),
+    "pooled agents of merged tokens": (Recipe(Phases(PooledAgents(12, ratio=0.4), None)), 2),
+    "agent module": (Recipe(Phases(AgentModule(), None)), 2),
+    "steps": (STEP_CACHING, 2),  # F and f
+    "steps, order 0, two layers": (Recipe(steps=StepCache(3, extrapolation_order=0, layers=2)), 2),
+    "steps and attention": (Recipe(Phases(Agents(), Downsample(), 0.4), steps=StepCache(2)), 4),
+    "shared keys": (Recipe(Downsample(), residual=SHARED), 3),  # full, kept, shared
+    "shared agents": (Recipe(Agents(), residual=SHARED), 4),  # and kept on a map that is there
+    "shared keys, cached": (Recipe(Downsample(), residual=SHARED, steps=CACHED), 4),
+    "shared phases, cached": (Recipe(Phases(Agents(), Downsample()), residual=SHARED, steps=CACHED), 9),
 }
-OTHERS = {
-    "pooled agents of merged tokens": Recipe(Phases(PooledAgents(12, ratio=0.4), None)),
-    "agent module": Recipe(Phases(AgentModule(), None)),
-    # a latent that does not move is in the first stage twice, then in the last
-    "pooled agents by distance": Recipe(
-        ByDistance([PooledAgents(count, at_most=None) for count in (16, 4)], (0.5,))
-    ),
-}
-BLOCK_GRAPHS = {
-    "agents, then keys": (5, 7),
-    "merge later": (5, 9),
-}
-"""Of all blocks in the early steps, and in the whole run."""
+ORDERS = {"paper": "apply, compile", "agents, then keys": "in place", "steps": "compile, apply"}
+"""Of what is tried each time."""
 
 
 @pytest.fixture(autouse=True)
@@ -48,73 +40,120 @@ def fresh_dynamo():
     torch.compiler.reset()
 
 
-def expected(make, recipe):
-    unet = make()
+def patched(unet, recipe, order, backend):
+    """A U-Net that is compiled, patched before or after that."""
+    if order == "compile, apply":
+        compiled = torch.compile(unet, fullgraph=True, backend=backend)
+        apply_agentsd(compiled, recipe=recipe)
+        return compiled
     apply_agentsd(unet, recipe=recipe)
-    return [call(unet, t) for t in STEPS]
+    if order == "apply, compile":
+        return torch.compile(unet, fullgraph=True, backend=backend)
+    unet.compile(fullgraph=True, backend=backend)
+    return unet
+
+
+def near(outs, others, atol=1e-6):
+    for out, other in zip(outs, others, strict=True):
+        torch.testing.assert_close(out, other, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize(
-    ("order", "name"),
-    [
-        ("apply, compile", "paper"),
-        *((order, "agents, then keys") for order in ("compile, apply", "apply, compile", "in place")),
-        *(("apply, compile", name) for name in OTHERS),
-    ],
+    "name", [name if name in ORDERS else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
 )
-def test_fullgraph_with_two_graphs_in_a_run(order, name):
-    """It gives what it gives uncompiled; no break, one graph a phase, and none for a second run."""
-    make = make_unet if order == "in place" else make_small_unet  # tokens of one level, and of two
-    unet, counter, recipe = make(), CompileCounter(), (RECIPES | OTHERS)[name]
-    if order == "compile, apply":
-        compiled = torch.compile(unet, fullgraph=True, backend=counter)
-        apply_agentsd(compiled, recipe=recipe)
-    elif order == "apply, compile":
-        apply_agentsd(unet, recipe=recipe)
-        compiled = torch.compile(unet, fullgraph=True, backend=counter)
-    else:
-        apply_agentsd(unet, recipe=recipe)
-        unet.compile(fullgraph=True, backend=counter)
-        compiled = unet
-    for out, reference in zip([call(compiled, t) for t in STEPS], expected(make, recipe), strict=True):
-        torch.testing.assert_close(out, reference, rtol=0, atol=1e-6)
-    assert counter.frame_count == 2
-    for t in STEPS:
-        call(compiled, t)
-    assert counter.frame_count == 2
+def test_fullgraph_with_a_graph_for_each_kind_of_call(name):
+    """It gives what it gives uncompiled."""
+    recipe, graphs = RECIPES[name]
+    eager, unet, counter, caller = make_small_unet(), make_small_unet(), CompileCounter(), Guided(14)
+    apply_agentsd(eager, recipe=recipe)
+    compiled = patched(unet, recipe, ORDERS.get(name, "in place"), counter)
+    with torch._dynamo.config.patch(recompile_limit=16):
+        near(outputs(compiled, caller), outputs(eager, caller), atol=1e-5)
+        assert counter.frame_count == graphs
+        outputs(compiled, caller)
+    assert counter.frame_count == graphs
+
+
+@pytest.mark.parametrize(
+    "last", [PooledAgents(32), pytest.param(Downsample(), marks=pytest.mark.slow)], ids=["pooled", "keys"]
+)
+def test_stages_by_distance_are_three_graphs_at_most(last):
+    recipe = Recipe(ByDistance((PooledAgents(4), PooledAgents(16), last), (0.6, 0.3)))
+    eager, unet, counter, caller = make_small_unet(), make_small_unet(), CompileCounter(), Caller(4)
+    caller.latents = caller.latents[:1] * torch.tensor([1, 1.5, 1.9, 2.0]).view(4, 1, 1, 1, 1)
+    apply_agentsd(eager, recipe=recipe)
+    near(outputs(patched(unet, recipe, "in place", counter), caller), outputs(eager, caller), atol=1e-5)
+    assert counter.frame_count <= 3
 
 
 def test_apply_and_remove_on_a_model_that_has_already_run_compiled():
-    unet, counter = make_small_unet(), CompileCounter()
+    eager, unet = make_small_unet(), make_small_unet()
+    apply_agentsd(eager, recipe=AGENTS_THEN_KEYS)
     baseline = call(unet)
-    compiled = torch.compile(unet, fullgraph=True, backend=counter)
+    compiled = torch.compile(unet, fullgraph=True, backend="eager")
     assert torch.equal(call(compiled), baseline)
     apply_agentsd(compiled, recipe=AGENTS_THEN_KEYS)
-    torch.testing.assert_close(
-        call(compiled), expected(make_small_unet, AGENTS_THEN_KEYS)[0], rtol=0, atol=1e-6
-    )
+    torch.testing.assert_close(call(compiled), call(eager), rtol=0, atol=1e-6)
     remove_agentsd(compiled)
     assert torch.equal(call(compiled), baseline)
 
 
-@pytest.mark.parametrize("name", BLOCK_GRAPHS)
-def test_compile_repeated_blocks(name):
-    """Each kind of block is a graph of its own: more of them than dynamo takes of one function by default."""
-    unet, counter, recipe = make_unet(), CompileCounter(), RECIPES[name]
+@pytest.mark.slow
+def test_each_kind_of_block_is_a_graph():
+    """On two levels: more of them than dynamo takes of one function by default."""
+    eager, unet, counter, caller = make_unet(), make_unet(), CompileCounter(), Guided()
     limit = torch._dynamo.config.recompile_limit
-    apply_agentsd(unet, recipe=recipe)
+    for model in (eager, unet):
+        apply_agentsd(model, recipe=Recipe(Phases(Agents(), Merge())))
     unet.compile_repeated_blocks(fullgraph=True, backend=counter)
     graphs = []
-    for t, reference in zip(STEPS, expected(make_unet, recipe), strict=True):
-        torch.testing.assert_close(call(unet, t), reference, rtol=0, atol=1e-6)
-        graphs.append(counter.frame_count)
-    early, all_steps = BLOCK_GRAPHS[name]
-    assert graphs == [early] * 3 + [all_steps] * 3
-    for t in STEPS:
-        call(unet, t)
-    assert counter.frame_count == all_steps
-    assert all_steps > limit or name != "merge later"
+    near(outputs(unet, caller, lambda i: graphs.append(counter.frame_count)), outputs(eager, caller))
+    assert graphs == [5] * 4 + [9] * 6
+    outputs(unet, caller)
+    assert counter.frame_count == 9 > limit
     assert torch._dynamo.config.recompile_limit == limit
+
+
+def test_compile_repeated_blocks():
+    """Those that are compiled lie inside of what cached steps leave out: only the last layer is theirs."""
+    eager, unet, counter, caller = make_small_unet(), make_small_unet(), CompileCounter(), Guided()
+    for model in (eager, unet):
+        apply_agentsd(model, recipe=Recipe(steps=StepCache(2)))
+    unet.compile_repeated_blocks(fullgraph=True, backend=counter)
+    near(outputs(unet, caller), outputs(eager, caller))
+    assert counter.frame_count == 1
+    outputs(unet, caller)
+    assert counter.frame_count == 1
+
+
+SLOW_WAYS = [pytest.param(way, marks=pytest.mark.slow) for way in ("pipe.unet, then apply", "in place")]
+
+
+@pytest.mark.parametrize("way", ["apply, then pipe.unet", "blocks", *SLOW_WAYS])
+def test_a_compiled_unets_corrections_run_compiled(make_pipeline, sample, way):
+    ran, eager = [], []
+
+    def backend(graph, inputs):
+        return lambda *args: (ran.append(1), graph(*args))[1]
+
+    pipe = make_pipeline(unet=make_small_unet(), scheduler=ddim())
+    unet, recipe = pipe.unet, Recipe(steps=StepCache(2))
+    if way == "apply, then pipe.unet":
+        handle = apply_agentsd(pipe, recipe=recipe)
+    if "pipe.unet" in way:
+        pipe.unet = torch.compile(unet, backend=backend, fullgraph=True)
+    elif way == "in place":
+        unet.compile(backend=backend, fullgraph=True)
+    else:
+        unet.compile_repeated_blocks(backend=backend, fullgraph=True)
+    if way != "apply, then pipe.unet":
+        handle = apply_agentsd(pipe, recipe=recipe)
+    if way == "blocks":  # which lie inside of what cached steps leave out
+        unet.conv_in.register_forward_hook(may_skip(lambda *_: eager.append(1)))
+    sample(pipe, **RUN)
+    assert set(letters(handle)) == set("Ff")
+    assert "4 corrected" in handle.summary()
+    assert len(eager if way == "blocks" else ran) == 14  # ten calls, and four once more
 
 
 @pytest.mark.slow

@@ -1,15 +1,15 @@
 """What calls keep outlives CUDA graphs (`mode="reduce-overhead"`), whose outputs the next call overwrites."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from callers import Guided, deep_unet
-from cuda_graphs import OverwrittenOutputs
 from recipes import STEP_CACHING
-from tiny import make_controlnet, make_unet
-from torch._inductor.cudagraph_trees import MarkStepBox
+from tiny import make_controlnet, make_small_unet, make_unet
+from torch import Tensor
+from torch._inductor.cudagraph_trees import CUDAGraphTreeManager, MarkStepBox
 
 from agentsd import Agents, Downsample, Merge, Phases, Recipe, ResidualSharing, StepCache
 from agentsd import apply_agentsd as patch
@@ -20,12 +20,45 @@ RECIPES = {
     "sharing": Recipe(Merge(0.5), residual=SHARED, steps=StepCache(2)),
     "order 0": Recipe(steps=StepCache(2, extrapolation_order=0)),
     "paper": Recipe(Phases(Agents(ranking="layer"), Merge(ranking="layer"))),
-    "default": Recipe(
-        Phases(Agents(), Downsample(4, at_most=None)),
-        residual=SHARED,
-        steps=StepCache(2),
-    ),
+    "default": Recipe(Phases(Agents(), Downsample(4, at_most=None)), residual=SHARED, steps=StepCache(2)),
 }
+
+
+class OverwrittenOutputs:
+    """Runs graphs as they are, and overwrites what they gave when torch's own count begins a new generation.
+
+    As under `mode="reduce-overhead"`: each call of a compiled function begins one, or, once it is in use,
+    each `torch.compiler.cudagraph_mark_step_begin()`. Numbers become NaN, indices one that no tensor has.
+
+    Attributes:
+        overwritten: how many outputs were.
+    """
+
+    def __init__(self) -> None:
+        self.overwritten = 0
+        self._given: list[Tensor] = []
+        self._generation = 0
+
+    def __call__(self, graph: Callable[..., Any], inputs: Any) -> Callable[..., Any]:
+        """Compile a graph."""
+
+        def run(*args: Any) -> Any:
+            self._begin()
+            outputs = [out.clone() if isinstance(out, Tensor) else out for out in graph(*args)]
+            self._given += [out for out in outputs if isinstance(out, Tensor)]
+            return outputs
+
+        return run
+
+    def _begin(self) -> None:
+        generation = CUDAGraphTreeManager.get_curr_generation()
+        if generation == self._generation:
+            return
+        self._generation = generation
+        for out in self._given:
+            out.fill_(torch.nan if out.is_floating_point() else torch.iinfo(out.dtype).max)
+        self.overwritten += len(self._given)
+        self._given.clear()
 
 
 @pytest.fixture(autouse=True)
@@ -35,15 +68,6 @@ def fresh_dynamo() -> Iterator[None]:
     yield
     torch.compiler.reset()
     MarkStepBox.mark_step_counter = before
-
-
-def small_unet() -> Any:
-    return make_unet(
-        block_out_channels=(8, 16),
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        mid_block_type=None,
-    )
 
 
 def run(unet: Any, **more: Any) -> list[torch.Tensor]:
@@ -63,7 +87,7 @@ def test_real_graphs_give_what_eager_calls_give(name, monkeypatch):
     caller.latents, caller.text = caller.latents.cuda(), caller.text.cuda()
     caller.scheduler.set_timesteps(10, device="cuda")
     caller.timesteps = caller.scheduler.timesteps
-    eager, unet = small_unet().cuda(), small_unet().cuda()
+    eager, unet = make_small_unet().cuda(), make_small_unet().cuda()
     for model in (eager, unet):
         patch(model, recipe=RECIPES[name])
     compiled = torch.compile(unet, fullgraph=True, mode="reduce-overhead")
@@ -82,40 +106,32 @@ def test_the_stand_in_overwrites_what_the_call_before_gave():
     assert kept.isnan().all()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "steps",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("sharing", "order 0", "paper", "default")),
-    ],
-)
-def test_a_compiled_unet(name):
-    eager, unet, backend = small_unet(), small_unet(), OverwrittenOutputs()
-    for model in (eager, unet):
-        patch(model, recipe=RECIPES[name])
-    expected = run(eager)
-    compiled = torch.compile(unet, fullgraph=True, backend=backend)
-    for _ in range(2):  # the second run compiles nothing
-        for out, reference in zip(run(compiled), expected, strict=True):
-            torch.testing.assert_close(out, reference, rtol=0, atol=1e-6)
-    assert backend.overwritten > 10
+SLOW = [
+    *(
+        (name, make_small_unet, blocks)
+        for name in ("order 0", "paper", "default")
+        for blocks in (False, True)
+    ),
+    ("default", deep_unet, True),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "build"),
+    ("name", "build", "blocks"),
     [
-        ("sharing", small_unet),
-        *(pytest.param(name, deep_unet, marks=pytest.mark.slow) for name in RECIPES),
+        ("sharing", make_small_unet, False),
+        ("sharing", make_small_unet, True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],
 )
-def test_compiled_blocks(name, build):
-    """Of one call they are one generation: layers of a level share the map that one of them made."""
+def test_compiled_as_a_whole_or_its_blocks(name, build, blocks):
+    """Blocks of one call are one generation: layers of a level share the map that one of them made."""
     eager, unet, backend = build(), build(), OverwrittenOutputs()
     for model in (eager, unet):
         patch(model, recipe=RECIPES[name])
     expected = run(eager)
-    unet.compile_repeated_blocks(fullgraph=True, backend=backend)
-    for _ in range(2):
+    (unet.compile_repeated_blocks if blocks else unet.compile)(fullgraph=True, backend=backend)
+    for _ in range(2):  # the second run compiles nothing
         for out, reference in zip(run(unet), expected, strict=True):
             torch.testing.assert_close(out, reference, rtol=0, atol=1e-6)
     assert backend.overwritten > 10

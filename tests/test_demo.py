@@ -1,74 +1,19 @@
-"""The bundled toy model, its images and the recipe that makes it."""
+"""The bundled toy model, its images, and the emoji that it learns: their captions, and which are held out."""
 
-import json
 import subprocess
 import sys
-from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from agentsd_demo import load_pipeline, load_references
-from agentsd_demo.data import PIPELINE, caption_of, trained_concepts
-from agentsd_demo.scenes import random_scene, triples
-from agentsd_demo.training import train as recipe
-from agentsd_demo.training.accuracy import accuracy, autoencoded, generate, image_grid, nearest
-from agentsd_demo.training.autoencoder import (
-    AutoencoderLoss,
-    build_autoencoder,
-    decode,
-    encode,
-    normalise_latents,
-    to_pixels,
-)
-from agentsd_demo.training.config import (
-    AutoencoderConfig,
-    DemoConfig,
-    DiffusionConfig,
-    LoopConfig,
-    load_config,
-)
-from agentsd_demo.training.diffusion import (
-    Captions,
-    DiffusionLoss,
-    SceneBatches,
-    build_scheduler,
-    canvas_size,
-    renew_embeddings,
-    shared_suffix,
-    shifted_noise,
-    style_leak,
-    tokenize,
-)
-from agentsd_demo.training.loop import CHECKPOINT, compile_loss, lr_factor, train_loop
-from agentsd_demo.training.memorised import nearest_similarities, training_scenes
-from pydantic import ValidationError
-from torch import nn
+from agentsd_demo.data import STYLES, caption_of, split_of, trained_concepts
+from agentsd_demo.training.accuracy import accuracy, autoencoded, generate, nearest
 
 
 @pytest.fixture(scope="module")
 def pipe():
     return load_pipeline()
-
-
-@pytest.fixture(scope="module")
-def micro(tmp_path_factory) -> DemoConfig:
-    """Two concepts and networks of a few channels."""
-    names = sorted({reference.concept for reference in load_references()})[:2]
-    loop = {"batch": 2, "bf16": False, "compile": False, "log_every": 1, "warmup": 1, "lr": 1e-3}
-    sizes = {"channels": (8, 8), "text_width": 16, "text_layers": 1, "text_heads": 2, "vocab_size": 600}
-    folder = tmp_path_factory.mktemp("micro")
-    return DemoConfig.model_validate(
-        {
-            "run_dir": folder / "run",
-            "export_dir": folder / "export",
-            "concepts": names,
-            "autoencoder": {**loop, "steps": 2, "channels": (8, 8)},
-            "diffusion": {**loop, "steps": 4, **sizes, "grid_every": 4},
-        }
-    )
 
 
 def test_the_pipeline_is_an_ordinary_small_stable_diffusion(pipe):
@@ -83,6 +28,7 @@ def test_the_pipeline_is_an_ordinary_small_stable_diffusion(pipe):
     assert {p.dtype for p in pipe.unet.parameters()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_loading_says_nothing():
     code = "from agentsd_demo import load_pipeline; load_pipeline()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -102,179 +48,6 @@ def test_one_seed_makes_one_image(pipe):
     assert first.shape == (64, 64, 3)
     assert (first == again).all()
     assert (first != other).any()
-
-
-def test_an_unknown_key_is_named(tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text("diffusion:\n  learning_rat: 3\n")
-    with pytest.raises(ValidationError, match=r"diffusion.learning_rat"):
-        load_config(path)
-
-
-def test_the_shipped_recipe_is_valid_and_an_unknown_concept_stops_one_before_it_trains():
-    config = load_config(Path(__file__).parents[1] / "configs" / "demo_model.yaml")
-    assert len({r.concept for r in load_references(concepts=config.concepts)}) == len(config.concepts)
-    with pytest.raises(ValueError, match="a word of nonsense"):
-        recipe.Recipe.of(DemoConfig(concepts=("a word of nonsense",)))
-
-
-def test_the_learning_rate_rises_and_falls_to_nothing():
-    assert lr_factor(0, 0.0, 10) == pytest.approx(0.1)
-    assert lr_factor(10, 0.0, 10) == 1
-    assert lr_factor(10, 0.5, 10) == pytest.approx(0.5)
-    assert lr_factor(10, 1.0, 10) == pytest.approx(0, abs=1e-12)
-
-
-def _train_line(folder: Path, steps: int, stop: int | None = None) -> torch.Tensor:
-    """Fit a line; `stop` interrupts it at that step."""
-    torch.manual_seed(0)
-    model = nn.Linear(3, 1)
-    calls = []
-
-    def loss_at(generator, step):
-        calls.append(None)
-        if stop is not None and len(calls) > stop:
-            raise KeyboardInterrupt
-        x = torch.randn(4, 3, generator=generator)
-        return (model(x) - x.sum(1, keepdim=True)).square().mean()
-
-    config = LoopConfig(steps=steps, lr=0.1, bf16=False, warmup=2)
-    train_loop(model, loss_at, config, folder, seed=1, device=torch.device("cpu"))
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def test_gradients_that_are_not_finite_end_training_before_the_weights(tmp_path):
-    """As cuDNN's attention gave them on an H200; the checkpoint holds the steps before."""
-    model = nn.Linear(3, 1)
-
-    def loss_at(generator, step):
-        return model(torch.ones(4, 3)).mean() * (1.0 if step < 2 else torch.nan)
-
-    config = LoopConfig(steps=5, lr=0.1, bf16=False, warmup=2)
-    with pytest.raises(RuntimeError, match="non-finite"):
-        train_loop(model, loss_at, config, tmp_path, seed=1, device=torch.device("cpu"))
-    state = torch.load(tmp_path / CHECKPOINT, weights_only=True)
-    assert state["step"] == 2
-    assert all(weights.isfinite().all() for weights in state["model"].values())
-
-
-def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
-    whole = _train_line(tmp_path / "whole", 12)
-    with pytest.raises(KeyboardInterrupt):
-        _train_line(tmp_path / "cut", 12, stop=5)
-    assert torch.load(tmp_path / "cut" / CHECKPOINT, weights_only=True)["step"] == 5
-    assert torch.equal(_train_line(tmp_path / "cut", 12), whole)
-
-
-def test_the_recipe_runs_from_images_to_a_pipeline(micro, tmp_path, monkeypatch):
-    monkeypatch.setattr(recipe, "GRID_PROMPTS", 2)
-    monkeypatch.setattr(recipe, "GRID_SIZE", 32)
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(micro.model_dump(mode="json")))
-    recipe.main(path)
-    pipe = load_pipeline(folder=micro.export_dir)
-    assert set(trained_concepts(micro.export_dir)) == set(micro.concepts)
-    assert (micro.run_dir / "diffusion" / "grid_000004.png").exists()
-    before = torch.load(micro.run_dir / "diffusion" / CHECKPOINT, weights_only=True)
-    recipe.main(path)  # the budget is spent: nothing is trained again
-    after = torch.load(micro.run_dir / "diffusion" / CHECKPOINT, weights_only=True)
-    assert after["step"] == before["step"] == 4
-    assert all(torch.equal(before["model"][k], after["model"][k]) for k in before["model"])
-
-    # A new round can start from an export alone, and keeps its autoencoder.
-    second = micro.model_copy(update={"run_dir": tmp_path / "run", "init_from": micro.export_dir})
-    second = second.model_copy(update={"export_dir": tmp_path / "export", "autoencoder": None})
-    path.write_text(yaml.safe_dump(second.model_dump(mode="json")))
-    recipe.main(path)
-    again = load_pipeline(folder=second.export_dir)
-    weights = zip(pipe.vae.parameters(), again.vae.parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in weights)
-    assert pipe.tokenizer.get_vocab() == again.tokenizer.get_vocab()
-    assert not torch.equal(pipe.unet.conv_in.weight, again.unet.conv_in.weight)
-
-
-def test_a_caption_shares_its_words_after_the_style(pipe):
-    """The oracle finds them by the text: what follows the style reads the same at both positions."""
-    seen = load_references()[:40]
-    styled = tokenize(pipe.tokenizer, [r.caption for r in seen])
-    styleless = tokenize(pipe.tokenizer, [caption_of(r.concept, None) for r in seen])
-    at = shared_suffix(styled, styleless)
-    assert torch.equal(styled.gather(1, at[0]), styleless.gather(1, at[1]))
-    for reference, row, starts in zip(seen, styled, at[:, :, 0].T, strict=True):
-        words = pipe.tokenizer.decode(row[starts[0] :], skip_special_tokens=True)
-        assert reference.caption.endswith(words)
-        assert words.endswith(reference.concept)
-        assert at[0, 0, -1] < len(row)
-
-
-def test_a_style_leaks_into_the_words_after_it_alone(pipe):
-    captions = [["a noto emoji of an owl", "a 3d emoji of key"], ["an emoji of an owl", "an emoji of key"]]
-    ids = [tokenize(pipe.tokenizer, texts) for texts in captions]
-    at = shared_suffix(*ids)
-
-    def blind(tokens):
-        """A text encoder of one token each: no word knows of another."""
-        return (torch.nn.functional.one_hot(tokens, len(pipe.tokenizer)).float(),)
-
-    def causal(tokens):
-        """Each word sums up what stands before it."""
-        return (blind(tokens)[0].cumsum(1),)
-
-    assert style_leak(blind, *ids, at) == 0
-    assert style_leak(causal, *ids, at) > 0
-    assert style_leak(causal, ids[1], ids[1], shared_suffix(ids[1], ids[1])) == 0
-
-
-def test_normalised_latents_decode_to_the_same_images():
-    torch.manual_seed(0)
-    autoencoder = build_autoencoder(AutoencoderConfig(channels=(8, 8))).eval()
-    pixels = to_pixels([reference.image for reference in load_references()[:8]])
-    before = decode(autoencoder, encode(autoencoder, pixels))
-    std = (
-        autoencoder.encode(pixels).latent_dist.std / encode(autoencoder, pixels).std((0, 2, 3))[:, None, None]
-    )
-    normalise_latents(autoencoder, pixels)
-    latents = encode(autoencoder, pixels)
-    torch.testing.assert_close(latents.mean((0, 2, 3)), torch.zeros(4), atol=1e-4, rtol=0)
-    torch.testing.assert_close(latents.std((0, 2, 3)), torch.ones(4), atol=1e-3, rtol=0)
-    torch.testing.assert_close(decode(autoencoder, latents), before, atol=1e-4, rtol=0)
-    torch.testing.assert_close(autoencoder.encode(pixels).latent_dist.std, std, atol=1e-4, rtol=1e-3)
-
-
-def test_the_loss_weights_bound_the_signal_to_noise_ratio(pipe):
-    config = DemoConfig().diffusion
-    weights = DiffusionLoss(pipe.unet, pipe.text_encoder, config).weights
-    alphas = build_scheduler().alphas_cumprod.double()
-    snr = alphas / (1 - alphas) + 1
-    expected = torch.minimum(snr, torch.tensor(config.snr_gamma)) / snr
-    torch.testing.assert_close(weights.double(), expected, rtol=1e-4, atol=1e-6)
-
-
-def test_renewed_words_are_told_apart_and_others_stay():
-    pipe = load_pipeline()
-    words, captions = ["blue", "green"], ["a star on blue", "a star on green"]
-    embeddings = pipe.text_encoder.get_input_embeddings().weight
-    last = [pipe.tokenizer.encode(word, add_special_tokens=False)[-1] for word in words]
-    with torch.no_grad():
-        embeddings[last[1]] = embeddings[last[0]]
-    before = embeddings.detach().clone()
-
-    def apart():
-        hidden = pipe.text_encoder(tokenize(pipe.tokenizer, captions))[0]
-        return (hidden[0] - hidden[1]).norm().item()
-
-    assert apart() == 0
-    renew_embeddings(pipe.text_encoder, pipe.tokenizer, words)
-    assert apart() > 1
-    changed = (embeddings != before).any(1).nonzero().flatten().tolist()
-    assert sorted(changed) == sorted(last)
-
-
-def test_noise_is_shifted_by_channel():
-    noise = shifted_noise((500, 4, 16, 16), 0.3, torch.Generator().manual_seed(0))
-    means = noise.mean((2, 3))
-    assert means.std().item() == pytest.approx((0.3**2 + 1 / 256) ** 0.5, rel=0.05)
-    assert (noise - means[..., None, None]).std().item() == pytest.approx(1, rel=0.01)
 
 
 def test_the_autoencoder_keeps_an_image(pipe):
@@ -302,97 +75,46 @@ def test_accuracy_counts_either_style_of_the_asked_concept():
     assert nearest(torch.eye(3), torch.eye(3)[[2, 0, 1]]) == [1, 2, 0]
 
 
-def test_a_image_grid_has_rows_of_eight():
-    images = [reference.image for reference in load_references()[:9]]
-    assert image_grid(images).size == (512, 128)
-
-
-@pytest.mark.slow
-def test_compiled_training_has_eager_gradients():
-    torch.manual_seed(0)
-    config = AutoencoderConfig()
-    loss = AutoencoderLoss(build_autoencoder(config), config)
-    pixels, noise = torch.rand(4, 3, 64, 64), torch.randn(4, 4, 32, 32)
-
-    def gradients():
-        loss.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            value = loss(pixels, noise)
-        value.backward()
-        return {name: p.grad.clone() for name, p in loss.named_parameters()}
-
-    eager = gradients()
-    compile_loss(loss)
-    for name, gradient in gradients().items():
-        assert (gradient - eager[name]).norm() < 0.1 * eager[name].norm(), name
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_training_scenes_are_a_pure_function_of_the_step(workers):
-    """The oracle composes each scene by its name; other processes compose the same."""
-    stages = ({"until": 0.5, "sizes": {64: 1.0}}, {"until": 1.0, "sizes": {64: 0.3, 96: 0.7}})
-    config = DiffusionConfig(steps=40, batch=2, stages=stages, workers=workers)
-    among = triples("seen")[:5]
-    batches = list(islice(SceneBatches(among, config, seed=3).ahead(18), 6))
-    for step, (shown, pixels) in enumerate(batches, start=18):
-        size = pixels.shape[1]
-        scenes = [random_scene(f"train/3/{step}/{i}", size, among=among) for i in range(2)]
-        assert shown == [scene.triple for scene in scenes]
-        assert all((np.asarray(s.image) == p.numpy()).all() for s, p in zip(scenes, pixels, strict=True))
-    sizes = [canvas_size(config, step, seed=3) for step in range(40)]
-    assert set(sizes[:20]) == {64}
-    assert set(sizes[20:]) == {64, 96}
-    assert [pixels.shape[1] for _, pixels in batches] == sizes[18:24]
-
-
-def test_the_models_own_training_scenes_are_found_again():
-    scenes = training_scenes(PIPELINE, 96, 10)
-    recipe = json.loads((PIPELINE / "training.json").read_text())
-    config = DiffusionConfig.model_validate(recipe["recipe"]["diffusion"])
-    seed, last = recipe["recipe"]["seed"], recipe["last"]["step"] - 1
-    while canvas_size(config, last, seed) != 96:
-        last -= 1
-    truth = [random_scene(f"train/{seed}/{last}/{i}", 96, among=triples("seen")).image for i in range(8)]
-    assert [scene.tobytes() for scene in scenes[:8]] == [scene.tobytes() for scene in truth]
-    assert (len(scenes), {scene.size for scene in scenes}) == (10, {(96, 96)})
-    assert training_scenes(PIPELINE, 80, 10) == []  # never a canvas
-
-
-def test_an_image_learnt_by_heart_has_similarity_one():
-    known = torch.eye(4)
-    found = nearest_similarities(torch.tensor([[0.0, 0, 1, 0], [0.6, 0.8, 0, 0], [-1, 0, 0, 0]]), known)
-    assert found == pytest.approx([1.0, 0.8, 0.0])
-
-
-def test_captions_are_tokenised_once(micro, monkeypatch):
-    """As a whole batch would be, whatever came before."""
-    seen = []
-    monkeypatch.setattr(
-        "agentsd_demo.training.diffusion.tokenize",
-        lambda tokenizer, captions: seen.extend(captions) or tokenize(tokenizer, captions),
-    )
+def test_every_caption_fits_the_tokenizer():
     tokenizer = load_pipeline().tokenizer
-    captions = Captions(tokenizer, torch.device("cpu"))
-    styled = ["a noto emoji of a red apple", "a 3d emoji of a banana", "a noto emoji of a red apple"]
-    plain = ["an emoji of a red apple", "an emoji of a banana", "an emoji of a red apple"]
-    for _ in range(2):
-        ids = captions.ids(styled)
-        assert torch.equal(ids, tokenize(tokenizer, styled))
-        expected = shared_suffix(ids, tokenize(tokenizer, plain))
-        assert torch.equal(captions.suffix(styled, plain), expected)
-    assert seen.count(styled[0]) == 2  # for its ids, and beside its styleless self
+    captions = [reference.caption for reference in load_references(trained_only=False)]
+    ids = tokenizer(captions).input_ids
+    assert max(map(len, ids)) <= tokenizer.model_max_length
+    words = {tuple(row) for row in ids}
+    assert len(words) == len(set(captions)), "two captions look the same to the model"
 
 
-def test_stages_by_steps_are_not_ended_by_minutes():
-    config = load_config(Path(__file__).parents[1] / "configs" / "demo_model_gpu.yaml")
-    assert config.diffusion.max_minutes == 4.5
-    assert set(config.diffusion.stages[0].sizes) == {64, 96, 128}
-    with pytest.raises(ValueError, match="may end the run before its last stage begins"):
-        recipe.Recipe.of(DemoConfig(diffusion=DiffusionConfig(max_minutes=5)))
+def test_the_references_are_labelled():
+    references = load_references(trained_only=False)
+    assert len(references) == 1706
+    assert len({(r.concept, r.style) for r in references}) == len(references)
+    assert all(r.image.size == (64, 64) and r.image.mode == "RGB" for r in references)
+    assert all(r.caption == caption_of(r.concept, r.style) for r in references)
 
 
-def test_a_run_shorter_than_a_row_is_logged_and_exported(tmp_path):
-    _train_line(tmp_path, 3)
-    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [3]
-    assert rows[0]["images_per_s"] > 0
+def test_a_tenth_of_the_pairs_is_held_out_and_never_a_whole_concept():
+    references = load_references(trained_only=False)
+    both = {r.concept for r in references if r.style == "3d"} & {
+        r.concept for r in references if r.style == "noto"
+    }
+    for reference in references:
+        expected = split_of(reference.concept, reference.style) if reference.concept in both else "seen"
+        assert reference.split == expected
+    heldout = [r for r in references if r.split == "heldout"]
+    assert len({r.concept for r in heldout}) == len(heldout)
+    assert 0.08 < len(heldout) / len(references) < 0.12
+    assert {r.style for r in heldout} == set(STYLES)
+
+
+def test_references_can_be_chosen():
+    trained = load_references()
+    assert {r.concept for r in trained} == set(trained_concepts())
+    name = trained[0].concept
+    assert {r.concept for r in load_references(concepts=[name])} == {name}
+    with pytest.raises(ValueError, match=r"no reference images of .'a word of nonsense'."):
+        load_references(concepts=["a word of nonsense"])
+
+
+def test_captions_read_well():
+    for concept, words in {"kite": "a kite", "axe": "an axe", "peas": "peas"}.items():
+        assert caption_of(concept, "3d") == f"a 3d emoji of {words}"

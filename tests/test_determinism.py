@@ -12,18 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from agentsd import Agents, Downsample, Merge, PooledAgents, Recipe, ResidualSharing, StepCache
 from agentsd import apply_agentsd as patch
 
-SUMS = {
-    "bincount",
-    "cumsum",
-    "histc",
-    "index_add",
-    "index_put",
-    "median",
-    "nll_loss_forward",
-    "put",
-    "scatter_add",
-    "scatter_reduce",
-}
+SUMS = {"bincount", "cumsum", "histc", "index_add", "index_put", "median", "nll_loss_forward", "put"}
+SUMS |= {"scatter_add", "scatter_reduce"}
 """Forward operations that `torch.use_deterministic_algorithms` names as non-deterministic on CUDA."""
 PLACES = {"scatter", "index_copy"}
 """Named there too; they are so where an index comes twice."""

@@ -1,6 +1,7 @@
 """Devices without float64 and some operators (Apple's MPS), default devices, and the user's random state."""
 
-from itertools import pairwise
+from contextlib import nullcontext
+from itertools import cycle, pairwise
 
 import diffusers
 import numpy as np
@@ -15,19 +16,8 @@ from random_state import untouched
 from tiny import BETAS, make_sdxl_unet, make_unet
 from torch.nn.functional import adaptive_avg_pool2d
 
-from agentsd import (
-    Agents,
-    ByDistance,
-    Downsample,
-    Merge,
-    Phases,
-    PooledAgents,
-    Recipe,
-    ResidualSharing,
-    StepCache,
-    apply_agentsd,
-)
-from agentsd.attention import merging, pooling
+from agentsd import ByDistance, Phases, Recipe, ResidualSharing, StepCache, apply_agentsd
+from agentsd.attention import Agents, Downsample, Merge, PooledAgents, merging, pooling
 from agentsd.attention.matching import rank_tokens, sample_destinations, split_grid
 from agentsd.recipe import MODES
 
@@ -45,42 +35,44 @@ SAMPLERS = {
     "PLMS": lambda: diffusers.PNDMScheduler(**BETAS, skip_prk_steps=True),
     "DPM++": lambda: diffusers.DPMSolverMultistepScheduler(**BETAS, use_karras_sigmas=True),
     "Euler": lambda: diffusers.EulerDiscreteScheduler(**BETAS),
+    "Euler a": lambda: diffusers.EulerAncestralDiscreteScheduler(**BETAS),
 }
+EACH = [
+    *(("agents on residuals", sampler) for sampler in SAMPLERS),
+    *zip((name for name in RECIPES if name != "agents on residuals"), cycle(SAMPLERS)),
+]
 
 
 @torch.no_grad()
-def run(unet, scheduler, around, steps=9, size=(15, 18), number=False, **of_step):
+def run(unet, sampler, around):
     """The last latents; each call of the U-Net is made within what `around` makes."""
-    rng = torch.Generator("cpu").manual_seed(0)
-    latent, text = torch.randn(1, 4, *size, generator=rng), torch.randn(2, 7, 16, generator=rng)
-    scheduler.set_timesteps(steps)
+    rng, scheduler = torch.Generator("cpu").manual_seed(0), SAMPLERS[sampler]()
+    latent, text = torch.randn(1, 4, 15, 18, generator=rng), torch.randn(2, 7, 16, generator=rng)
+    scheduler.set_timesteps(8)
     for t in scheduler.timesteps:
         inputs = scheduler.scale_model_input(torch.cat([latent, latent]), t)
-        given = int(t) if number else t
         with around():
-            without, withs = unet(inputs, given, text).sample.chunk(2)
-        latent = scheduler.step(without + 3 * (withs - without), t, latent, **of_step).prev_sample
+            without, withs = unet(inputs, int(t) if sampler == "DDIM" else t, text).sample.chunk(2)
+        latent = scheduler.step(
+            without + 3 * (withs - without), t, latent, **{"generator": rng} if sampler == "Euler a" else {}
+        ).prev_sample
     return latent
 
 
-class Nothing:
-    def __enter__(self):
-        return self
+@pytest.mark.parametrize(("name", "sampler"), EACH)
+def test_every_recipe_runs_on_every_device(name, sampler):
+    """Where there is no float64, under another default device, and without a touch of the random state.
 
-    def __exit__(self, *error):
-        return None
-
-
-@pytest.mark.parametrize(
-    ("name", "sampler"),
-    [(name, "DDIM") for name in RECIPES] + [("agents on residuals", sampler) for sampler in SAMPLERS],
-)
-def test_every_recipe_runs_where_there_is_no_float64(name, sampler):
+    The default is the meta device, whose tensors have no numbers: what lands there by chance can't be read.
+    """
     for make in (make_unet, make_sdxl_unet) if name == "agentsd" else (make_unet,):
-        apply_agentsd(unet := make(), recipe=RECIPES[name])
-        expected = run(unet, SAMPLERS[sampler](), Nothing)
-        made = run(unet, SAMPLERS[sampler](), LikeMPS)
-        torch.testing.assert_close(made, expected, rtol=0, atol=2e-3)
+        unet = make()
+        with untouched(), apply_agentsd(unet, recipe=RECIPES[name]):
+            expected, without, elsewhere = (
+                run(unet, sampler, around) for around in (nullcontext, LikeMPS, lambda: torch.device("meta"))
+            )
+        torch.testing.assert_close(without, expected, rtol=0, atol=2e-3)
+        assert torch.equal(elsewhere, expected)
 
 
 def test_the_stand_in_refuses_what_it_should():
@@ -126,7 +118,7 @@ def test_what_the_evaluation_runs_on_the_device_needs_no_float64():
     pipe = type("Pipe", (), {"unet": make_unet(), "vae_scale_factor": 8})()
     call = latency.forward_call(pipe, latency.Case("forward early", 128, 1), 7.5)
     found = []
-    for around in (Nothing, LikeMPS):
+    for around in (nullcontext, LikeMPS):
         with around(), torch.no_grad():
             features = load_network("efficientnet-lite0", torch.device("cpu"))(images)
             stages = StageFeatures(torch.device("cpu"))
@@ -134,22 +126,3 @@ def test_what_the_evaluation_runs_on_the_device_needs_no_float64():
             found.append((features, one.distance(other), call().sample.numpy()))
     for expected, made in zip(*found, strict=True):
         np.testing.assert_allclose(made, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_another_default_device_changes_nothing(name):
-    """Of the meta device, whose tensors have no numbers: what lands there by chance can't be read."""
-    apply_agentsd(unet := make_unet(), recipe=RECIPES[name])
-    for sampler, number in (("Euler", False), ("DDIM", True)):
-        expected = run(unet, SAMPLERS[sampler](), Nothing, number=number)
-        made = run(unet, SAMPLERS[sampler](), lambda: torch.device("meta"), number=number)
-        assert torch.equal(made, expected)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_users_random_state_is_not_touched(name):
-    unet = make_unet()
-    with untouched(), apply_agentsd(unet, recipe=RECIPES[name]):
-        noisy, own = diffusers.EulerAncestralDiscreteScheduler(**BETAS), torch.Generator().manual_seed(1)
-        run(unet, SAMPLERS["DPM++"](), Nothing)
-        run(unet, noisy, Nothing, generator=own)

@@ -48,24 +48,20 @@ def hosts(tokenizer: Any) -> str:
 def features() -> str:
     """The table of what may be switched on beside a recipe."""
     lines = ["| feature | attention | step caching |", "|---|---|---|"]
-    placed = [
-        *parameters(test_placement.test_group_offloading_and_layerwise_casting, "offload"),
-        *parameters(test_placement.test_accelerates_offloading_hooks, "kind"),
-    ]
     compared = parameters(test_cache_hosts.test_feature, "name")
     for name in FEATURES:
         lines.append(f"| {name} | yes | {'yes' if name in compared else ''} |")
-    for name in test_cache_hosts.OFFLOADS:
+    for name in test_placement.OFFLOADS:
         title = name if "casting" in name else f"{name} offloading"
-        lines.append(f"| {title} | {'yes' if name.split()[-1] in placed else ''} | yes |")
+        lines.append(f"| {title} | yes | yes |")
     return "\n".join(lines)
 
 
 def quantised() -> str:
     """The table of quantised U-Nets."""
     recipes, trained = parameters(test_quantized.test_a_recipe, "name"), "refused; load them, then quantise"
-    attention = "yes" if {"paper", "agents, then keys", "downsampled keys"} <= set(recipes) else ""
-    calls = "yes" if {"step-caching", "order 0", "steps and attention"} <= set(recipes) else ""
+    attention = "yes" if {"paper", "steps and attention"} <= set(recipes) else ""
+    calls = "yes" if {"step-caching", "steps and attention"} <= set(recipes) else ""
     lines = ["| quantised by | attention | step caching | trained weights |", "|---|---|---|---|"]
     lines += [f"| {name} | {attention} | {calls} | {trained} |" for name in PACKAGES]
     return "\n".join(lines)

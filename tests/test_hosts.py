@@ -1,42 +1,24 @@
-"""The patch in every kind of pipeline with a U-Net that a Stable Diffusion user would try."""
+"""The patch in every kind of pipeline with a U-Net, and in transformers whose self-attention is plain."""
+
+from functools import partial
 
 import diffusers
 import pytest
 import torch
-from pipelines import HOSTS
+from logs import silent
+from pipelines import HOSTS, build_host
 from recipes import AGENTS_THEN_KEYS
-from tiny import (
-    BETAS,
-    WIDTH,
-    make_text_encoder,
-    make_unet,
-    make_vae,
-    sdxl_parts,
-    sdxl_unet,
-    watch_phases,
-)
+from tiny import BETAS, WIDTH, make_text_encoder, make_unet, make_vae, sdxl_parts, sdxl_unet, watch_phases
 
 from agentsd import Agents, Downsample, Phases, Recipe, StepCache, apply_agentsd, remove_agentsd
+from agentsd.hosts import frames_of
 from agentsd.plan import Call
 from agentsd.recipe import AGENTSD
 
 
 @pytest.fixture
 def build(make_pipeline, tokenizer):
-    """Build a host: the pipeline, and a function that runs it to its latents."""
-
-    def make(name):
-        cls, unet, parts, inputs = HOSTS[name](tokenizer)
-        pipe = make_pipeline(unet=unet, cls=cls, **parts)
-
-        def run():
-            torch.manual_seed(0)
-            settings = {"prompt": "a cat", "num_inference_steps": 6, "output_type": "latent"} | inputs
-            return pipe(generator=torch.Generator().manual_seed(0), **settings)[0]
-
-        return pipe, run
-
-    return make
+    return partial(build_host, make_pipeline, tokenizer, num_inference_steps=3)
 
 
 @pytest.mark.parametrize("name", HOSTS)
@@ -45,21 +27,18 @@ def test_host(build, name):
     pipe, run = build(name)
     baseline = run()
     processors = dict(pipe.unet.attn_processors)
-    for recipe, later in ((AGENTSD, "merge"), (AGENTS_THEN_KEYS, "downsample")):
-        handle = apply_agentsd(pipe, recipe=recipe)
-        seen = watch_phases(handle)
-        patched = run()
-        assert patched.isfinite().all()
-        assert not torch.equal(patched, baseline)
-        for phases in seen.values():
-            assert set(phases) == {"agent", later}
-        assert not any("motion_modules" in layer for layer in handle.layer_names)
+    handle = apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
+    seen = watch_phases(handle)
+    patched = run()
+    assert patched.isfinite().all()
+    assert not torch.equal(patched, baseline)
+    for phases in seen.values():
+        assert set(phases) == {"agent", "downsample"}
+    assert not any("motion_modules" in layer for layer in handle.layer_names)
     assert torch.equal(run(), patched)
     remove_agentsd(pipe)
     assert torch.equal(run(), baseline)
-    assert {k: id(v) for k, v in pipe.unet.attn_processors.items()} == {
-        k: id(v) for k, v in processors.items()
-    }
+    assert pipe.unet.attn_processors == processors
 
 
 def test_the_controlnets_own_attention_is_patched_only_when_asked(build):
@@ -68,9 +47,7 @@ def test_the_controlnets_own_attention_is_patched_only_when_asked(build):
     before = dict(pipe.controlnet.attn_processors)
     apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
     unet_only = run()
-    assert {k: id(v) for k, v in pipe.controlnet.attn_processors.items()} == {
-        k: id(v) for k, v in before.items()
-    }
+    assert pipe.controlnet.attn_processors == before
     handle = apply_agentsd(pipe.controlnet, recipe=AGENTS_THEN_KEYS)
     assert not torch.equal(run(), unet_only)
     handle.remove()
@@ -92,8 +69,7 @@ def test_textual_inversion_after_the_patch(make_pipeline, sample):
     assert not torch.equal(sample(after, prompt="<cat>"), untaught)
 
 
-@pytest.mark.parametrize("recipe", [AGENTSD, AGENTS_THEN_KEYS])
-@pytest.mark.parametrize("timestep", [999, 1])
+@pytest.mark.parametrize(("recipe", "timestep"), [(AGENTSD, 999), (AGENTSD, 1), (AGENTS_THEN_KEYS, 1)])
 def test_upcast_attention_does_not_overflow_in_half_precision(recipe, timestep):
     """Queries and keys whose products pass 65,504, as SD 2.1's do."""
     unet = make_unet(upcast_attention=True)
@@ -172,3 +148,123 @@ def test_masks_and_cross_attention_are_untouched():
     assert handle._layers.processors[0].group.plan is not None
     assert all(torch.equal(a, b) for a, b in zip(outputs(), baseline, strict=True))
     assert {n: p for n, p in unet.attn_processors.items() if "attn2" in n} == cross
+
+
+def test_attention_over_time_is_left_alone():
+    torch.manual_seed(0)
+    unet = diffusers.UNet3DConditionModel(
+        sample_size=16,
+        block_out_channels=(16, 32, 32),
+        down_block_types=("CrossAttnDownBlock3D", "CrossAttnDownBlock3D", "DownBlock3D"),
+        up_block_types=("UpBlock3D", "CrossAttnUpBlock3D", "CrossAttnUpBlock3D"),
+        layers_per_block=1,
+        cross_attention_dim=WIDTH,
+        attention_head_dim=8,
+        norm_num_groups=4,
+    ).eval()
+    latent = torch.randn(1, 4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    text = torch.ones(1, 7, WIDTH)
+
+    def run():
+        with torch.no_grad():
+            return unet(latent, torch.tensor(999), text).sample
+
+    baseline = run()
+    handle = apply_agentsd(unet, recipe=Recipe(Agents(), levels=3))
+    phases = watch_phases(handle)
+    assert handle.layer_names
+    assert not any("temp_attentions" in name or "transformer_in" in name for name in handle.layer_names)
+    temporal = [n for n, m in unet.named_modules() if "temp_attentions" in n and hasattr(m, "_agentsd")]
+    assert not temporal
+    with silent():  # no layer got other tokens than its level has
+        patched = run()
+    assert patched.isfinite().all()
+    assert not torch.equal(patched, baseline)
+    assert all(seen == ["agent"] for name, seen in phases.items() if not name.startswith("mid_block"))
+    handle.remove()
+    assert torch.equal(run(), baseline)
+
+
+def test_video_latents_with_frames_first():
+    """Stable Video Diffusion's are (B, F, C, H, W)."""
+
+    class Config:
+        num_frames = 14
+
+    assert frames_of(Config(), torch.empty(2, 14, 8, 4, 4)) == 14
+    assert frames_of(diffusers.DDIMScheduler(**BETAS).config, torch.empty(2, 4, 7, 4, 4)) == 7
+    assert frames_of(None, torch.empty(2, 4, 4, 4)) == 1
+
+
+def dit():
+    torch.manual_seed(0)
+    return diffusers.DiTTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=2,
+        sample_size=16, patch_size=2, num_embeds_ada_norm=1000,
+    ).eval()  # fmt: skip
+
+
+def pixart():
+    torch.manual_seed(0)
+    return diffusers.PixArtTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=2,
+        sample_size=16, patch_size=2, cross_attention_dim=16, caption_channels=WIDTH,
+        use_additional_conditions=False,
+    ).eval()  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs"),
+    [
+        (dit, {"class_labels": torch.tensor([1, 2])}),
+        (pixart, {"encoder_hidden_states": torch.ones(2, 7, WIDTH)}),
+    ],
+)
+def test_transformers_with_plain_self_attention(make, inputs):
+    """Their tokens are patches of 2x2 latent pixels: an 8x8 grid, of which 4 tokens are agents."""
+    model = make()
+    latent = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(0))
+
+    def run(t):
+        with torch.no_grad():
+            return model(latent, timestep=torch.tensor([t, t]), **inputs).sample
+
+    baseline = run(999), run(1)
+    handle = apply_agentsd(model, recipe=AGENTS_THEN_KEYS.with_settings(ratio=0.2))
+    seen = watch_phases(handle)
+    for t, before in zip((999, 1), baseline, strict=True):
+        assert not torch.equal(run(t), before)
+    assert list(seen.values()) == [["agent", "downsample"]] * 2
+    handle.remove()
+    assert torch.equal(run(999), baseline[0])
+
+
+def test_dit_pipeline():
+    pipe = diffusers.DiTPipeline(
+        transformer=dit(), vae=make_vae(), scheduler=diffusers.DDIMScheduler(**BETAS), id2label={"1": "cat"}
+    )
+    pipe.set_progress_bar_config(disable=True)
+
+    def run():
+        rng = torch.Generator().manual_seed(0)
+        return pipe([1], num_inference_steps=5, output_type="np", generator=rng).images
+
+    baseline = run()
+    with apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS.with_settings(ratio=0.2)):
+        assert abs(run() - baseline).max() > 0
+    assert (run() == baseline).all()
+
+
+def test_transformers_of_other_kinds_are_refused():
+    """One whose attention joins the text, and one that has no image to merge tokens of."""
+    sd3 = diffusers.SD3Transformer2DModel(
+        sample_size=16, patch_size=2, in_channels=4, num_layers=1, attention_head_dim=8,
+        num_attention_heads=2, joint_attention_dim=8, caption_projection_dim=16,
+        pooled_projection_dim=8, out_channels=4,
+    )  # fmt: skip
+    prior = diffusers.PriorTransformer(
+        num_attention_heads=2, attention_head_dim=8, num_layers=1, embedding_dim=16
+    )
+    for model in (sd3, prior):
+        with pytest.raises(ValueError, match=rf"{type(model).__name__} has no self-attention that agentsd"):
+            apply_agentsd(model, recipe=AGENTS_THEN_KEYS)

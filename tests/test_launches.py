@@ -8,14 +8,35 @@ from typing import Any
 
 import pytest
 import torch
+from callers import Host
 from diffusers import DDIMScheduler, UNet2DConditionModel
-from launches import Launches
 from recipes import AGENTS_CACHED, AGENTS_THEN_KEYS, STEP_CACHING
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from agentsd import Agents, Downsample, Recipe, ResidualSharing, apply_agentsd
+from agentsd import Agents, Downsample, Recipe, ResidualSharing, StepCache, apply_agentsd
 
+# Views, allocations and what is done on the host alone.
+NO_LAUNCH = {"_unsafe_view", "detach", "empty", "set_", "promote_types", "randint"}
+WAITS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")
+BASELINE = 726  # of a guided call
+COPY = 1  # of a timestep that is an integer
+LAST_LAYERS = 60  # of a cached call
 TIMESTEPS = torch.linspace(999, 0, 20)
 EARLY, LATE = 0, 15
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that compute something, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not func.is_view and name not in NO_LAUNCH:
+            self.counts[name] += 1
+        return func(*args, **kwargs or {})
 
 
 @pytest.fixture(scope="module")
@@ -26,36 +47,49 @@ def unet() -> UNet2DConditionModel:
     return UNet2DConditionModel(sample_size=64, **widths).eval()
 
 
+@torch.no_grad()
+def launches(unet: Any, timesteps: Any) -> list[Counter[str]]:
+    """Of guided calls on other latents each: as many as at any other size."""
+    rng, counts = torch.Generator().manual_seed(0), []
+    text = torch.randn(2, 77, 32, generator=rng)
+    for t in timesteps:
+        latent = torch.randn(1, 4, 16, 16, generator=rng).repeat(2, 1, 1, 1)
+        with Launches() as mode:
+            unet(latent, t, text)
+        counts.append(mode.counts)
+    return counts
+
+
+def run(unet: Any, recipe: Recipe, calls: int) -> tuple[str, list[Counter[str]]]:
+    """The calls of a run of 20 steps, and their launches."""
+    scheduler = DDIMScheduler(clip_sample=False)
+    scheduler.set_timesteps(20)
+    host = Host(unet, scheduler)
+    with apply_agentsd(host, recipe=recipe) as handle:
+        counts = launches(unet, scheduler.timesteps[:calls])
+        return handle.summary().split()[0], counts
+
+
 @pytest.fixture(scope="module")
 def baseline(unet: UNet2DConditionModel) -> Counter[str]:
     """Of a call without agentsd."""
-    return launches(unet, EARLY)
-
-
-@torch.no_grad()
-def launches(unet: Any, place: int) -> Counter[str]:
-    """Of a guided call at 256 px: as many as at any other size."""
-    latent, text = torch.randn(2, 4, 32, 32), torch.randn(2, 77, 32)
-    with Launches() as mode:
-        unet(latent, TIMESTEPS[place], text)
-    return mode.counts
+    return launches(unet, TIMESTEPS[:1])[0]
 
 
 def added(unet: Any, baseline: Counter[str], place: int) -> dict[str, int]:
     """What agents, or later keys, add to the baseline's or take from it, in the second call of a kind."""
     with apply_agentsd(unet, recipe=AGENTS_THEN_KEYS):
-        launches(unet, place)
-        patched = launches(unet, place)
+        patched = launches(unet, [TIMESTEPS[place]] * 2)[1]
     differences = {name: patched[name] - baseline[name] for name in patched | baseline}
     return {name: count for name, count in differences.items() if count}
 
 
 def test_baseline_is_what_it_was(baseline):
-    assert baseline.total() == 726
+    assert baseline.total() == BASELINE
 
 
 def test_later_steps_with_fewer_keys_add_one_launch_a_layer(unet, baseline):
-    """Ten layers pick their keys; that and the timestep's own copy is all."""
+    """Ten layers pick their keys; that is all."""
     assert added(unet, baseline, LATE) == {"index_select": 10}
 
 
@@ -103,19 +137,10 @@ def test_early_steps_with_agents_are_counted_op_by_op(unet, baseline):
 
 @pytest.mark.parametrize(("operator", "each_layer"), [(Downsample(4), 2), (Agents(), 4)])
 def test_between_two_residuals_nothing_is_ranked(unet, baseline, operator, each_layer):
-    """Ten layers add 20 or 40 launches to 726, for keys or agents and the sum; the residuals' line is two."""
-    latent, text = torch.randn(2, 4, 32, 32), torch.randn(2, 77, 32)
-    scheduler = DDIMScheduler()
-    scheduler.set_timesteps(20)
-    with (
-        torch.no_grad(),
-        apply_agentsd(unet, recipe=Recipe(operator, residual=ResidualSharing(least_tokens=0))),
-    ):
-        for t in scheduler.timesteps[:5]:
-            with Launches() as mode:
-                unet(latent, t, text)
-    more = {name: mode.counts[name] - baseline[name] for name in mode.counts | baseline}
-    assert sum(more.values()) == 10 * each_layer + 3  # the line; a timestep that is an integer is copied
+    """Ten layers add 20 or 40 launches, for keys or agents and the sum; the residuals' line is two."""
+    _, calls = run(unet, Recipe(operator, residual=ResidualSharing(least_tokens=0)), 5)
+    more = {name: calls[-1][name] - baseline[name] for name in calls[-1] | baseline}
+    assert sum(more.values()) == 10 * each_layer + 2 + COPY
     assert (more["_foreach_mul"], more["_foreach_add_"]) == (1, 1)
     assert not more.get("sort")
 
@@ -123,18 +148,38 @@ def test_between_two_residuals_nothing_is_ranked(unet, baseline, operator, each_
 def test_cached_agents_add_six_launches_to_a_cached_step(unet):
     """Merge, gather, + kV, unmerge, the residual and its line, less a division: beside step caching alone."""
     sharing = replace(AGENTS_CACHED, residual=replace(AGENTS_CACHED.residual, least_tokens=0))
-    calls = []
-    for recipe in (STEP_CACHING, sharing):
-        rng, scheduler, counts = torch.Generator().manual_seed(0), DDIMScheduler(), []
-        scheduler.set_timesteps(20)
-        text = torch.randn(2, 77, 32, generator=rng)
-        with torch.no_grad(), apply_agentsd(unet, recipe=recipe):
-            for t in scheduler.timesteps:
-                latent = torch.randn(1, 4, 32, 32, generator=rng).repeat(2, 1, 1, 1)
-                with Launches() as mode:
-                    unet(latent, t, text)
-                counts.append(mode.counts.total())
-        calls.append(counts)
-    added = [more - less for less, more in zip(*calls, strict=True)]
-    assert added[3] == 6  # the first cached step; it has 62 launches, a guided call of the baseline 726
-    assert sum(added) < 0.025 * sum(calls[0])
+    less, more = (
+        [counts.total() for counts in run(unet, recipe, 20)[1]] for recipe in (STEP_CACHING, sharing)
+    )
+    added = [b - a for a, b in zip(less, more, strict=True)]
+    assert added[3] == 6  # the first cached step
+    assert sum(added) < 0.025 * sum(less)
+
+
+def test_launches_of_each_kind_of_call(unet):
+    """A few for what a call leaves and takes."""
+    assert run(unet, Recipe(steps=StepCache(1)), 2)[1][1].total() == BASELINE + COPY
+    symbols, counts = run(unet, Recipe(steps=StepCache(2, correct=False)), 8)
+    assert symbols == "FfFfFfFf"
+    assert counts[-2].total() == BASELINE + COPY + 1  # a state kept
+    assert counts[-1].total() == LAST_LAYERS + 2  # a line
+
+
+@pytest.mark.parametrize("cached", [1, 2])
+def test_launches_of_a_correction(unet, cached):
+    """The last layers once more, however many steps were cached, and a few for each."""
+    symbols, counts = run(unet, Recipe(steps=StepCache(cached + 1)), 2 * cached + 3)
+    assert symbols == "F" + 2 * ("f" * cached + "F")
+    assert counts[-2].total() == LAST_LAYERS + 4  # a line; the latent and the output cloned
+    # One state kept; a parabola, and how the output changes on it; for each cached step its share of that,
+    # added, and subtracted. An error of the latent is a term for each error before, and a sum: in the second
+    # cached step's output, in the own one, and in what mends it.
+    errors = sum(n + 1 for n in range(1, cached)) + 2 * (cached + 1)
+    assert counts[-1].total() == BASELINE + COPY + 1 + LAST_LAYERS + 3 + 1 + 3 * cached + errors
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_no_call_waits_for_the_device_once_a_run_is_known(unet, order):
+    symbols, counts = run(unet, Recipe(steps=StepCache(2, extrapolation_order=order)), 10)
+    assert symbols == "FfFfFfFfFf"
+    assert not any(call[name] for call in counts[1:] for name in WAITS)

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from tiny import make_small_unet, make_unet
-from torch._dynamo.testing import CompileCounter
+from tiny import call, make_unet
 
 from agentsd import Agents, ByDistance, Downsample, PooledAgents, Recipe, apply_agentsd
 from agentsd.attention.by_distance import LatentDistance
@@ -27,12 +26,19 @@ def test_stages_follow_the_distance():
     assert stages == [0, 0, 0, 1, 1, 2, 2, 0]
 
 
-def test_a_new_run_starts_over():
-    distance = LatentDistance((0.5,))
+def test_whose_distance_it_is():
+    """Of the run, from its first call; of a batch the mean; guidance that is cut off goes on."""
     a, b, c = latents(10, 1)
+    distance = LatentDistance((0.5,))
     assert [distance.read(x, begins=False) for x in (a, b, c)] == [0, 0, 1]
     assert [distance.read(x, begins=x is a) for x in (a, c, b)] == [0, 0, 1]
     assert distance.read(torch.zeros(2, 1, 2, 2), begins=False) == 0  # another batch
+    distance, still, moving = LatentDistance((0.5,)), latents(10, 1), latents(10, 9)
+    read = [distance.read(torch.cat(pair), begins=False) for pair in zip(still, moving, strict=True)]
+    assert read[-1] == 1  # 5 of 10
+    distance = LatentDistance((0.5,))
+    assert [distance.read(torch.cat([x, x]), begins=False) for x in (a, b)] == [0, 0]
+    assert distance.read(c, begins=False) == 1
 
 
 def test_a_repeated_timestep_stays_in_its_stage():
@@ -41,20 +47,6 @@ def test_a_repeated_timestep_stays_in_its_stage():
     calls = [(a, False), (b, False), (c, True), (d, False), (e, False)]  # PLMS takes its second step twice
     stages = [distance.read(x, begins=x is a, repeats=repeated) for x, repeated in calls]
     assert stages == [0, 0, 0, 1, 0]
-
-
-def test_the_mean_of_a_batch_counts():
-    still, moving = latents(10, 1), latents(10, 9)
-    distance = LatentDistance((0.5,))
-    read = [distance.read(torch.cat(pair), begins=False) for pair in zip(still, moving, strict=True)]
-    assert read[-1] == 1  # 5 of 10
-
-
-def test_guidance_that_is_cut_off_goes_on():
-    distance = LatentDistance((0.5,))
-    a, b, c = latents(10, 1)
-    assert [distance.read(torch.cat([x, x]), begins=False) for x in (a, b)] == [0, 0]
-    assert distance.read(c, begins=False) == 1
 
 
 def test_pooling_against_a_loop():
@@ -66,23 +58,13 @@ def test_pooling_against_a_loop():
     torch.testing.assert_close(made, torch.stack(loop, 1))
 
 
-def run(unet, seen, attention):
-    """Outputs of a U-Net on latents one after another, noisiest step first."""
-    text = torch.randn(seen[0].shape[0], 7, 16, generator=torch.Generator().manual_seed(1))
-    with apply_agentsd(unet, recipe=Recipe(attention)), torch.no_grad():
-        return [unet(x, torch.tensor(900 - 10 * i), text).sample for i, x in enumerate(seen)]
-
-
 def test_every_token_an_agent_of_pooled_queries():
     """With as many pooled agents as half the tokens or more, attention stays plain, as with merged ones."""
     unet = make_unet()
-    x = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(0))
-    baseline = run(unet, [x], PooledAgents(256))
-    with torch.no_grad():
-        text = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(1))
-        assert torch.equal(unet(x, torch.tensor(900), text).sample, baseline[0])
-    assert torch.equal(run(unet, [x], PooledAgents(128))[0], baseline[0])
-    assert not torch.equal(run(unet, [x], PooledAgents(127))[0], baseline[0])
+    baseline = call(unet)
+    for count, plain in ((256, True), (128, True), (127, False)):
+        with apply_agentsd(unet, recipe=Recipe(PooledAgents(count))):
+            assert torch.equal(call(unet), baseline) == plain
 
 
 @pytest.mark.parametrize("late", [None, Downsample()])
@@ -111,23 +93,3 @@ def test_merged_agents_follow_the_distance_too(pipe, sample):
         plan = handle._layers.groups[0].make_plan(Call(torch.empty(2, 4, 16, 16), 999.0, 0), (16, 16), {})
         assert plan.partition.dst.numel() == 4  # cells of 8 x 8
     assert not torch.equal(few, many)
-
-
-@pytest.mark.parametrize(
-    "attention",
-    [
-        ByDistance((PooledAgents(4), PooledAgents(16), PooledAgents(32)), (0.6, 0.3)),
-        ByDistance((PooledAgents(4), PooledAgents(16), Downsample()), (0.6, 0.3)),
-    ],
-)
-def test_stages_compile_without_a_break(attention):
-    unet = make_small_unet()
-    x = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(0))
-    moves = [x, 1.5 * x, 1.9 * x, 2.0 * x]
-    expected = run(unet, moves, attention)
-    torch._dynamo.reset()
-    counter = CompileCounter()
-    unet.compile(backend=counter, fullgraph=True)
-    for ours, theirs in zip(run(unet, moves, attention), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
-    assert counter.frame_count <= 3  # of each stage

@@ -8,36 +8,42 @@ from recipes import AGENTS_THEN_KEYS, TODO
 from tiny import call, make_unet, may_skip
 
 from agentsd import Agents, Downsample, Merge, Phases, Recipe, apply_agentsd
-from agentsd.attention.matching import rank_tokens
+from agentsd.attention import ranking
 from agentsd.attention.merging import merge
 from agentsd.attention.operator import GridContext
 from agentsd.recipe import AGENTSD
 
+BY_LEVEL, BY_LAYER = [64, 256], [64] * 3 + [256] * 3
+"""The tokens of each ranking of a call: of two levels, and of their six layers."""
 
-def test_tokens_are_ranked_once_for_each_level_and_call(monkeypatch):
-    import agentsd.attention.ranking as ranking
 
-    ranked = []
+@pytest.mark.parametrize(
+    ("phases", "early", "late"),
+    [
+        (replace(AGENTSD, levels=2).attention, BY_LAYER, BY_LAYER),
+        (Phases(Agents(), Downsample()), BY_LEVEL, []),
+        (Phases(Agents(), Merge()), BY_LEVEL, BY_LEVEL),
+        (Phases(Agents(), Merge(ranking="layer")), BY_LEVEL, BY_LAYER),
+        (Phases(Agents(ranking="layer"), Merge()), BY_LAYER, BY_LEVEL),
+    ],
+)
+def test_each_phase_ranks_as_it_says(monkeypatch, phases, early, late):
+    """Once for each level and call or in each of the layers, whichever stands beside it."""
+    ranked, rank = [], ranking.rank_tokens
+    monkeypatch.setattr(ranking, "rank_tokens", lambda m, *rest: ranked.append(m.shape[1]) or rank(m, *rest))
+    apply_agentsd(unet := make_unet(), recipe=Recipe(phases, levels=2))
+    for t, expected in ((999, early), (1, late)):
+        ranked.clear()
+        call(unet, t)
+        assert sorted(ranked) == expected
 
-    def spy(metric, partition):
-        ranked.append(metric.shape[1])
-        return rank_tokens(metric, partition)
 
-    monkeypatch.setattr(ranking, "rank_tokens", spy)
-    unet = make_unet()
-    paper = apply_agentsd(unet, recipe=replace(AGENTSD, levels=2))
-    call(unet)
-    assert sorted(ranked) == [64] * 3 + [256] * 3
-    ranked.clear()
-    both = apply_agentsd(unet, recipe=AGENTS_THEN_KEYS)
-    assert both.layer_names == paper.layer_names
-    call(unet)
-    assert sorted(ranked) == [64, 256]
-    call(unet, 1)
-    assert sorted(ranked) == [64, 256]  # nothing is ranked in later steps, which downsample
-    apply_agentsd(unet, recipe=Recipe(Phases(Agents(), Merge())))
-    call(unet, 1)
-    assert sorted(ranked) == [64, 64, 256, 256]
+def test_a_stage_is_the_same_whatever_ranks_in_the_other():
+    outputs = []
+    for late in (Merge(), Merge(ranking="layer")):
+        apply_agentsd(unet := make_unet(), recipe=Recipe(Phases(Agents(), late)))
+        outputs.append(call(unet))
+    assert torch.equal(*outputs)
 
 
 def test_the_first_layer_is_the_papers():

@@ -21,6 +21,7 @@ from agentsd.modules import (
     focused_attention,
     focused_map,
 )
+from agentsd.modules.agent import resize_agents
 
 HEADS, DIM, GRID = 2, 3, (4, 5)
 CORES = {"agent": AgentAttention, "focused": FocusedLinearAttention, "attnzero": AttnZeroAttention}
@@ -202,8 +203,8 @@ def test_compiles_to_one_graph(kind):
     module, counter = core(kind, torch.float32), CompileCounter()
     compiled = torch.compile(module, fullgraph=True, backend=counter)
     inputs = (*qkv(dtype=torch.float32), *GRID)
-    assert torch.equal(compiled(*inputs), module(*inputs))
-    assert torch.equal(compiled(*inputs), module(*inputs))
+    for _ in range(2):
+        assert torch.equal(compiled(*inputs), module(*inputs))
     assert counter.frame_count == 1
 
 
@@ -241,16 +242,13 @@ def test_linear_cores_compute_in_single_precision(kind, function):
     assert torch.equal(module.bfloat16()(*inputs, *GRID), expected)
 
 
-@pytest.mark.parametrize("kind", CORES)
-def test_errors_name_the_numbers(kind):
-    module, (query, key, value) = core(kind), qkv()
-    with pytest.raises(ValueError, match=r"got \(2, 2, 20, 3\), need \(B, heads=2, N=24, head_dim=3\)"):
-        module(query, key, value, 4, 6)
-    with pytest.raises(ValueError, match=r"got \(2, 2, 19, 3\).*N=20"):
-        module(query, key[:, :, :-1], value, *GRID)
-
-
-def test_errors_of_the_constructors():
+def test_errors_name_the_numbers():
+    for kind in CORES:
+        module, (query, key, value) = core(kind), qkv()
+        with pytest.raises(ValueError, match=r"got \(2, 2, 20, 3\), need \(B, heads=2, N=24, head_dim=3\)"):
+            module(query, key, value, 4, 6)
+        with pytest.raises(ValueError, match=r"got \(2, 2, 19, 3\).*N=20"):
+            module(query, key[:, :, :-1], value, *GRID)
     with pytest.raises(ValueError, match="kernel_size=4: pass an odd one"):
         FocusedLinearAttention(HEADS, DIM, kernel_size=4)
     with pytest.raises(ValueError, match="agents=0, grid 4 x 5: pass 1 or more"):
@@ -268,3 +266,38 @@ def test_operators_build_the_cores_that_their_settings_say():
     assert isinstance(FocusedLinear().build(HEADS, DIM, GRID), FocusedLinearAttention)
     assert FocusedLinear(convolution=False).build(HEADS, DIM, GRID).convolution is None
     assert isinstance(AttnZero().build(HEADS, DIM, GRID), AttnZeroAttention)
+
+
+def test_modules_start_as_torchs_do():
+    """From the same numbers as a convolution of torch's own would draw."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        expected = FocusedLinearAttention(2, 4).state_dict()
+    module = FocusedLinearAttention(2, 4)
+    module.reset(torch.Generator().manual_seed(3))
+    state = module.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in state)
+
+
+@pytest.mark.parametrize(("old", "new"), [(9, 25), (25, 9), (12, 20)])
+def test_agent_biases_are_resized_to_other_agents(old, new):
+    """The oracle is torch's interpolation of one plane at a time."""
+    grid = (8, 8)
+    small, large = (AgentAttention(2, 4, grid=grid, agents=n, from_scratch=True) for n in (old, new))
+    for part in (small.gather_bias.row, small.gather_bias.column, small.gather_bias.block):
+        made = resize_agents(part, grid, (large.rows, large.cols))
+        assert made.shape == (2, large.rows * large.cols, *part.shape[2:])
+        for head, y, x in ((0, 0, 0), (1, part.shape[2] - 1, part.shape[3] - 1)):
+            plane = part[head, :, y, x].view(1, 1, small.rows, small.cols)
+            expected = torch.nn.functional.interpolate(
+                plane, size=(large.rows, large.cols), mode="bilinear"
+            ).flatten()
+            torch.testing.assert_close(made[head, :, y, x], expected)
+
+
+@pytest.mark.parametrize("size", [(3, 3), (5, 9), (8, 8), (12, 7)])
+def test_the_number_of_agents_tells_their_grid(size):
+    for count in range(1, 50):
+        module = AgentAttention(1, 2, grid=size, agents=count, bias=False, convolution=False)
+        assert agent_grid(module.rows * module.cols, *size) == (module.rows, module.cols)

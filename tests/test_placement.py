@@ -7,20 +7,66 @@ import torch
 from packaging import version
 from recipes import AGENTS_THEN_KEYS
 
-from agentsd import apply_agentsd, remove_agentsd
+from agentsd import Recipe, StepCache, apply_agentsd, remove_agentsd
+
+RUN = {"num_inference_steps": 8}
+EVERYTHING = Recipe(AGENTS_THEN_KEYS.attention, steps=StepCache(2))
+CPU = torch.device("cpu")
+BLOCKS = {"offload_type": "block_level", "num_blocks_per_group": 1}
+CASTING = {"storage_dtype": torch.bfloat16, "compute_dtype": torch.float32}
+OFFLOADS = {
+    "group": lambda unet: unet.enable_group_offload(onload_device=CPU, **BLOCKS),
+    "leaf": lambda unet: unet.enable_group_offload(onload_device=CPU, offload_type="leaf_level"),
+    "sequential": lambda unet: accelerate.cpu_offload(unet, execution_device=CPU),
+    "model": lambda unet: accelerate.cpu_offload_with_hook(unet, execution_device=CPU),
+    "layerwise casting": lambda unet: unet.enable_layerwise_casting(**CASTING),
+}
+"""What pipelines' own methods put on a U-Net, run on the CPU."""
 
 
-def test_saving_a_patched_pipeline_saves_a_baseline_one(pipe, sample, tmp_path):
-    baseline = sample(pipe)
-    apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
-    patched = sample(pipe)
+@pytest.fixture(scope="module")
+def images(make_pipeline, sample):
+    """Of a baseline pipeline and a patched one."""
+    pipe = make_pipeline()
+    baseline = sample(pipe, **RUN)
+    apply_agentsd(pipe, recipe=EVERYTHING)
+    return baseline, sample(pipe, **RUN)
+
+
+@pytest.mark.parametrize("patch_first", [True, False])
+@pytest.mark.parametrize("name", OFFLOADS)
+def test_offloaded_weights(pipe, sample, images, name, patch_first):
+    """An offload changes no bit of the patched image, nor of the one after removal."""
+    needs = version.parse("0.42") if name in ("group", "leaf") else version.parse("0")
+    if version.parse(diffusers.__version__) < needs and not torch.cuda.is_available():
+        pytest.skip("group offloading before diffusers 0.42 needs an accelerator")
+    if not patch_first:
+        OFFLOADS[name](pipe.unet)
+    handle = apply_agentsd(pipe, recipe=EVERYTHING)
+    if patch_first:
+        OFFLOADS[name](pipe.unet)
+    patched = sample(pipe, **RUN)
+    assert "f" in handle.summary()
+    remove_agentsd(pipe)
+    plain = sample(pipe, **RUN)
+    assert not torch.equal(patched, plain)
+    if name != "layerwise casting":  # which rounds weights
+        assert torch.equal(plain, images[0])
+        assert torch.equal(patched, images[1])
+    if patch_first:
+        apply_agentsd(pipe, recipe=EVERYTHING)
+        assert torch.equal(sample(pipe, **RUN), patched)
+
+
+def test_saving_a_patched_pipeline_saves_a_baseline_one(pipe, sample, tmp_path, images):
+    apply_agentsd(pipe, recipe=EVERYTHING)
     pipe.save_pretrained(tmp_path)
     assert "agentsd" not in "".join(p.read_text() for p in tmp_path.rglob("*.json"))
     loaded = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path)
     loaded.set_progress_bar_config(disable=True)
-    assert torch.equal(sample(loaded), baseline)
-    apply_agentsd(loaded, recipe=AGENTS_THEN_KEYS)
-    assert torch.equal(sample(loaded), patched)
+    assert torch.equal(sample(loaded, **RUN), images[0])
+    apply_agentsd(loaded, recipe=EVERYTHING)
+    assert torch.equal(sample(loaded, **RUN), images[1])
 
 
 def test_pipelines_that_share_a_unet_share_the_patch(pipe, sample):
@@ -31,52 +77,6 @@ def test_pipelines_that_share_a_unet_share_the_patch(pipe, sample):
     assert not torch.equal(sample(pipe), baseline)
     remove_agentsd(other)
     assert torch.equal(sample(pipe), baseline)
-
-
-@pytest.mark.parametrize("patch_first", [True, False])
-@pytest.mark.parametrize("offload", ["group", "casting"])
-def test_group_offloading_and_layerwise_casting(pipe, sample, offload, patch_first):
-    baseline = sample(pipe)
-    if patch_first:
-        apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
-    if offload == "group":
-        if version.parse(diffusers.__version__) < version.parse("0.42") and not torch.cuda.is_available():
-            pytest.skip("group offloading before diffusers 0.42 needs an accelerator")
-        cpu = torch.device("cpu")
-        pipe.unet.enable_group_offload(onload_device=cpu, offload_device=cpu, offload_type="leaf_level")
-    else:
-        pipe.unet.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
-    if not patch_first:
-        apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
-    patched = sample(pipe)
-    remove_agentsd(pipe)
-    plain = sample(pipe)
-    assert not torch.equal(patched, plain)
-    if offload == "group":
-        assert torch.equal(plain, baseline)
-        apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
-        assert torch.equal(sample(pipe), patched)
-
-
-@pytest.mark.parametrize("patch_first", [True, False])
-@pytest.mark.parametrize("kind", ["model", "sequential"])
-def test_accelerates_offloading_hooks(pipe, sample, kind, patch_first):
-    """What enable_model_cpu_offload and enable_sequential_cpu_offload put on a U-Net, run on the CPU."""
-    baseline = sample(pipe)
-    if patch_first:
-        apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
-    if kind == "model":
-        pipe.unet, _ = accelerate.cpu_offload_with_hook(pipe.unet, execution_device="cpu")
-    else:
-        accelerate.cpu_offload(pipe.unet, execution_device=torch.device("cpu"))
-    if not patch_first:
-        apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
-    patched = sample(pipe)
-    assert not torch.equal(patched, baseline)
-    remove_agentsd(pipe)
-    assert torch.equal(sample(pipe), baseline)
-    with apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS):
-        assert torch.equal(sample(pipe), patched)
 
 
 def test_attention_backends_and_moves_after_the_patch(pipe, sample):

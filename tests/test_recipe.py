@@ -13,21 +13,11 @@ import pytest
 from recipes import AGENTS_THEN_KEYS, STEP_CACHING
 from tiny import make_unet
 
-from agentsd import (
-    Agents,
-    ByDistance,
-    Downsample,
-    Merge,
-    Phases,
-    PooledAgents,
-    Recipe,
-    StepCache,
-    apply_agentsd,
-)
+from agentsd import ByDistance, Phases, Recipe, ResidualSharing, StepCache, apply_agentsd
+from agentsd.attention import Agents, Downsample, Merge, PooledAgents
 from agentsd.modules import AgentModule, AttnZero, FocusedLinear
 from agentsd.recipe import AGENTSD, FAST, MODES, OPERATORS
 
-MERGE_ALL = Phases(Merge(0.5, destinations="first"), Merge(0.3, destinations="first"))
 POOLED = (PooledAgents(4), PooledAgents(16))
 
 
@@ -38,6 +28,8 @@ def test_defaults_are_the_papers():
     assert early == replace(agents, at_most=None, agent_ratio=0.95, ranking="layer")
     assert (late.ratio, late.stride, late.ranking) == (0.4, 2, "layer")
     assert (AGENTSD.attention.early_frac, AGENTSD.levels) == (0.4, 1)
+    # Eq. 7 to 9 of the mediators' paper have no residual, and the usual scale
+    assert (PooledAgents().k, PooledAgents().scale) == (0.0, -0.5)
 
 
 def test_fast_has_no_agents_and_caches_steps():
@@ -80,6 +72,16 @@ def test_fast_has_no_agents_and_caches_steps():
         (Recipe, "seed", -1, ValueError, r"2\*\*63"),
         (Recipe, "measured", 3, ValueError, "figures by name"),
         (Recipe, "steps", 3, TypeError, r"pass StepCache\(\) or None"),
+        (StepCache, "interval", 0, ValueError, "pass 2"),
+        (StepCache, "interval", 2.5, TypeError, "pass a int"),
+        (StepCache, "extrapolation_order", 2, ValueError, r"pass 0 \(keep\) or 1"),
+        (StepCache, "warmup_steps", 0, ValueError, "pass 1 or more"),
+        (StepCache, "layers", 0, ValueError, "pass 1"),
+        (ResidualSharing, "interval", 0, ValueError, "pass 2"),
+        (ResidualSharing, "warmup_steps", 0, ValueError, "pass 1 or more"),
+        (ResidualSharing, "extrapolation_order", 2, ValueError, "pass 0"),
+        (ResidualSharing, "least_tokens", -1, ValueError, "pass 0"),
+        (AgentModule, "bias", "biases", TypeError, "pass a bool"),
     ],
 )
 def test_bad_value_names_itself_and_the_way_out(kind, name, value, error, way_out):
@@ -97,11 +99,7 @@ def test_bad_value_names_itself_and_the_way_out(kind, name, value, error, way_ou
         (lambda: Phases(Agents(), Agents()), ValueError, "early and late are both Agents.*pass that alone"),
         (lambda: Phases(None, None), ValueError, "early and late are both None"),
         (lambda: Phases("agents", None), TypeError, "early='agents' is a str: pass an operator"),
-        (
-            lambda: Phases(Agents(), AGENTS_THEN_KEYS),
-            TypeError,
-            "late=Recipe.* is a Recipe: pass an operator",
-        ),
+        (lambda: Phases(Agents(), AGENTS_THEN_KEYS), TypeError, "late=Recipe.* is a Recipe: pass an oper"),
         (lambda: Phases(Agents, None), TypeError, "early=<class.* is a type: pass an operator"),
         (lambda: ByDistance(POOLED, 0.5), ValueError, "thresholds=0.5: pass a list or a tuple"),
         (lambda: ByDistance((4, None), (0.5,)), TypeError, "stages=4 is a int: pass an operator"),
@@ -111,15 +109,16 @@ def test_bad_value_names_itself_and_the_way_out(kind, name, value, error, way_ou
         (lambda: ByDistance(POOLED, (math.nan,)), ValueError, "pass falling shares"),
         (lambda: ByDistance(POOLED, ("0.5",)), ValueError, "pass falling shares"),
         (lambda: ByDistance((None, None), (0.5,)), ValueError, "they are all the same"),
-        (
-            lambda: PooledAgents(destinations="first"),
-            ValueError,
-            "ranking and destinations are of merged tokens",
-        ),
+        (lambda: PooledAgents(destinations="first"), ValueError, "and destinations are of merged tokens"),
         (lambda: Recipe("paper"), TypeError, "'paper' is a str: pass Phases"),
         (lambda: Recipe(), ValueError, "the recipe would do nothing"),
         (lambda: Recipe(levels=1), ValueError, "attention=None patches no level"),
         (lambda: Recipe(Phases(AgentModule(), AttnZero())), ValueError, "one trained module"),
+        (
+            lambda: Recipe(residual=ResidualSharing(), steps=StepCache()),
+            ValueError,
+            "of attention's operators",
+        ),
     ],
 )
 def test_a_recipe_of_no_sense_is_refused(make, error, message):
@@ -157,14 +156,12 @@ def test_saved_and_loaded(tmp_path, recipe):
     assert Recipe.from_mapping(recipe.to_mapping()) == recipe
 
 
-@pytest.mark.parametrize(
-    "recipe", [AGENTS_THEN_KEYS, STEP_CACHING, Recipe(MERGE_ALL, measured={"error": 0.1})]
-)
-def test_a_recipe_is_hashed_copied_and_pickled(recipe):
-    for twin in (copy.deepcopy(recipe), pickle.loads(pickle.dumps(recipe))):
-        assert twin == recipe
-        assert hash(twin) == hash(recipe)
-        assert twin.measured == recipe.measured
+def test_a_recipe_is_hashed_copied_and_pickled():
+    for recipe in (AGENTS_THEN_KEYS, STEP_CACHING, Recipe(Merge(0.5), measured={"error": 0.1})):
+        for twin in (copy.deepcopy(recipe), pickle.loads(pickle.dumps(recipe))):
+            assert twin == recipe
+            assert hash(twin) == hash(recipe)
+            assert twin.measured == recipe.measured
 
 
 def test_a_file_holds_what_differs_and_reads_back_the_same(tmp_path):
@@ -204,13 +201,14 @@ def test_ones_own_operator_is_read_and_written(tmp_path, monkeypatch):
     assert Recipe.load(recipe.save(tmp_path)) == recipe
 
 
+def of(attention):
+    return {"version": 1, "attention": attention}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            '{"attention": ',
-            "mine.json is no recipe: Expecting value: line 1.*Recipe.save\\(path\\) writes one",
-        ),
+        ('{"attention": ', r"mine.json is no recipe: Expecting value: line 1.*Recipe.save\(path\) writes"),
         ("", "mine.json is no recipe: Expecting value"),
         ("{}", "mine.json: version None of a recipe is not read here, only 1"),
         ("[1]", "mine.json is no recipe: it holds a list"),
@@ -220,27 +218,18 @@ def test_ones_own_operator_is_read_and_written(tmp_path, monkeypatch):
         ({"version": 1}, "mine.json: attention=None: the recipe would do nothing"),
         ({"version": 1, "ratio": 0.3}, "mine.json: 'ratio' is unknown; the settings are attention, levels"),
         ({"version": 1, "steps": 3}, "steps: 3 is no mapping of its settings, such as {interval: 2}"),
-        (
-            {"version": 1, "attention": {"agents": {"rato": 0.3}}},
-            "'rato' is unknown; the settings are agent_ratio",
-        ),
-        ({"version": 1, "attention": {"agents": {"ratio": 3}}}, "mine.json: ratio=3: pass a share"),
-        (
-            {"version": 1, "attention": {"agents": {"ratio": "x"}}},
-            "mine.json: ratio='x' is a str: pass a float",
-        ),
-        ({"version": 1, "attention": {"agents": 3}}, "agents: 3 is no mapping of its settings"),
-        ({"version": 1, "attention": {"agents": {}, "merge": {}}}, "name one of agents, pooled_agents"),
-        (
-            {"version": 1, "attention": {"early": "agents", "lat": "merge"}},
-            "'lat' is unknown; the settings are early",
-        ),
-        ({"version": 1, "attention": {"early": "agents", "late": "agents"}}, "early and late are both"),
-        ({"version": 1, "attention": {"stages": ["agents", "full"]}}, "thresholds"),
-        ({"version": 1, "attention": {"stages": 3, "thresholds": [0.5]}}, "stages=3: pass a list or a tuple"),
-        ({"version": 1, "attention": "agent"}, "\\['agent'\\]: name one of agents, pooled_agents, merge"),
-        ({"version": 1, "attention": 5}, "5: name an operator"),
-        ({"version": 1, "attention": "agents", "measured": 3}, "measured=3: it holds figures by name"),
+        (of({"agents": {"rato": 0.3}}), "'rato' is unknown; the settings are agent_rat"),
+        (of({"agents": {"ratio": 3}}), "mine.json: ratio=3: pass a share"),
+        (of({"agents": {"ratio": "x"}}), "ratio='x' is a str: pass a float"),
+        (of({"agents": 3}), "agents: 3 is no mapping of its settings"),
+        (of({"agents": {}, "merge": {}}), "name one of agents, pooled_agents"),
+        (of({"early": "agents", "lat": "merge"}), "'lat' is unknown; the settings are"),
+        (of({"early": "agents", "late": "agents"}), "early and late are both"),
+        (of({"stages": ["agents", "full"]}), "thresholds"),
+        (of({"stages": 3, "thresholds": [0.5]}), "stages=3: pass a list or a tuple"),
+        (of("agent"), "\\['agent'\\]: name one of agents, pooled_agents, merge"),
+        (of(5), "5: name an operator"),
+        (of("agents") | {"measured": 3}, "measured=3: it holds figures by name"),
     ],
 )
 def test_a_wrong_file_is_named_with_the_way_out(tmp_path, content, message):
@@ -251,18 +240,15 @@ def test_a_wrong_file_is_named_with_the_way_out(tmp_path, content, message):
     assert str(path) in str(caught.value)
 
 
-def test_a_missing_file_says_how_to_make_one(tmp_path, pipe):
-    for make in (Recipe.load, lambda path: apply_agentsd(pipe, recipe=path)):
+def test_a_missing_file_says_how_to_make_one(tmp_path):
+    """Nothing is downloaded: a repository of the hub is by a call of its own, and then is a folder."""
+    for make in (Recipe.load, lambda path: apply_agentsd(make_unet(), recipe=path)):
         with pytest.raises(FileNotFoundError, match=r"none.json: no such file; Recipe.save\(path\) wr"):
             make(tmp_path / "none.json")
     with pytest.raises(FileNotFoundError, match=r"agentsd.json: no such file"):
         Recipe.load(tmp_path)
-
-
-def test_nothing_is_downloaded(pipe):
-    """A repository of the hub is downloaded by a call of its own, and then is a folder."""
     with pytest.raises(FileNotFoundError, match="someone/fast: no such file"):
-        apply_agentsd(pipe, recipe="someone/fast")
+        apply_agentsd(make_unet(), recipe="someone/fast")
 
 
 @pytest.mark.parametrize(
@@ -276,13 +262,17 @@ def test_nothing_is_downloaded(pipe):
         ({"mode": None}, "mode=None: choose"),
         ({"k": 1e308}, r"k=1e\+308: pass 0 to 1000"),
         ({"k": 0.1, "early_frac": 0}, "k=0.1: early_frac=0 runs no agents"),
-        ({"recipe": AGENTS_THEN_KEYS, "mode": "fast"}, "'mode': 'fast'.* beside recipe=.*pass it alone"),
+        *(
+            ({"recipe": AGENTS_THEN_KEYS, name: value}, f"'{name}': .* beside recipe=.*pass it alone")
+            for name, value in {"mode": "fast", "ratio": 0.3, "k": 0.07, "early_frac": 0.5, "seed": 1}.items()
+        ),
     ],
 )
-def test_the_door_refuses_what_a_recipe_has_not(pipe, settings, message):
+def test_the_door_refuses_what_a_recipe_has_not(settings, message):
+    unet = make_unet()
     with pytest.raises(ValueError, match=message):
-        apply_agentsd(pipe, **settings)
-    assert not hasattr(pipe.unet, "_agentsd")
+        apply_agentsd(unet, **settings)
+    assert not hasattr(unet, "_agentsd")
 
 
 def test_only_regular_files_are_read(tmp_path):
@@ -297,3 +287,14 @@ def test_only_regular_files_are_read(tmp_path):
     }.items():
         with pytest.raises(ValueError, match=message):
             apply_agentsd(make_unet(), recipe=str(path))
+
+
+def test_a_recipe_is_not_written_over_another_file(tmp_path):
+    notes = tmp_path / "notes.json"
+    notes.write_text('{"shopping": ["milk"]}')
+    with pytest.raises(FileExistsError, match=r"notes\.json is no recipe and stays as it is"):
+        AGENTSD.save(notes)
+    assert notes.read_text() == '{"shopping": ["milk"]}'
+    mine = AGENTSD.save(tmp_path)
+    Recipe(PooledAgents(4)).save(mine)  # one's own recipe may change
+    assert Recipe.load(mine) == Recipe(PooledAgents(4))

@@ -2,18 +2,10 @@
 
 import pytest
 import torch
-from callers import Caller, Guided
+from callers import Caller, Guided, equal, outputs
 from tiny import make_sdxl_unet, make_unet
 
-from agentsd import (
-    Agents,
-    Downsample,
-    Phases,
-    Recipe,
-    ResidualSharing,
-    StepCache,
-    apply_agentsd,
-)
+from agentsd import Agents, Downsample, Phases, Recipe, ResidualSharing, StepCache, apply_agentsd
 from agentsd.attention.agents import AgentsPlan
 from agentsd.attention.downsample import DownsamplePlan
 
@@ -26,7 +18,7 @@ def run(recipe, unet=None, caller=None):
     """What the U-Net gives in each call of a run, and the handle."""
     unet, caller = unet or make_unet(), caller or Caller(steps=12)
     handle = apply_agentsd(unet, recipe=recipe)
-    return [caller(unet, i) for i in range(len(caller.timesteps))], handle
+    return outputs(unet, caller), handle
 
 
 @pytest.fixture
@@ -70,22 +62,17 @@ def test_where_computed_steps_share_all_layers_do(recipe, attended):
 
 def test_what_nothing_reads_changes_nothing():
     recipe = Recipe(Downsample(), steps=STEPS, residual=ResidualSharing(1))
-    outs, _ = run(recipe)
-    unet, caller = make_unet(), Caller(steps=12)
-    apply_agentsd(unet, recipe=recipe)._layers._cached_alone = lambda latent: (
-        False
-    )  # all layers keep residuals
-    for i, out in enumerate(outs):
-        assert torch.equal(caller(unet, i), out)
+    handle = apply_agentsd(unet := make_unet(), recipe=recipe)
+    handle._layers._cached_alone = lambda latent: False  # all layers keep residuals
+    assert equal(outputs(unet, Caller(steps=12)), run(recipe)[0])
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_a_last_block_without_attention_leaves_step_caching_alone(operator, attended):
     """As in SDXL."""
-    outs, handle = run(
-        Recipe(OPERATORS[operator], steps=STEPS, residual=ResidualSharing(1)), make_sdxl_unet()
-    )
+    recipe = Recipe(OPERATORS[operator], steps=STEPS, residual=ResidualSharing(1))
+    outs, handle = run(recipe, make_sdxl_unet())
     expected, other = run(Recipe(steps=STEPS), make_sdxl_unet())
-    assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
+    assert equal(outs, expected)
     assert not attended
     assert handle.summary() == other.summary()

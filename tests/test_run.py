@@ -1,15 +1,18 @@
-"""Where in its run a call is."""
+"""Where in its run a call is, and which run it is of, also where timesteps do not fall."""
 
 import math
 
 import diffusers
 import pytest
 import torch
+from callers import inputs
+from logs import silent, warned
+from recipes import AGENTS_THEN_KEYS
+from tiny import BETAS, call, watch_phases
 
-from agentsd import Agents, Phases
+from agentsd import Agents, ByDistance, Phases, PooledAgents, Recipe, apply_agentsd
 from agentsd.run import TRAINING_TIMESTEPS, Run, early_threshold, list_of
 
-BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 SCHEDULERS = [
     (diffusers.PNDMScheduler, {"skip_prk_steps": True, "steps_offset": 1}),
     (diffusers.PNDMScheduler, {}),
@@ -42,7 +45,7 @@ def late(scheduler, run, start=0):
 
 
 @pytest.mark.parametrize(("kind", "options"), SCHEDULERS)
-@pytest.mark.parametrize("steps", [4, 20, 50])
+@pytest.mark.parametrize("steps", [4, 50])
 def test_early_steps_are_the_first_share_of_the_distinct_timesteps(kind, options, steps):
     scheduler = kind(**BETAS, **options)
     scheduler.set_timesteps(steps)
@@ -53,11 +56,13 @@ def test_early_steps_are_the_first_share_of_the_distinct_timesteps(kind, options
     assert early == sorted(early, reverse=True)  # a run changes its phase once
 
 
-def test_the_papers_run_has_20_early_steps_of_50():
+def test_the_papers_run_has_20_early_steps_of_50_and_repeats_its_second():
     scheduler = diffusers.PNDMScheduler(**BETAS, skip_prk_steps=True, steps_offset=1)
     scheduler.set_timesteps(50)
-    assert len(scheduler.timesteps) == 51  # PLMS repeats its second timestep
-    assert len({s.timestep for s in walk(scheduler) if s.stage == 0}) == 20
+    steps = walk(scheduler)
+    assert len(steps) == 51
+    assert len({s.timestep for s in steps if s.stage == 0}) == 20
+    assert [s.repeats for s in steps] == [False, False, True] + [False] * 48
 
 
 @pytest.mark.parametrize(("early_frac", "count"), [(0.0, 0), (0.5, 5), (0.96, 10), (1.0, 10)])
@@ -101,40 +106,23 @@ def test_a_scheduler_that_makes_its_list_anew_at_each_look_opens_no_new_runs(rea
     assert [s.begins for s in steps] == [True] + [False] * 9
 
 
+COPIES = [float, torch.Tensor.clone, lambda t: t.float()[None], lambda t: torch.full((3,), float(t))]
+
+
 @pytest.mark.parametrize(("kind", "options"), SCHEDULERS)
-def test_an_element_leads_to_its_own_list_whatever_scheduler_is_named(kind, options):
+def test_an_element_leads_to_its_own_list_and_a_copy_to_the_schedulers(kind, options):
     scheduler, other = kind(**BETAS, **options), diffusers.DDIMScheduler(**BETAS)
     scheduler.set_timesteps(10)
     other.set_timesteps(7)
     known = walk(scheduler)
-    for named in (None, other):
+    for named, read in [
+        *((named, read) for named in (None, other) for read in (lambda t: t, lambda t: t.expand(4))),
+        *((scheduler, read) for read in COPIES),
+    ]:
         run = new_run()
-        assert [run.place(None, t, list_of(named)) for t in scheduler.timesteps] == known
-        run = new_run()
-        assert [run.place(None, t.expand(4), list_of(named)) for t in scheduler.timesteps] == known
-
-
-@pytest.mark.parametrize(("kind", "options"), SCHEDULERS)
-def test_a_copy_of_an_element_is_found_on_the_schedulers_list(kind, options):
-    scheduler = kind(**BETAS, **options)
-    scheduler.set_timesteps(10)
-    known = walk(scheduler)
-    for copied in (
-        float,
-        torch.Tensor.clone,
-        lambda t: t.float()[None],
-        lambda t: torch.full((3,), float(t)),
-    ):
-        run = new_run()
-        assert [run.place(None, copied(t), list_of(scheduler)) for t in scheduler.timesteps] == known
+        assert [run.place(None, read(t), list_of(named)) for t in scheduler.timesteps] == known
     assert [s.begins for s in known] == [True] + [False] * (len(known) - 1)
-    assert [s.off_list for s in known] == [False] * len(known)
-
-
-def test_repeats_are_told():
-    scheduler = diffusers.PNDMScheduler(**BETAS, skip_prk_steps=True, steps_offset=1)
-    scheduler.set_timesteps(5)
-    assert [s.repeats for s in walk(scheduler)] == [False, False, True, False, False, False]
+    assert not any(s.off_list for s in known)
 
 
 def test_a_list_that_is_changed_in_place_is_read_again():
@@ -151,13 +139,122 @@ def test_a_timestep_that_is_on_no_list_is_told():
     scheduler = diffusers.DDIMScheduler(**BETAS)
     scheduler.set_timesteps(10)
     run = new_run()
-    assert [
-        (s.off_list, s.stage == 0) for s in (run.place(None, t, list_of(scheduler)) for t in (555, 455))
-    ] == [
-        (True, True),  # 600 is the last that is early
-        (True, False),
-    ]
+    steps = [run.place(None, t, list_of(scheduler)) for t in (555, 455)]
+    assert [(s.off_list, s.stage) for s in steps] == [(True, 0), (True, 1)]  # 600 is the last that is early
     assert not run.place(None, 500, list_of(scheduler)).off_list
     assert not any(new_run().place(None, t).off_list for t in (0, 3, 999))
     assert early_threshold(TRAINING_TIMESTEPS, 0.4) == 599
     assert math.isinf(early_threshold(TRAINING_TIMESTEPS, 0.0))
+
+
+CONTINUOUS = {"timestep_type": "continuous", "use_karras_sigmas": True, "prediction_type": "v_prediction"}
+
+
+def denoise(unet, scheduler, steps):
+    """A run of a bare U-Net: the last latents."""
+    latent, text = inputs()
+    scheduler.set_timesteps(steps)
+    with torch.no_grad():
+        for t in scheduler.timesteps:
+            noise = unet(scheduler.scale_model_input(latent, t), t, text).sample
+            latent = scheduler.step(noise, t, latent).prev_sample
+    return latent
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (diffusers.DPMSolverMultistepScheduler, {"use_karras_sigmas": True}),
+        (diffusers.EulerDiscreteScheduler, CONTINUOUS | {"sigma_min": 0.02, "sigma_max": 14.0}),
+        (diffusers.LCMScheduler, {}),
+    ],
+)
+def test_a_bare_unet_has_the_phases_of_its_pipeline(make_pipeline, kind, options):
+    seen = []
+    for bare in (False, True):
+        scheduler = kind(**BETAS, **options)
+        pipe = make_pipeline(scheduler=scheduler)
+        phases = watch_phases(apply_agentsd(pipe.unet if bare else pipe, recipe=AGENTS_THEN_KEYS))
+        with silent():
+            seen.append((denoise(pipe.unet, scheduler, 10), phases))
+    (of_pipe, phases), (of_bare, bare_phases) = seen
+    assert phases == bare_phases
+    assert set(map(tuple, phases.values())) == {("agent",) * 4 + ("downsample",) * 6}
+    assert torch.equal(of_pipe, of_bare)
+
+
+def test_a_pipeline_that_shares_the_unet_is_followed_by_its_own_scheduler(make_pipeline, sample):
+    pipe = make_pipeline(scheduler=diffusers.DDIMScheduler(**BETAS))
+    other = diffusers.AutoPipelineForText2Image.from_pipe(pipe)
+    other.scheduler = diffusers.EulerDiscreteScheduler(**BETAS, **CONTINUOUS)
+    assert other.unet is pipe.unet
+    phases = watch_phases(apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS))
+    seen = phases[next(iter(phases))]
+    sample(pipe, num_inference_steps=10)
+    assert seen == ["agent"] * 4 + ["downsample"] * 6
+    seen.clear()
+    sample(other, num_inference_steps=5)
+    assert seen == ["agent"] * 2 + ["downsample"] * 3
+    seen.clear()
+    sample(pipe, num_inference_steps=20)
+    assert seen == ["agent"] * 8 + ["downsample"] * 12
+
+
+def test_a_timestep_off_every_list_is_told_once(pipe):
+    apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
+    pipe.scheduler.set_timesteps(5)
+    with warned("agentsd: timestep 555 is not one of the scheduler's"):
+        call(pipe.unet, 555)
+    with silent():
+        call(pipe.unet, 555)
+
+
+SHORT = Recipe(ByDistance((PooledAgents(4), None), (1000.0,)))
+"""Agents in the first call alone, and in the first after a run is taken for a new one."""
+
+
+RISING = [
+    (diffusers.DDIMInverseScheduler, {}),
+    (diffusers.KDPM2AncestralDiscreteScheduler, {"use_karras_sigmas": True}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")
+@pytest.mark.parametrize(("kind", "options"), RISING)
+def test_a_timestep_that_rises_opens_no_new_run(make_pipeline, sample, kind, options):
+    """Nor is a false word said of a missing early step."""
+    pipe = make_pipeline(scheduler=kind(**BETAS, **options))
+    steps = []
+    pipe.unet.register_forward_pre_hook(lambda module, args: steps.append(float(args[1])))
+    phases = watch_phases(apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS))
+    for _ in range(2):
+        assert sample(pipe, num_inference_steps=10).isfinite().all()  # a warning is an error here
+    assert steps != sorted(steps, reverse=True)
+    distinct = sorted(set(pipe.scheduler.timesteps.tolist()), reverse=True)
+    early = set(distinct[: round(0.4 * len(distinct))])
+    for seen in phases.values():
+        assert seen == ["agent" if t in early else "downsample" for t in steps]
+    phases = watch_phases(apply_agentsd(pipe, recipe=SHORT))
+    for _ in range(2):  # the next run is a new one
+        sample(pipe, num_inference_steps=10)
+    for seen in phases.values():
+        assert seen == 2 * (["agent"] + ["baseline"] * (len(seen) // 2 - 1))
+
+
+def test_a_guidance_cut_off_opens_no_new_run(make_pipeline, sample):
+    pipe = make_pipeline(scheduler=diffusers.DDIMScheduler(**BETAS))
+    batches = []
+    pipe.unet.register_forward_pre_hook(lambda module, args: batches.append(args[0].shape[0]))
+
+    def cut_off(pipe, step, t, tensors):
+        if step == 2:
+            pipe._guidance_scale = 0.0
+            tensors["prompt_embeds"] = tensors["prompt_embeds"].chunk(2)[-1]
+        return tensors
+
+    phases = watch_phases(apply_agentsd(pipe, recipe=SHORT))
+    callback = {"callback_on_step_end": cut_off, "callback_on_step_end_tensor_inputs": ["prompt_embeds"]}
+    sample(pipe, num_inference_steps=6, **callback)
+    assert batches == [2] * 3 + [1] * 3
+    for seen in phases.values():
+        assert seen == ["agent"] + ["baseline"] * 5

@@ -11,8 +11,11 @@ from agentsd import Recipe, StepCache
 
 CACHE = {"interval": 2, "warmup_steps": 4}  # the last of 20 steps is computed, and corrects those before
 FAMILIES = ("DDIM", "Euler", "DPM++ 2M", "EDM Euler", "PLMS")  # whose every prediction is tried each time
+USED = ("UniPC", "DPM++ 2M, Karras", "Heun", "Euler a", "DDIM inversion", "LCM")  # and the first one of these
 CASES = [
-    pytest.param(name, kind, marks=[pytest.mark.slow] * (i > 0 and name not in FAMILIES))
+    pytest.param(
+        name, kind, marks=[pytest.mark.slow] * (name not in FAMILIES and (i > 0 or name not in USED))
+    )
     for name, sampling in SAMPLERS.items()
     for i, kind in enumerate(sampling.predictions)
 ]
@@ -49,6 +52,7 @@ def test_cached_steps(name, prediction):
     assert 0 < plain < 0.05
 
 
+@pytest.mark.slow
 def test_corrections_pay():
     """Over all samplers that are corrected."""
     cases = [case.values for case in CASES if SAMPLERS[case.values[0]].says.startswith("corrected")]

@@ -95,9 +95,6 @@ def test_every_caption_fits_the_tokenizer_and_none_reads_like_another():
     trained = tokenizer([triple.caption for triple in triples()]).input_ids
     assert max(map(len, trained)) <= tokenizer.model_max_length
     assert len({tuple(row) for row in ids}) == len(set(captions)) == len(captions)
-
-
-def test_captions_read_well():
     assert FOX.caption == "a 3d emoji of a fox face on blue"
     assert scene_caption("owl", None, "red") == "an emoji of an owl on red"
     assert scene_caption("owl", "noto", None) == "a noto emoji of an owl"

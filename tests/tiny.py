@@ -31,6 +31,13 @@ from transformers import (
 
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 WIDTH = 16  # of the text encoder
+TRANSFORMER = {
+    "hidden_size": WIDTH,
+    "projection_dim": WIDTH,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 
 
 def training_sigma(timestep: float) -> float:
@@ -100,16 +107,16 @@ def make_controlnet() -> ControlNetModel:
     return net
 
 
-def make_vae() -> AutoencoderKL:
-    """An autoencoder that halves each side."""
+def make_vae(levels: int = 2, sample_size: int = 32) -> AutoencoderKL:
+    """An autoencoder that halves each side once less than it has levels."""
     torch.manual_seed(0)
     return AutoencoderKL(
-        block_out_channels=(8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8,) * levels,
+        down_block_types=("DownEncoderBlock2D",) * levels,
+        up_block_types=("UpDecoderBlock2D",) * levels,
         layers_per_block=1,
         norm_num_groups=4,
-        sample_size=32,
+        sample_size=sample_size,
     ).eval()
 
 
@@ -124,34 +131,16 @@ def make_tokenizer(folder: Path) -> CLIPTokenizer:
 
 def make_text_encoder(tokenizer: CLIPTokenizer, projection: bool = False) -> Any:
     """A CLIP text encoder of width 16, with or without a projection (SDXL's second one)."""
-    config = CLIPTextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=WIDTH,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=20,
-        projection_dim=WIDTH,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=1,
-    )
+    marks = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    config = CLIPTextConfig(vocab_size=len(tokenizer), max_position_embeddings=20, **TRANSFORMER, **marks)
     torch.manual_seed(0)
     return (CLIPTextModelWithProjection if projection else CLIPTextModel)(config).eval()
 
 
 def make_image_encoder() -> CLIPVisionModelWithProjection:
     """A CLIP image encoder of width 16."""
-    config = CLIPVisionConfig(
-        hidden_size=WIDTH,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=32,
-        patch_size=8,
-        projection_dim=WIDTH,
-    )
     torch.manual_seed(0)
+    config = CLIPVisionConfig(image_size=32, patch_size=8, **TRANSFORMER)
     return CLIPVisionModelWithProjection(config).eval()
 
 
@@ -163,24 +152,15 @@ def make_image_processor() -> CLIPImageProcessorPil:
 def make_t2i_adapter() -> T2IAdapter:
     """A T2I-Adapter whose features fit `make_unet`."""
     torch.manual_seed(0)
-    return T2IAdapter(
-        in_channels=3,
-        channels=[16, 32, 32],
-        num_res_blocks=1,
-        downscale_factor=2,
-        adapter_type="full_adapter",
-    ).eval()
+    sizes = {"in_channels": 3, "channels": [16, 32, 32], "num_res_blocks": 1, "downscale_factor": 2}
+    return T2IAdapter(**sizes, adapter_type="full_adapter").eval()
 
 
 def make_motion_adapter() -> MotionAdapter:
     """An AnimateDiff motion adapter for `make_unet`."""
     torch.manual_seed(0)
-    return MotionAdapter(
-        block_out_channels=(16, 32, 32),
-        motion_layers_per_block=1,
-        motion_norm_num_groups=4,
-        motion_num_attention_heads=2,
-    ).eval()
+    sizes = {"motion_layers_per_block": 1, "motion_norm_num_groups": 4, "motion_num_attention_heads": 2}
+    return MotionAdapter(block_out_channels=(16, 32, 32), **sizes).eval()
 
 
 def make_scheduler() -> PNDMScheduler:
@@ -201,12 +181,12 @@ PHASES = {
 def watch_phases(handle: Any) -> dict[str, list[str]]:
     """What each patched layer runs, a word for each call, filled as the model runs."""
     seen: dict[str, list[str]] = {name: [] for name in handle.layer_names}
+
+    def note(layer: Any, *_: Any) -> None:
+        seen[layer.name].append(PHASES[type(layer.group.plan).__name__])
+
     for site, layer in zip(handle._layers.attention_layers, handle._layers.processors, strict=True):
-        site.attn.register_forward_pre_hook(
-            may_skip(
-                lambda m, args, layer=layer: seen[layer.name].append(PHASES[type(layer.group.plan).__name__])
-            )
-        )
+        site.attn.register_forward_pre_hook(may_skip(partial(note, layer)))
     return seen
 
 
@@ -235,23 +215,13 @@ def snapshot(unet: Any) -> dict[str, Any]:
         name: (
             getattr(module, "processor", None),
             {k: v for k, v in vars(module).items() if not isinstance(v, dict)}.keys(),
-            [
-                dict(v)
-                for k, v in vars(module).items()
-                if k.endswith("hooks") or k.endswith("hooks_with_kwargs")
-            ],
+            [dict(v) for k, v in vars(module).items() if k.endswith(("hooks", "hooks_with_kwargs"))],
         )
         for name, module in unet.named_modules()
     }
 
 
-def call(
-    unet: Any,
-    t: int = 999,
-    size: tuple[int, int] = (16, 16),
-    batch: int = 2,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
+def call(unet: Any, t: int = 999, size: Any = (16, 16), batch: int = 2, dtype: Any = torch.float32) -> Any:
     """One U-Net forward on seeded input: (batch, 4, *size)."""
     rng = torch.Generator().manual_seed(0)
     latent = torch.randn(batch, 4, *size, generator=rng).to(dtype)
@@ -263,12 +233,6 @@ def call(
 def fingerprint(unet: Any) -> list[Any]:
     """Everything a method may leave on a U-Net, module by module."""
     return [
-        (
-            name,
-            type(module),
-            sorted(module.__dict__),
-            len(module._forward_pre_hooks),
-            len(module._forward_hooks),
-        )
+        (name, type(module), sorted(vars(module)), len(module._forward_pre_hooks), len(module._forward_hooks))
         for name, module in unet.named_modules()
     ]

@@ -1,0 +1,184 @@
+"""What an interruption, an error or a switch in the middle of a run leaves behind.
+
+Oracles: a U-Net that was never patched, and a fresh handle.
+"""
+
+import pytest
+import torch
+from callers import RUN, Caller, Guided, ddim, equal, inputs, letters, outputs
+from recipes import AGENTS_THEN_KEYS, STEP_CACHING
+from tiny import kept, make_small_unet, make_unet, may_skip, snapshot
+
+from agentsd import ByDistance, Recipe, ResidualSharing, StepCache, apply_agentsd, remove_agentsd
+from agentsd.attention import Agents, Downsample, PooledAgents
+from agentsd.recipe import AGENTSD
+
+CACHED = Recipe(steps=StepCache(2))
+RECIPES = {
+    "paper": AGENTSD,
+    "step-caching": STEP_CACHING,
+    "residuals": Recipe(Downsample(), residual=ResidualSharing(2, warmup_steps=1)),
+    "by distance": Recipe(ByDistance((PooledAgents(9), None), (0.9,))),
+}
+OFF = {
+    "enabled": lambda unet, handle: setattr(handle, "enabled", False),
+    "remove": lambda unet, handle: handle.remove(),
+    "remove_agentsd": lambda unet, handle: remove_agentsd(unet),
+    "with": lambda unet, handle: handle.__exit__(None, None, None),
+}
+
+
+def whole(unet):
+    """No block of the model is replaced."""
+    return not any("forward" in vars(module) for module in unet.modules())
+
+
+def plant(unet, where, error):
+    """Raise an error in the next call, at a place in the model."""
+
+    def interrupt(*_):
+        hook.remove()
+        raise error
+
+    hook = unet.get_submodule(where).register_forward_pre_hook(interrupt)
+
+
+@pytest.mark.parametrize(
+    ("name", "off", "error"),
+    [
+        *(("step-caching", off, KeyboardInterrupt) for off in OFF),
+        ("paper", "remove", KeyboardInterrupt),
+        ("residuals", "enabled", RuntimeError),
+        ("by distance", "enabled", KeyboardInterrupt),
+    ],
+)
+def test_off_is_off_after_an_interruption(name, off, error):
+    clean, caller = snapshot(before := make_small_unet()), Caller(12)
+    expected = outputs(before, caller)
+    for at, where in ((1, "conv_in"), (6, "up_blocks.1"), (7, "conv_out")):
+        handle = apply_agentsd(unet := make_small_unet(), recipe=RECIPES[name])
+        with pytest.raises(error):
+            outputs(
+                unet,
+                Caller(12),
+                after=lambda i, at=at, unet=unet, where=where: i == at - 1 and plant(unet, where, error),
+            )
+        OFF[off](unet, handle)
+        assert equal(outputs(unet, caller), expected)
+        if off != "enabled":
+            assert snapshot(unet).keys() == clean.keys()
+            assert whole(unet)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [*((name, KeyboardInterrupt) for name in RECIPES), ("step-caching", RuntimeError)]
+)
+def test_a_run_after_an_interruption_is_a_fresh_handles(name, error):
+    handle = apply_agentsd(unet := make_small_unet(), recipe=RECIPES[name])
+    fresh = apply_agentsd(other := make_small_unet(), recipe=RECIPES[name])
+    caller, again = Caller(12), Caller(12, seed=3)
+    with pytest.raises(error):
+        outputs(unet, caller, after=lambda i: i == 4 and plant(unet, "conv_out", error))
+    handle.reset()
+    again.timesteps = caller.timesteps
+    made = [again(unet, i) for i in range(6, 12)]
+    assert equal(made, [again(other, i) for i in range(6, 12)])
+    assert handle.last_run == fresh.last_run
+
+
+@pytest.mark.parametrize(
+    ("recipe", "place", "error", "at"),
+    [
+        (CACHED, "down_blocks.1", ZeroDivisionError, 3),
+        (CACHED, "up_blocks.0", KeyboardInterrupt, 3),
+        (CACHED, "conv_out", ZeroDivisionError, 2),
+        (CACHED, "conv_out", KeyboardInterrupt, 2),
+        (AGENTS_THEN_KEYS, "mid_block", ZeroDivisionError, 2),
+        (AGENTS_THEN_KEYS, "mid_block", KeyboardInterrupt, 4),
+    ],
+)
+def test_an_exception_in_a_call_leaves_the_next_run_clean(make_pipeline, sample, recipe, place, error, at):
+    """Nobody says that the run is over."""
+    pipe = make_pipeline(scheduler=ddim())
+    handle = apply_agentsd(pipe, recipe=recipe)
+    before, image, calls = snapshot(pipe.unet), sample(pipe, **RUN), []
+
+    def fail(module, args, output):
+        calls.append(None)
+        if len(calls) == at:
+            raise error
+
+    hook = pipe.unet.get_submodule(place).register_forward_hook(may_skip(fail))
+    with pytest.raises(error):
+        sample(pipe, **RUN)
+    hook.remove()
+    if error is ZeroDivisionError:
+        assert snapshot(pipe.unet) == before
+        assert not kept(handle)
+        assert all(layer.block_input is None for layer in handle._layers.processors)
+    assert torch.equal(sample(pipe, **RUN), image)
+    handle.remove()
+    assert whole(pipe.unet)
+
+
+@pytest.mark.parametrize("recipe", [AGENTSD, Recipe(Agents()), Recipe(Downsample())])
+def test_off_is_off_after_a_call_with_gradients(recipe):
+    """In other sizes of the batch, too."""
+    unet, stock = make_unet(), make_unet()
+    handle = apply_agentsd(unet, recipe=recipe)
+    latent, text = inputs()
+    unet(latent, torch.tensor(900), text).sample.square().mean().backward()
+    handle.enabled = False
+    for batch in (2, 4, 1):
+        latent, text = inputs(batch=batch)
+        with torch.no_grad():
+            made, expected = (one(latent, torch.tensor(500), text).sample for one in (unet, stock))
+        assert torch.equal(made, expected)
+
+
+@pytest.mark.parametrize(
+    ("start", "convert"),
+    [
+        ("reset", lambda t: t),
+        ("reset", int),
+        ("set_timesteps", lambda t: t),
+        ("set_timesteps", lambda t: torch.tensor([int(t)])),
+    ],
+)
+def test_a_run_that_was_broken_off_leaves_nothing_to_the_next(start, convert):
+    """Where the caller says so, another image on the same list is a run of its own."""
+    made = []
+    for used in (True, False):
+        before, caller = Guided(20, seed=1), Guided(20)
+        scheduler = caller.scheduler
+        handle = apply_agentsd(caller.pipe(unet := make_unet()), recipe=STEP_CACHING)
+        before.timesteps = [convert(t) for t in scheduler.timesteps]
+        for i in range(9 if used else 0):
+            before(unet, i)
+        if start == "reset":
+            handle.reset()
+        else:
+            scheduler.set_timesteps(20)
+        caller.timesteps = [convert(t) for t in scheduler.timesteps]
+        made.append(([caller(unet, i) for i in range(9, 20)], handle.last_run, handle.summary()))
+    assert equal(made[0][0], made[1][0])
+    assert made[0][1:] == made[1][1:]
+    assert len(made[0][1]) == 11
+
+
+def test_applied_and_removed_in_the_middle_of_a_run(make_pipeline, sample):
+    pipe = make_pipeline(scheduler=ddim())
+    baseline, seen = sample(pipe, **RUN), []
+
+    def step(pipe, i, t, tensors):
+        if i == 1:
+            seen.append(apply_agentsd(pipe, recipe=CACHED))
+        if i == 5:
+            seen[0].remove()
+            assert whole(pipe.unet)
+        return tensors
+
+    image = sample(pipe, **RUN, callback_on_step_end=step)
+    assert letters(seen[0]) == "FfFf"
+    assert not torch.equal(image, baseline)
+    assert torch.equal(sample(pipe, **RUN), baseline)

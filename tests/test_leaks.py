@@ -1,0 +1,192 @@
+"""What a server's many calls leave behind: counted."""
+
+import gc
+import sys
+import tracemalloc
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from callers import Caller, Guided, Host, ddim, inputs
+from logs import logged
+from recipes import AGENTS_THEN_KEYS, STEP_CACHING
+from tiny import call, kept, make_small_unet, make_unet, may_skip, snapshot
+
+from agentsd import Downsample, Recipe, ResidualSharing, StepCache, apply_agentsd
+from agentsd.recipe import AGENTSD
+
+RESIDUALS = Recipe(Downsample(), residual=ResidualSharing(2, warmup_steps=1))
+CACHED = Recipe(steps=StepCache(2))
+
+
+def weight(handle):
+    """How many objects a handle leads to, without the model, and the tensors' bytes among them."""
+    seen, todo, size = set(), [handle._hook], 0
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen or isinstance(thing, torch.nn.Module | type) or callable(thing):
+            continue
+        seen.add(id(thing))
+        size += thing.nbytes if isinstance(thing, torch.Tensor) else 0
+        todo += gc.get_referents(thing)
+    return len(seen), size
+
+
+def instructions(work):
+    """How many calls of functions something takes."""
+    count = 0
+
+    def note(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@torch.no_grad()
+def enter(unet, handle, latent, t, text):
+    """A call's beginning and its end, without the model's own work."""
+    begin, end = handle._hook.begin, handle._hook.end
+    begin(unet, (latent, t, text), {})
+    end(unet, (latent, t, text), (latent,))
+
+
+SERVERS = {
+    "a scheduler a request": lambda number, scheduler: scheduler.timesteps,
+    "one that breaks off": lambda number, scheduler: scheduler.timesteps[: 1 + number % 8],
+    "one timestep, for ever": lambda number, scheduler: [999] * 9,
+    "off the list": lambda number, scheduler: [float(f"{number % 999}.{number % 7 + 1}5")] * 9,
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "server"), [*zip((STEP_CACHING, RESIDUALS, AGENTSD, STEP_CACHING), SERVERS, strict=True)]
+)
+def test_nothing_grows_in_thousands_of_calls(recipe, server):
+    """The model's own work is left out: it leaves nothing but what it hands to the layers."""
+    host, figures = Host(make_small_unet()), []
+    handle = apply_agentsd(host, recipe=recipe)
+    with logged() as messages:
+        for number in range(350):
+            if number % 10 == 0 or server.startswith("a scheduler"):
+                host.scheduler = ddim(9)
+            latent, text = inputs(number % 5)
+            for t in SERVERS[server](number, host.scheduler):
+                enter(host.unet, handle, latent, t, text)
+            if number in (100, 340):
+                gc.collect()
+                again = partial(enter, host.unet, handle, latent, t, text)
+                again()
+                figures.append((*weight(handle), instructions(again)))
+    (objects, size, steps), (later, later_size, later_steps) = figures
+    assert later <= objects + 40
+    assert later_size <= size
+    assert later_steps <= 1.05 * steps + 20
+    assert len(messages) < 8
+
+
+def test_patching_again_and_again_keeps_nothing():
+    unet = make_small_unet()
+    for _ in range(20):
+        apply_agentsd(unet, recipe=AGENTSD)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        first = tracemalloc.get_traced_memory()[0]
+        for _ in range(100):
+            apply_agentsd(unet, recipe=AGENTSD)
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] - first < 30_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("recipe", [CACHED, AGENTS_THEN_KEYS])
+def test_many_runs_leave_no_hook_and_no_tensor(recipe):
+    unet, caller = make_small_unet(), Guided(steps=8, size=(8, 8))
+    before, counts = snapshot(unet), []
+    for i in range(20):
+        if i % 5 == 0:
+            handle = apply_agentsd(unet, recipe=recipe)
+        for j in range(8 if i % 3 else 5):  # a third of them break off
+            caller(unet, j)
+        if i % 5 == 4:
+            handle.remove()
+            assert snapshot(unet) == before
+            gc.collect()
+            counts.append(sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects()))
+    assert len(set(counts[1:])) == 1
+
+
+@pytest.mark.parametrize("recipe", [CACHED, AGENTS_THEN_KEYS])
+def test_no_reference_cycle_holds_the_model(recipe):
+    unet, caller = make_unet(), Guided()
+    handle = apply_agentsd(unet, recipe=recipe)
+    for i in range(4):
+        caller(unet, i)
+    gone = weakref.ref(unet)
+    gc.disable()
+    try:
+        del unet, handle
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_no_tensor_is_kept_between_calls():
+    handle = apply_agentsd(unet := make_unet(), recipe=AGENTS_THEN_KEYS)
+    call(unet)
+    for site, layer in zip(handle._layers.attention_layers, handle._layers.processors, strict=True):
+        assert layer.block_input is None
+        assert layer.group.plan is None
+        assert site.attn.processor is layer.fallback
+
+
+def test_a_run_dies_with_its_scheduler():
+    """Without a word to the handle: when the next run begins."""
+    host, caller = Host(unet := make_unet()), Caller(12)
+    host.scheduler = caller.scheduler
+    apply_agentsd(host, recipe=STEP_CACHING)
+    gone = weakref.ref(caller.text)
+    for i in range(6):
+        caller(unet, i)
+    host.scheduler = (later := Caller(12, seed=1)).scheduler
+    del caller
+    gc.collect()
+    assert gone() is not None
+    later(unet, 0)
+    gc.collect()
+    assert gone() is None
+
+
+def test_states_are_let_go_when_a_run_ends_or_breaks_off(make_pipeline, sample):
+    pipe = make_pipeline(scheduler=ddim())
+    handle = apply_agentsd(pipe, recipe=CACHED)
+    most, sizes = [], []
+
+    def count(*_):
+        most.append(len(kept(handle)))
+        for entry in kept(handle):
+            states = [x for _, features in entry.features._kept for x in features]
+            sizes.append(sum(x.untyped_storage().nbytes() for x in states))
+
+    pipe.unet.register_forward_hook(may_skip(count))
+    sample(pipe, num_inference_steps=10)
+    assert set(most) == {0, 1}
+    assert most[-1] == 0  # at the last timestep
+    # as the docs say: order + 1 states of the finest level for each image and pass, and one for corrections
+    assert max(sizes) == 3 * 2 * 16 * 16 * 16 * 4
+    caller = Guided()
+    pipe.scheduler = caller.scheduler
+    for i in range(3):
+        caller(pipe.unet, i)
+    assert kept(handle)
+    pipe.maybe_free_model_hooks()
+    assert not kept(handle)
+    assert handle._hook.skipped.feature_hook.computed is None
