@@ -32,7 +32,7 @@ from ..images.models import set_scheduler
 from ..images.sampling import Stopwatch
 from ..settings import LatencySettings
 from .settings import GpuSettings
-from .shapes import make_tiny
+from .tiny import make_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = (

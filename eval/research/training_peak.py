@@ -18,7 +18,7 @@ from agentsd.dreambooth.config import DreamBoothConfig
 from agentsd.dreambooth.training import Run
 
 from ..cost.architectures import build
-from .shapes import make_tiny
+from .tiny import make_tiny
 
 STEPS = 3
 
