@@ -18,7 +18,7 @@ RESULTS = ROOT / "eval" / "results"
 FOLDERS = sorted(path.parent for path in RESULTS.glob("*/run.json"))
 LOGS = {"gpu-h200"}
 """Rows and logs of another machine, by the shell commands that README.md names; without a run.json."""
-UNCLEAN = {"benchmark-128-demo", "metric-validation-demo"}
+UNCLEAN = {"metric-validation-demo"}
 """Of checkouts with changes; to be made anew."""
 
 
