@@ -79,7 +79,7 @@ def save_sd21(folder: Path, tokenizer: Any) -> Path:
         "steps_offset": 1,
         "clip_sample": False,
     }
-    parts = _parts(tokenizer, make_unet(**SD15_UNET | linear), DDIMScheduler(**BETAS, **v, clip_sample=False))
+    parts = _parts(tokenizer, make_unet(**SD15_UNET | linear), DDIMScheduler(**BETAS, **v))
     unsafe = {"safety_checker": None, "requires_safety_checker": False}
     return _save(StableDiffusionPipeline(**parts, **unsafe, feature_extractor=make_image_processor()), folder)
 

@@ -58,7 +58,7 @@ def test_a_bad_setting_is_named(name: str, value: Any) -> None:
 
 def test_without_gradio_the_extra_is_named_before_any_work() -> None:
     code = (
-        "import sys; sys.modules['gradio'] = None; sys.argv = ['agentsd-eval', 'app', '--model', 'nowhere']\n"
+        "import sys; sys.modules['gradio'] = None; sys.argv = ['agentsd-eval', 'app']\n"
         "from agentsd_eval.cli import main; main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

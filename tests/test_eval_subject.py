@@ -226,7 +226,7 @@ def test_images_are_judged_by_views_and_references(make_pipeline: Any, tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--subject", "no/such"), "subject: no/such is not a folder"),
+        (("--subject", "no/such"), "--subject = no/such: Path does not point to a directory"),
         (("--subject", "ONE"), "holds 1 image; 2 views or more can be compared"),
         (("--images", "1"), "--images = 1: Input should be greater than or equal to 2"),
         (("--learning-rate", "0"), "--learning-rate = 0: Input should be greater than 0"),
