@@ -46,8 +46,8 @@ def _found(name: str) -> str:
     return name
 
 
-DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")))
-"""Of CUDA devices on Linux: NVIDIA's, AMD's, and that of Windows for its Linux."""
+DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")))
+"""Of CUDA devices on Linux: NVIDIA's and its Jetson's, AMD's, and that of Windows for its Linux."""
 
 
 def _there(name: str) -> str:

@@ -1,7 +1,7 @@
 import io
 
 import numpy as np
-from agentsd_eval.pages.plots import frontier, has_frontier, plot_bytes
+from agentsd_eval.pages.plots import fid_over_time, frontier, has_frontier, plot_bytes
 from PIL import Image
 
 
@@ -49,3 +49,14 @@ def test_each_samplers_fewer_steps_are_a_line_of_their_own():
     assert lines["fewer steps"] == [0.2, 0.1]
     assert lines["fewer steps, b"] == [0.15, 0.08]
     assert [text.get_text() for text in axes.texts] == ["12", "all", "12", "all"]
+
+
+def test_the_papers_figure_joins_a_methods_ratios():
+    rows = [("baseline", None, 9.0, 5.0), ("agentsd", 0.4, 4.0, 7.0), ("agentsd", 0.1, 6.0, 6.0)]
+    rows = [dict(zip(("method", "ratio", "seconds", "fd"), row, strict=True)) for row in rows]
+    rows.append({"method": "real/real", "ratio": None, "fd": 2.0})  # takes no time
+    axes = fid_over_time(rows, "", "FID").axes[0]
+    lines = {one.get_label(): one.lines[0].get_xydata().tolist() for one in axes.containers}
+    assert lines == {"baseline": [[9, 5]], "agentsd": [[6, 6], [4, 7]]}
+    assert [text.get_text() for text in axes.texts] == ["", "0.1", "0.4"]
+    assert axes.get_ylabel() == "FID"

@@ -8,7 +8,9 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
+from agentsd_eval.pages.rows import distance_name
 from agentsd_eval.quality import metrics
+from agentsd_eval.quality.features import frechet_features
 from agentsd_eval.studies.fid import frechet_distance
 from torchmetrics.image.kid import KernelInceptionDistance
 
@@ -170,3 +172,18 @@ def test_paired_bootstrap_error_matches_the_spread_over_fresh_seeds() -> None:
     spread = np.std([a.distance(everyone) - b.distance(everyone) for a, b in pairs])
     errors = [metrics.frechet_difference_error(a, b) for a, b in pairs[:10]]
     assert np.mean(errors) == pytest.approx(spread, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("network", "scenes", "size", "name"),
+    [
+        ("efficientnet-lite0", True, 48, "FD (efficientnet-lite0, 48 components)"),
+        ("efficientnet-lite0", False, 1280, "FD (efficientnet-lite0)"),
+        ("inception", False, 1280, "FID"),
+    ],
+)
+def test_the_basis_made_for_scenes_is_for_scenes_alone(
+    network: str, scenes: bool, size: int, name: str
+) -> None:
+    assert frechet_features(np.ones((3, 1280)), network, scenes).shape == (3, size)
+    assert distance_name(network, scenes) == name
