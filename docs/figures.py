@@ -50,7 +50,8 @@ def _gain(by: str, interval: bool) -> Callable[[Row, Rows], str]:
         if name not in row:
             return ""
         sign = {"more": "> ", "less": "< "}.get(row[f"{name}_beyond"] or "", "")
-        bounds = f" ({row[f'{name}_low']:.2f}-{row[f'{name}_high']:.2f})" if interval else ""
+        low, high = (f"{row[f'{name}_{end}']:.2f}" for end in ("low", "high"))
+        bounds = f" ({low}-{high})" if interval and low != high else ""  # a bound has none
         return f"{sign}{row[name]:.2f}{bounds}"
 
     return gain

@@ -213,6 +213,8 @@ class CompareSettings(ShowSettings):
     ratio: OneRatio = 0.4
     images: int = Field(6, ge=1)
     """How many prompts, where none is given."""
+    differences: bool = False
+    """Draw below each row where it differs from the baseline."""
     out: Path = Path("outputs/compare.png")
     """The PNG to write."""
 

@@ -18,6 +18,7 @@ from agentsd_eval.cost.latency import Case, measure, methods_of
 from agentsd_eval.quality.encoders import ClipScore
 from agentsd_eval.quality.features import features_of, load_network
 from agentsd_eval.settings import LatencySettings
+from agentsd_eval.studies.compare import with_differences
 from click.testing import CliRunner
 from diffusers import UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
@@ -41,14 +42,25 @@ def test_compare(model_folder: str, tmp_path: Path) -> None:
     out = tmp_path / "new" / "grid.png"
     printed = invoke(
         "compare", "--model", model_folder, "--prompt", "a cat", "--prompt", "a dog", "--steps", 8,
-        "--ratio", 0.5, "--out", out,
+        "--ratio", 0.5, "--differences", "--out", out,
     )  # fmt: skip
     for method in ("baseline", "baseline@4/", "tomesd r=0.5", "agentsd r=0.5"):
         assert method in printed
     assert "fast, each call: FFFfFfFf (8 calls: 5 computed; 3 cached; 2 corrected)" in printed
     with Image.open(out) as image:
         assert image.size[0] > 2 * 160
-        assert image.size[1] > 3 * 160
+        assert image.size[1] > 9 * 160  # five rows of images, four of differences
+        assert image.size[1] < 10 * 168 + 60
+
+
+def test_a_difference_is_drawn_four_times_as_strong() -> None:
+    baseline = Image.new("RGB", (2, 1), (100, 100, 100))
+    image = Image.new("RGB", (2, 1), (100, 100, 100))
+    image.putpixel((1, 0), (90, 103, 255))
+    [[same], [other], [drawn]], labels = with_differences([[baseline], [image]], ["baseline", "fast"])
+    assert (same, other) == (baseline, image)
+    assert [drawn.getpixel((x, 0)) for x in (0, 1)] == [(255, 255, 255), (215, 243, 0)]
+    assert labels[:2] == ["baseline", "fast"]
 
 
 def test_an_error_stands_alone(tmp_path: Path) -> None:

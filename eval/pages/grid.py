@@ -4,11 +4,13 @@ import textwrap
 from collections.abc import Sequence
 from math import ceil
 
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL import Image, ImageChops, ImageDraw, ImageFont, ImageOps
 
 _GAP = 8
 _FONT_SIZE = 15
 _INK = (30, 30, 30)
+STRONGER = 4
+"""How many times as strong a difference is drawn."""
 
 
 def draw_grid(
@@ -38,6 +40,11 @@ def draw_grid(
             small = ImageOps.contain(image, (tile, tile), Image.Resampling.BICUBIC)
             grid.paste(small, (left + j * step, y))
     return grid
+
+
+def difference(image: Image.Image, baseline: Image.Image) -> Image.Image:
+    """Return where an image differs from the baseline's: white where not, `STRONGER` times as dark where."""
+    return ImageChops.difference(image, baseline).point(lambda value: max(0, 255 - STRONGER * value))
 
 
 def _wrap(label: str, tile: int) -> str:

@@ -1,4 +1,4 @@
-"""Same-seed images of several methods side by side (Fig. 6), with their times and differences."""
+"""Same-seed images of several methods side by side (Fig. 6); their times and differences are printed."""
 
 import math
 import statistics
@@ -15,7 +15,7 @@ from ..images.methods import Method, check_schedulers, expand, fewer
 from ..images.models import load_pipeline
 from ..images.prompts import ImageSpec, note_unknown_words, specs_to_show
 from ..images.sampling import Seconds, sample, warm_up
-from ..pages.grid import draw_grid
+from ..pages.grid import STRONGER, difference, draw_grid
 from ..pages.rows import Column, Row, figure, progress, to_terminal
 from ..quality import fidelity
 from ..settings import CompareSettings
@@ -32,8 +32,10 @@ def command(settings: CompareSettings, console: Console) -> None:
     with progress(console) as bars:
         task = bars.add_task("images", total=len(methods) * (len(specs) + 1))
         images, rows = compare(pipe, methods, specs, settings, lambda: bars.advance(task))
-    labels = [f"{row['label']}\n{row['seconds']:.2f} s/image\n{row['speedup']:.2f}x" for row in rows]
+    labels = [title_of(method, settings) for method in methods]
     seeds = [f"{spec.prompt}\nseed {spec.seed}" for spec in specs]
+    if settings.differences:
+        images, labels = with_differences(images, labels)
     save_image(draw_grid(images, labels, seeds), settings.out)
     device = pipe.unet.device
     run = f"{settings.model}, {settings.steps} steps ({settings.scheduler})"
@@ -95,6 +97,26 @@ def compare(
             }
         )
     return list(images.values()), rows
+
+
+def title_of(method: Method, settings: CompareSettings) -> str:
+    """Return what stands beside a row of images; the times, which are this machine's, are printed."""
+    if method.parts:
+        return method.label
+    kind = "baseline" if method.is_baseline else "plain"
+    sampler = (method.scheduler or settings.scheduler).removesuffix("karras")
+    return f"{kind},\n{method.steps or settings.steps} steps, {sampler}"
+
+
+def with_differences(
+    images: list[list[Image.Image]], labels: list[str]
+) -> tuple[list[list[Image.Image]], list[str]]:
+    """Return the rows and their labels with a row below each but the first: where it differs from that."""
+    shown, names = [images[0]], [labels[0]]
+    for row, label in zip(images[1:], labels[1:], strict=True):
+        shown += [row, list(map(difference, row, images[0]))]
+        names += [label, f"difference to\nthe baseline, x {STRONGER}"]
+    return shown, names
 
 
 def columns_of(clock: str) -> list[Column]:
