@@ -1,4 +1,5 @@
-"""Writes the figures of README and docs from the results they are of: `python docs/figures.py`.
+"""Writes the figures of README and docs from the results they are of: `python docs/figures.py`. Behind it may
+stand the folder of README's run with its images: then README's images are drawn from them anew.
 
 A figure stands between `<!--=ROW KIND-->` and `<!--=-->`, a table between `<!--=table NAME-->` and that, and
 a link to a run's rows between `<!--=link RUN-->` and that. `<!-- figures of RUN -->` names the run whose rows
@@ -9,10 +10,12 @@ tests/test_readme.py fails where a page or the plot differs from the results.
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import os
 import re
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -27,6 +30,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 PLOT = ROOT / "docs/images/fewer_steps.png"
+IMAGES = ROOT / "docs/images/same_seeds.webp"
 _RUN = re.compile(r"<!-- figures of (\S+) -->")
 _MARKED = re.compile(r"(<!--=([^>]+?) ([\w-]+?)-->)(.*?)(<!--=-->)", re.S)
 
@@ -291,7 +295,32 @@ def draw(shown: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=130, metadata={"Description": description, "Software": None})
 
 
+def draw_images(folder: Path) -> None:
+    """Write README's images, of a few seeds of its run: below each row but the first, where it differs from that."""
+    from agentsd_eval.pages.grid import difference, draw_grid
+    from PIL import Image
+
+    shown = _CONTENT["images"]
+    prompts = {
+        int(row["seed"]): row["prompt"] for row in csv.DictReader((folder / "table-images.csv").open())
+    }
+
+    def images(key: str) -> list[Any]:
+        return [Image.open(folder / "images" / key / f"{seed:05d}.png") for seed in shown["seeds"]]
+
+    rows = {name: images(key) for name, key in shown["rows"].items()}
+    first = next(iter(rows.values()))
+    grid, labels = [first], [next(iter(rows))]
+    for name, row in list(rows.items())[1:]:
+        grid += [row, list(map(difference, row, first))]
+        labels += [name, "difference, x 4"]
+    heads = [prompts[seed] for seed in shown["seeds"]]
+    draw_grid(grid, labels, heads, tile=112).save(IMAGES, quality=85, method=6)
+
+
 if __name__ == "__main__":
+    for folder in sys.argv[1:]:
+        draw_images(Path(folder))
     for page in PAGES:
         before = page.read_text(encoding="utf-8")
         if (after := written(before, page)) != before:

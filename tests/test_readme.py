@@ -52,6 +52,22 @@ def test_every_row_of_the_tables_is_one_that_some_run_has() -> None:
     assert not wanted - found
 
 
+def test_one_workload_has_one_number_of_seconds() -> None:
+    """Two machines' seconds of the same images on two pages would look like a contradiction."""
+    timed = {
+        table["run"]
+        for table in FIGURES["TABLES"].values()
+        if {"seconds", "cpu_seconds 512"} & set(table["columns"].values())
+    }
+    workloads = []
+    for run in timed:
+        made = json.loads((FIGURES["folder_of"](run) / "run.json").read_text(encoding="utf-8")).get(
+            "images", {}
+        )
+        workloads.append(tuple(made.get(name) for name in ("model", "height", "width", "steps")))
+    assert len(workloads) == len(set(workloads)) >= 3
+
+
 def test_the_plot_shows_the_results() -> None:
     with Image.open(FIGURES["PLOT"]) as image:
         shown = json.loads(image.text["Description"])
