@@ -296,7 +296,7 @@ def draw(shown: dict[str, Any], path: Path) -> None:
 
 
 def draw_images(folder: Path) -> None:
-    """Write README's images, of a few seeds of its run: below each row but the first, where it differs from that."""
+    """Write README's images, seeds of its run; below each row but the first, where it differs from that."""
     from agentsd_eval.pages.grid import difference, draw_grid
     from PIL import Image
 
