@@ -13,7 +13,7 @@ from .settings import CommandSettings
 
 GROUPS = {
     "Arguments": "folder first second",
-    "Model": "model dtype device arch backend backends compile",
+    "Model": "model dtype device arch backend compile",
     "Sampling": "prompt prompts classes scheduler steps guidance_scale height width sizes "
     "seed images batch_size batches",
     "Methods": "methods ratio ratios fewer_steps samplers calibrated recipe",

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Backend = Literal["sdpa", "unfused"]
 Scheduler = Literal["model", Sampler]
 FeatureName = Literal["efficientnet-lite0", "inception"]
-Scope = Literal["forward", "pipeline", "training"]
+Scope = Literal["forward", "pipeline"]
 Ratio = Annotated[float, Field(ge=0, le=0.75)]
 DType = Literal["float32", "float16", "bfloat16"]
 OneRatio = Annotated[Ratio, Field(description="Share of the tokens that is merged.")]
@@ -253,16 +253,13 @@ class CostSettings(Settings):
 class LatencySettings(CostSettings):
     """Measure cost alone: seconds, MACs and, on a GPU, memory; the methods take turns."""
 
-    hidden: ClassVar[tuple[str, ...]] = ("named", "backend", "count")
+    hidden: ClassVar[tuple[str, ...]] = ("named", "count")
     fewer_steps: FewerSteps = (0.8, 0.6, 0.4)
-    backends: tuple[Backend, ...] = ("sdpa",)
-    """Attention of the baseline and of layers left alone. Each method is measured under each."""
     batches: tuple[Annotated[int, Field(ge=1)], ...] = (1,)
     """Images at once."""
     scopes: tuple[Scope, ...] = ("forward", "pipeline")
-    """What is timed: forward, pipeline, training. forward is one guided U-Net call in the early and in the
-    later phase, pipeline a whole run, training a forward and backward pass at an early timestep, without
-    guidance and optimizer."""
+    """What is timed: forward, pipeline. forward is one guided U-Net call in the early and in the later phase,
+    pipeline a whole run."""
     compile: bool = False
     """Compile the U-Net under every method, baseline too."""
     count: bool = True

@@ -79,7 +79,7 @@ def command(settings: ComputedSettings, console: Console) -> None:
 def _rows() -> Iterator[Row]:
     for case, config, size in CASES:
         for name, backend in METHODS:
-            method = parse_method(name, 0.4, Settings(), backend)
+            method = parse_method(name, 0.4, Settings(backend=backend))
             one, two = (sampling(method, size, images, config) for images in (1, 2))
             both = [max(run["denoising"], run["decoding"]) for run in (one, two)]
             yield {

@@ -28,6 +28,7 @@ from ..cost import latency
 from ..cost.memory import pipeline_memory
 from ..environment import describe_environment
 from ..errors import EvalError
+from ..images.methods import Method, parse_method
 from ..images.models import set_scheduler
 from ..images.sampling import Stopwatch
 from ..settings import LatencySettings
@@ -88,18 +89,19 @@ class Campaign:
         self.stage("runs, large", 40, self.measured, sizes=[self.large], **runs)
         self.stage("runs, small", 35, self.measured, sizes=[self.small], **runs)
         self.stage("table10", 25, self.table10)
-        self.stage(
-            "calls",
-            20,
-            self.measured,
-            arch="sd15",
-            scopes=["forward"],
-            sizes=[self.small, self.large],
-            batches=[1, 4] if self.on_gpu else [1],
-            backends=["sdpa", "unfused"],
-            methods=calls,
-            count=False,
-        )
+        for backend in ("sdpa", "unfused"):
+            self.stage(
+                "calls",
+                10,
+                self.measured,
+                arch="sd15",
+                scopes=["forward"],
+                sizes=[self.small, self.large],
+                batches=[1, 4] if self.on_gpu else [1],
+                backend=backend,
+                methods=calls,
+                count=False,
+            )
         self.stage("decoder", 5, self.decoder)
         self.stage("memory", 15, self.memory, "sd15", self.small, modes, ("unfused", "sdpa"))
         self.stage("kernels", 15, self.kernels, ("baseline", "agentsd", "tomesd", "todo"))
@@ -265,9 +267,9 @@ class Campaign:
             return 0.05
         return watch.seconds.wall
 
-    def method(self, name: str, settings: LatencySettings, backend: Any = "sdpa") -> latency.Method:
+    def method(self, name: str, settings: LatencySettings, backend: str = "sdpa") -> Method:
         """A method of the evaluation's, at the paper's usual ratio."""
-        return latency.parse_method(name, 0.4, settings, backend)
+        return parse_method(name, 0.4, settings.model_copy(update={"backend": backend}))
 
     def ceilings(self, stage: str) -> None:
         """What this card gives at most: matrix products and copies."""
@@ -292,7 +294,7 @@ class Campaign:
                 scopes=["forward"],
                 sizes=[self.small],
                 batches=[8 if self.on_gpu else 1],
-                backends=["unfused"],
+                backend="unfused",
                 methods=["tomesd", "agentsd"],
                 ratio=ratio,
                 count=False,
@@ -322,7 +324,7 @@ class Campaign:
             for name in names:
                 method = self.method(name, settings, backend)
 
-                def call(count: int, method: latency.Method = method) -> None:
+                def call(count: int, method: Method = method) -> None:
                     case = latency.Case("pipeline", size, count)
                     with torch.no_grad(), latency.applied(method, pipe, case, settings) as run:
                         run()

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from agentsd.plan import FULL, OPERATOR, plan_run
 from agentsd.recipe import MODES, Phases, stages_of
 
 from ..cost.architectures import normal
-from ..cost.latency import Case, baseline_of, forward_call, load, row_of, speedup_of
+from ..cost.latency import Case, forward_call, load, row_of, speedup_of
 from ..environment import describe_run
 from ..errors import EvalError
 from ..files import check_writable
@@ -50,8 +51,7 @@ def command(settings: PricedSettings, console: Console) -> None:
             seconds = {method: [of[i] for of in rounds] for i, method in enumerate(methods)}
             for method in methods:
                 row = row_of(method, case, settings.repeats, seconds[method])
-                baseline = baseline_of(methods, method.backend)
-                rows.append(row | speedup_of("speedup", seconds, baseline, method, device))
+                rows.append(row | speedup_of(seconds, method, device))
             write_rows(settings.out, "latency", rows, [columns_of(rows, run["clock"])], run)
     console.print(to_terminal("priced", rows, columns_of(rows, run["clock"])))
 
@@ -79,7 +79,8 @@ def recipe_of(method: Method) -> Recipe | None:
     if method.interval is not None and len(method.parts) == 1:
         return Recipe(steps=StepCache(interval=method.interval, extrapolation_order=0, correct=False))
     mode = next((MODES[part] for part in method.parts if part in MODES), None)
-    recipe = method.recipe or mode
+    own = Recipe.load(method.recipe) if isinstance(method.recipe, Path) else method.recipe
+    recipe = own or mode
     if method.parts and (recipe is None or len(method.parts) > 1):
         raise EvalError(
             f"{method.label}: a run is priced for the baseline, DeepCache and recipes; "
