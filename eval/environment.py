@@ -16,21 +16,12 @@ _PACKAGES = ("agentsd", "torch", "diffusers", "transformers", "tomesd", "DeepCac
 
 
 def describe_run(settings: CommandSettings, device: torch.device) -> dict[str, Any]:
-    """Return the environment, and beside it the command and its settings."""
+    """Return the environment, and beside it the command (of a call from Python the settings) and settings."""
     return {
-        "command": command_of(settings),
+        "command": settings._command or repr(settings),
         **describe_environment(device),
         "settings": settings.model_dump(mode="json", exclude={"out"}),
     }
-
-
-def command_of(settings: CommandSettings) -> str:
-    """Return the command that the settings came from; for a call from Python the settings themselves."""
-    if not settings._command:
-        return repr(settings)
-    if (processes := os.environ.get("WORLD_SIZE", "1")) == "1":
-        return settings._command
-    return settings._command.replace("python", f"accelerate launch --num_processes {processes}", 1)
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:

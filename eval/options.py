@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import click
 
-from .settings import CommandSettings
+from .settings import CommandSettings, Settings
 
 GROUPS = {
     "Arguments": "folder first second",
@@ -32,6 +32,11 @@ class SettingsCommand(click.Command):
         super().__init__(name, params=parameters_of(kind), help=about, short_help=short, **attributes)
         self.kind = kind
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Keep the words as they were typed, for a run's file."""
+        ctx.meta["words"] = list(args)
+        return super().parse_args(ctx, args)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options in their groups."""
         groups: dict[str, list[tuple[str, str]]] = {name: [] for name in GROUPS}
@@ -53,7 +58,7 @@ class SettingsCommand(click.Command):
 def parameters_of(kind: type[CommandSettings]) -> list[click.Parameter]:
     """Return an argument or option for each setting; its value stays text, which the settings check."""
     parameters: list[click.Parameter] = []
-    if kind.has_config:
+    if issubclass(kind, Settings):
         about = "A preset (agentsd-eval --list-configs) or a YAML file."
         parameters.append(click.Option(["--config"], metavar="NAME|FILE", help=about))
     for key, field in kind.model_fields.items():

@@ -41,8 +41,6 @@ def load_settings(
     """
     path = find_config(config) if config is not None else None
     values = _read_config(path) if path else {}
-    if unused := [key for key in getattr(kind, "unused", ()) if key in values]:
-        raise EvalError(f"{path}: {unused[0]}: this command has rows of its own; leave it out")
     given = {key: value for key, value in overrides.items() if value is not None}
     try:
         return kind.model_validate({**values, **given})

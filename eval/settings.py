@@ -100,21 +100,16 @@ class CommandSettings(BaseModel):
     _command: str = PrivateAttr("")
     hidden: ClassVar[tuple[str, ...]] = ("named",)
     """Settings without an option; YAML may hold them."""
-    unused: ClassVar[tuple[str, ...]] = ()
-    """Settings of the class above that the command refuses in YAML."""
-    has_config: ClassVar[bool] = False
-    """Whether a preset or a YAML file may set it up."""
     resumes: ClassVar[bool] = False
     """Whether the command goes on where it was stopped."""
 
 
 class Settings(CommandSettings):
-    """What every command shares: a model and how it samples.
+    """What every command shares that a preset or a YAML file may set up: a model and how it samples.
 
     The defaults are those of all figures that are shown; presets of the paper's tables say theirs.
     """
 
-    has_config: ClassVar[bool] = True
     model: Model = "demo"
     """demo (the toy model), a folder, or a hub id."""
     dtype: DType = "float32"
@@ -320,10 +315,19 @@ class ReportSettings(CommandSettings):
     """How many seeds' images are shown."""
 
 
-class RunSettings(SamplingSettings):
-    """Make images with each method and ratio, and a row of quality and cost for each (Table 10)."""
+class FolderSettings(SamplingSettings):
+    """What the commands share that keep a run's images in a folder, and go on with it."""
 
     resumes: ClassVar[bool] = True
+    batch_size: int = Field(8, ge=1)
+    """Images made at once. A run may go on with another number."""
+    out: Path = Path("runs/default")
+    """The run's folder. The same folder resumes it."""
+
+
+class RunSettings(FolderSettings):
+    """Make images with each method and ratio, and a row of quality and cost for each (Table 10)."""
+
     methods: Methods = ("fast", "fast/unipckarras", "agentsd", "tomesd", "todo", "deepcache-2")
     fewer_steps: FewerSteps = (0.8, 0.68, 0.56, 0.48, 0.4)
     samplers: PlainSamplers = ("unipckarras",)
@@ -333,8 +337,6 @@ class RunSettings(SamplingSettings):
     """Images for each row."""
     limit: int | None = Field(None, ge=2)
     """A trial on so many images a row, in OUT-limit-N. It takes as many real images."""
-    batch_size: int = Field(8, ge=1)
-    """Images made at once. A run may go on with another number."""
     prompts: FilePath | None = None
     """A text file, a prompt a line. Without one, the toy model's captions are taken."""
     classes: FilePath | None = None
@@ -348,13 +350,6 @@ class RunSettings(SamplingSettings):
     """Network of FD and KID; inception is that of real FID."""
     clip: Model | None = None
     """A CLIP model (folder or hub id) for the CLIP score."""
-    out: Path = Path("runs/default")
-    """The run's folder. The same folder resumes it."""
-
-    @property
-    def most_references(self) -> int | None:
-        """How many real images a trial takes; None is all of them."""
-        return None if self.limit is None else max(self.limit, 8)
 
     @model_validator(mode="before")
     @classmethod
@@ -376,11 +371,8 @@ class CheckSettings(RunSettings):
     calibrated: tuple[Path, ...] = ()
     """Recipes' files that `calibrate` wrote."""
     images: int = Field(32, ge=2)
-    """Images for each row."""
     batch_size: int = Field(4, ge=1)
-    """Images made at once."""
     out: Path = Path("runs/check")
-    """The run's folder. The same folder resumes it."""
 
     @field_validator("calibrated")
     @classmethod
@@ -395,10 +387,10 @@ class CheckSettings(RunSettings):
         return calibrated
 
 
-class SubjectSettings(SamplingSettings):
+class SubjectSettings(FolderSettings):
     """Teach the model a subject with and without agent attention, and compare how it draws it (Fig. 8)."""
 
-    resumes: ClassVar[bool] = True
+    batch_size: int = Field(1, ge=1)
     scheduler: SchedulerName = "ddim"
     steps: Steps = 20
     ratio: OneRatio = 0.4
@@ -430,7 +422,6 @@ class SubjectSettings(SamplingSettings):
     dino: Model | None = None
     """A DINO model (folder or hub id) for the DINO score."""
     out: Path = Path("runs/subject")
-    """The run's folder. The same folder resumes it."""
 
     @model_validator(mode="after")
     def _own_subject(self) -> SubjectSettings:

@@ -98,13 +98,6 @@ def test_a_setting_has_one_name(tmp_path: Path) -> None:
     )
 
 
-def test_rows_that_a_command_has_no_use_for_are_refused(tmp_path: Path) -> None:
-    path = write(tmp_path, "methods: [tomesd]\n")
-    with pytest.raises(EvalError, match=r"run.yaml: methods: this command has rows of its own"):
-        load_settings(ValidationSettings, path, {})
-    assert load_settings(RunSettings, path, {}).methods == ("tomesd",)
-
-
 def test_a_presets_base_is_read_first_and_its_files_are_found(tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
     (tmp_path / "below" / "classes.txt").write_text("kite\n")

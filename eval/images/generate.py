@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image
 
-from ..settings import RunSettings
+from ..settings import FolderSettings, RunSettings
 from .digest import weights_digest
 from .methods import Method
 from .prompts import ImageSpec
@@ -49,7 +49,7 @@ def fingerprint(pipe: Any, specs: Sequence[ImageSpec], settings: RunSettings) ->
     }
 
 
-def batches_of(specs: Sequence[ImageSpec], settings: RunSettings) -> list[Sequence[ImageSpec]]:
+def batches_of(specs: Sequence[ImageSpec], settings: FolderSettings) -> list[Sequence[ImageSpec]]:
     """Return the images in batches that are the same in every run, whoever makes them and when.
 
     An image's last bits depend on its batch's size (and, under tomesd, its merging on the batch), so a
@@ -64,7 +64,7 @@ def generate(
     store: Store,
     methods: Sequence[Method],
     specs: Sequence[ImageSpec],
-    settings: RunSettings,
+    settings: FolderSettings,
     share: Share,
     report: Callable[[int], None],
 ) -> None:

@@ -2,30 +2,27 @@
 
 from collections.abc import Sequence
 
-from .rows import Column, Row, figure, giga, method_text
+from .rows import Column, Row, figure, filled, giga, method_text
 
 
-def columns_of(rows: Sequence[Row], clock: str) -> list[Column]:
-    """Return the columns of a table; `clock` ("wall" or "CPU") is what its speed-ups are computed from.
+def tables_of(rows: Sequence[Row], clock: str) -> dict[str, list[Column]]:
+    """Return the columns of the table by its title; `clock` is what its speed-ups are computed from.
 
-    The case stands in columns where there are several; without a GPU there is no memory column.
+    Without a GPU there is no column of memory.
     """
-    columns = [Column("method", method_text), Column("attention", figure("backend", ""))]
-    if len({(row["scope"], row["size"], row["batch"]) for row in rows}) > 1:
-        columns += [
-            Column("scope", figure("scope", "")),
-            Column("px", figure("size", "d")),
-            Column("batch", figure("batch", "d")),
-        ]
-    columns += [
+    columns = [
+        Column("method", method_text),
+        Column("attention", figure("backend", "")),
+        Column("scope", figure("scope", "")),
+        Column("px", figure("size", "d")),
+        Column("batch", figure("batch", "d")),
         Column("s", figure("seconds", ".3f", "out of memory")),
         Column("CPU s", figure("cpu_seconds", ".3f")),
         Column(f"speed-up ({clock} time)", _speedup_text),
         Column("GMACs", giga("macs")),
+        Column("GB/image", figure("memory_per_image", ".2f")),
     ]
-    if any(row.get("memory_per_image") is not None for row in rows):
-        columns.append(Column("GB/image", figure("memory_per_image", ".2f")))
-    return columns
+    return {"cost alone": filled(rows, columns)}
 
 
 def _speedup_text(row: Row) -> str:

@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,17 +66,22 @@ def distance_name(features: str | None, scenes: bool = True) -> str:
 
 
 def write_rows(
-    folder: Path, name: str, rows: Sequence[Row], tables: Sequence[Sequence[Column]], run: Row, note: str = ""
+    folder: Path,
+    name: str,
+    rows: Sequence[Row],
+    tables: Mapping[str, Sequence[Column]],
+    run: Row,
+    note: str = "",
 ) -> None:
     """Write `name`.jsonl, `name`.csv and `name`.md, and `run` to run.json; each is whole or not there.
 
-    `tables` are the columns of each table of the Markdown file, and `note` what stands below them.
+    `tables` are the columns of each table by its title, and `note` what stands below them.
     """
     run_file.update(folder, results={name: run})
     lines = [json.dumps(_json_values(row), ensure_ascii=False) for row in rows]
     write_bytes(folder / f"{name}.jsonl", ("\n".join(lines) + "\n").encode())
     write_csv(folder / f"{name}.csv", rows)
-    parts = [to_markdown(rows, columns) for columns in tables]
+    parts = [to_markdown(rows, columns) for columns in tables.values()]
     parts += [f"{note}\n"] if note else []
     parts.append(f"`{run['command']}`\n")
     write_bytes(folder / f"{name}.md", "\n".join(parts).encode())
@@ -108,6 +113,11 @@ def to_csv(rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
+def filled(rows: Sequence[Row], columns: Sequence[Column]) -> list[Column]:
+    """Return the columns in which a row has a figure."""
+    return [column for column in columns if any(column.text(row) != "-" for row in rows)]
+
+
 def cells(rows: Sequence[Row], columns: Sequence[Column]) -> list[list[str]]:
     """Return the text of each cell; rows without a figure are left out."""
     lines = [[column.text(row) for column in columns] for row in rows]
@@ -129,6 +139,17 @@ def _escaped(cell: str) -> str:
 def to_terminal(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> Table:
     """Return a table to print."""
     return make_table(title, [column.title for column in columns], cells(rows, columns))
+
+
+def show(
+    console: Console, rows: Sequence[Row], tables: Mapping[str, Sequence[Column]], note: str, folder: Path
+) -> None:
+    """Print a run's tables, what stands below them, and where its files are."""
+    for title, columns in tables.items():
+        console.print(to_terminal(title, rows, columns))
+    if note:
+        console.print(note)
+    console.print(f"figures: {folder}", soft_wrap=True)
 
 
 def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 from ..images.prompts import ImageSpec
 from ..settings import RunSettings
 from . import fidelity, metrics
 from .encoders import ClipScore
-from .features import Network, features_of, frechet_features, load_network
+from .features import Network, Sources, features_of, frechet_features, load_network, open_image, user_cache
 from .perceptual import PerceptualFeatures, StageFeatures
 from .real import Real
 from .summary import summary_of
@@ -22,22 +21,6 @@ from .summary import summary_of
 _SPLITS = 5
 _FEWEST = 3  # images that a KID without one of them needs
 Row = dict[str, Any]
-
-
-class Files(Sequence[Image.Image]):
-    """Images on disk, each opened when it is read: 2,000 at 512 px would take 1.6 GB."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self.paths = paths
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: Any) -> Any:
-        """Return an image, or images, RGB."""
-        if isinstance(index, slice):
-            return [Image.open(path).convert("RGB") for path in self.paths[index]]
-        return Image.open(self.paths[index]).convert("RGB")
 
 
 @dataclass(frozen=True)
@@ -57,10 +40,6 @@ class Metrics:
     clip: ClipScore | None
     scenes: bool
     cache: Path
-
-    def features(self, images: Sequence[Image.Image] | Sequence[Path]) -> np.ndarray:
-        """Return features (N, D)."""
-        return features_of(self.network, images, self.cache)
 
     def projected(self, features: np.ndarray) -> np.ndarray:
         """Return what a FD is of."""
@@ -89,20 +68,20 @@ class RealFeatures:
 
 def read_real(real: Real, by: Metrics, report: Callable[[int], Any]) -> RealFeatures:
     """Return the features of real images. `report` is called with the number of images done."""
-    features = features_of(by.network, real.images, real.cache, real.crop, report)
+    features = features_of(by.network, real.images, user_cache() / "features", real.crop, report)
     return RealFeatures(features, metrics.fit(by.projected(features)), metrics.KernelSet(features))
 
 
 class Shown:
-    """The images of one row: their key, features (N, D) and perceptual features, each computed once."""
+    """The images of one row, or their files: their key, and features that are computed once."""
 
-    def __init__(self, key: str, images: Sequence[Image.Image], by: Metrics) -> None:
+    def __init__(self, key: str, images: Sources, by: Metrics) -> None:
         self.key, self.images, self._by = key, images, by
 
     @cached_property
     def features(self) -> np.ndarray:
         """Features (N, D) of the network of FD and KID."""
-        return self._by.features(self.images.paths if isinstance(self.images, Files) else self.images)
+        return features_of(self._by.network, self.images, self._by.cache)
 
     @cached_property
     def perceptual(self) -> PerceptualFeatures:
@@ -137,55 +116,51 @@ class Measured:
 
 def measure(shown: Shown, asked: Sequence[ImageSpec], beside: References, by: Metrics) -> Measured:
     """Return the figures of a row's images; those of the baseline are made in the same way."""
-    enough, real = len(shown.images) >= _FEWEST, beside.real
-    kernel = metrics.kernel_distance
+    singles, real = measure_each(shown, asked, beside, by), beside.real
+    if real is None:
+        return Measured(shown.key, singles)
+    enough = len(shown.images) >= _FEWEST
     return Measured(
         shown.key,
-        measure_each(shown, asked, beside, by),
-        metrics.FrechetSample(by.projected(shown.features), real.gaussian) if real else None,
-        kernel(shown.features, real.kernels) if real and enough else None,
+        singles,
+        metrics.FrechetSample(by.projected(shown.features), real.gaussian),
+        metrics.kernel_distance(shown.features, real.kernels) if enough else None,
     )
 
 
 def measure_each(shown: Shown, asked: Sequence[ImageSpec], beside: References, by: Metrics) -> list[Row]:
-    """Return a row for each image alone."""
-    count, is_baseline = len(shown.images), shown is beside.baseline
-    nothing: Sequence[Any] = [None] * count
-    to_baseline = nothing if is_baseline else shown.perceptual.distance(beside.baseline.perceptual)
-    reference = (
-        nothing if beside.reference is None else shown.perceptual.distance(beside.reference.perceptual)
-    )
-    clip = nothing if by.clip is None else by.clip(shown.images, [spec.prompt for spec in asked])
-    rows = []
-    for i, spec in enumerate(asked):
-        pair = shown.images[i], beside.baseline.images[i]
-        row = {
-            "method": shown.key,
-            "index": spec.index,
-            "seed": spec.seed,
-            "prompt": spec.prompt,
-            "baseline_distance": _number(to_baseline[i]),
-            "reference_distance": _number(reference[i]),
-            "psnr": None if is_baseline else fidelity.psnr(*pair),
-            "clip": _number(clip[i]),
-        }
-        rows.append(row)
-    return rows
+    """Return a row for each image alone; the baseline is not compared with itself."""
+    baseline = None if shown is beside.baseline else beside.baseline
+    figures: dict[str, Sequence[Any]] = {}
+    for name, other in (("baseline_distance", baseline), ("reference_distance", beside.reference)):
+        figures[name] = shown.perceptual.distance(other.perceptual) if other else []
+    pairs = zip(shown.images, baseline.images, strict=True) if baseline else ()
+    figures["psnr"] = [fidelity.psnr(open_image(ours), open_image(theirs)) for ours, theirs in pairs]
+    figures["clip"] = by.clip(shown.images, [spec.prompt for spec in asked]) if by.clip else []
+    return [
+        {"method": shown.key, "index": spec.index, "seed": spec.seed, "prompt": spec.prompt}
+        | {name: float(values[i]) if len(values) else None for name, values in figures.items()}
+        for i, spec in enumerate(asked)
+    ]
 
 
 def row_of(ours: Measured, baseline: Measured) -> Row:
     """Return a row: distances, means over the images, and changes against the baseline of the same seeds."""
     other = None if ours.key == baseline.key else baseline
-    count = len(ours.singles)
     row: Row = {}
     if ours.frechet is not None:
-        everyone = np.arange(count)
+        everyone = np.arange(len(ours.singles))
         row["fd"] = ours.frechet.distance(everyone)
         if other is not None and other.frechet is not None:
             row["fd_change"] = row["fd"] - other.frechet.distance(everyone)
             row["fd_change_error"] = metrics.frechet_difference_error(ours.frechet, other.frechet)
-    row |= _kernel_row("kid", ours.kid, other and other.kid)
-    return row | summary_of(ours.singles, other.singles if other else None) | {"images": count}
+    if ours.kid is not None:
+        row |= {"kid": ours.kid.value, "kid_error": ours.kid.error}
+        if other is not None and other.kid is not None:
+            row["kid_change"] = ours.kid.value - other.kid.value
+            row["kid_change_error"] = ours.kid.difference_error(other.kid)
+    means = summary_of(ours.singles, other.singles if other else None)
+    return row | means | {"images": len(ours.singles)}
 
 
 def floor_of(real: RealFeatures, count: int, by: Metrics) -> Row | None:
@@ -212,18 +187,3 @@ def floor_of(real: RealFeatures, count: int, by: Metrics) -> Row | None:
         "kid": float(np.mean(kernel)),
         "kid_error": float(np.std(kernel, ddof=1)),
     }
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
-
-
-def _kernel_row(name: str, ours: metrics.KernelDistance | None, baseline: Any) -> Row:
-    """A KID as `name`, and its change against the baseline's."""
-    if ours is None:
-        return {}
-    row = {name: ours.value, f"{name}_error": ours.error}
-    if baseline is not None:
-        row[f"{name}_change"] = ours.value - baseline.value
-        row[f"{name}_change_error"] = ours.difference_error(baseline)
-    return row

@@ -70,10 +70,8 @@ def command(settings: ComputedSettings, console: Console) -> None:
     for row in _rows():
         rows.append(row)
         console.print(row["label"])
-    results.write_rows(settings.out, "memory", rows, [COLUMNS], run, NOTE)
-    console.print(results.to_terminal("memory", rows, COLUMNS))
-    console.print(NOTE)
-    console.print(f"figures: {settings.out}", soft_wrap=True)
+    results.write_rows(settings.out, "memory", rows, {"memory": COLUMNS}, run, NOTE)
+    results.show(console, rows, {"memory": COLUMNS}, NOTE, settings.out)
 
 
 def _rows() -> Iterator[Row]:

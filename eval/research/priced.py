@@ -24,8 +24,8 @@ from ..errors import EvalError
 from ..files import check_writable
 from ..images.methods import Method, expand
 from ..images.sampling import Seconds, Stopwatch
-from ..pages.cost_table import columns_of
-from ..pages.rows import progress, to_terminal, write_rows
+from ..pages.cost_table import tables_of
+from ..pages.rows import Row, progress, show, write_rows
 from .settings import PricedSettings
 
 PROBED = 8
@@ -39,7 +39,7 @@ def command(settings: PricedSettings, console: Console) -> None:
     pipe = load(settings)
     device = pipe.unet.device
     run = describe_run(settings, device)
-    rows = []
+    rows: list[Row] = []
     sizes = settings.sizes or (pipe.unet.config.sample_size * pipe.vae_scale_factor,)
     with progress(console) as bars:
         task = bars.add_task("rounds", total=len(sizes) * settings.repeats)
@@ -52,8 +52,8 @@ def command(settings: PricedSettings, console: Console) -> None:
             for method in methods:
                 row = row_of(method, case, settings.repeats, seconds[method])
                 rows.append(row | speedup_of(seconds, method, device))
-            write_rows(settings.out, "latency", rows, [columns_of(rows, run["clock"])], run)
-    console.print(to_terminal("priced", rows, columns_of(rows, run["clock"])))
+            write_rows(settings.out, "latency", rows, tables_of(rows, run["clock"]), run)
+    show(console, rows, tables_of(rows, run["clock"]), "", settings.out)
 
 
 @dataclass(frozen=True)
