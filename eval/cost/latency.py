@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..images.methods import Method, check_schedulers, expand
-from ..images.models import find_device, load_pipeline, set_scheduler
+from ..images.models import find_device, load_pipeline, scheduler_like
 from ..images.sampling import Seconds, Stopwatch
 from ..settings import CostSettings, LatencySettings
 from .architectures import build, normal, random_embeds
@@ -220,6 +220,6 @@ def load(settings: CostSettings) -> Any:
     if settings.arch is None:
         return load_pipeline(settings)
     pipe = build(settings.arch, find_device(settings.device), getattr(torch, settings.dtype))
-    set_scheduler(pipe, settings.scheduler)
+    pipe.scheduler = scheduler_like(pipe.scheduler, settings.scheduler)
     pipe.set_progress_bar_config(disable=True)
     return pipe

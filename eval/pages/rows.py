@@ -93,24 +93,18 @@ def _json_values(row: Row) -> Row:
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Write rows as CSV."""
-    write_bytes(path, to_csv(rows).encode())
+    """Write rows as CSV, with every key of theirs as a column."""
+    text, keys = io.StringIO(), list(dict.fromkeys(key for row in rows for key in row))
+    writer = csv.DictWriter(text, keys, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_bytes(path, text.getvalue().encode())
 
 
 def write_singles(path: Path, rows: Sequence[Row]) -> None:
     """Write the figures of single images as CSV, to six digits: a long table's file is large."""
     short = [{k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()} for row in rows]
     write_csv(path, short)
-
-
-def to_csv(rows: Sequence[Row]) -> str:
-    """Return the rows with every key of theirs as a column."""
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, keys, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 def filled(rows: Sequence[Row], columns: Sequence[Column]) -> list[Column]:
@@ -137,8 +131,23 @@ def _escaped(cell: str) -> str:
 
 
 def to_terminal(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> Table:
-    """Return a table to print."""
-    return make_table(title, [column.title for column in columns], cells(rows, columns))
+    """Return a terminal table; the first column is text, the others are figures.
+
+    Where the terminal is narrow, cells and heads are wrapped between words, then within them.
+    """
+    lines = cells(rows, columns)
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        texts = [line[number] for line in lines]
+        if number == 0:
+            short = max(map(len, texts), default=0) <= 18
+            table.add_column(escape(column.title), overflow="fold", no_wrap=short)
+        else:
+            word = max((len(word) for text in texts for word in text.split()), default=0)
+            table.add_column(escape(column.title), justify="right", overflow="fold", min_width=word)
+    for line in lines:
+        table.add_row(*map(escape, line))
+    return table
 
 
 def show(
@@ -150,24 +159,6 @@ def show(
     if note:
         console.print(note)
     console.print(f"figures: {folder}", soft_wrap=True)
-
-
-def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return a terminal table; the first column is text, the others are figures.
-
-    Where the terminal is narrow, cells and heads are wrapped between words, then within them.
-    """
-    table = Table(title=title, title_justify="left")
-    for number, column in enumerate(columns):
-        if number == 0:
-            longest = max((len(row[0]) for row in rows), default=0)
-            table.add_column(escape(column), overflow="fold", no_wrap=longest <= 18)
-        else:
-            word = max((len(word) for row in rows for word in row[number].split()), default=0)
-            table.add_column(escape(column), justify="right", overflow="fold", min_width=word)
-    for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
-    return table
 
 
 def progress(console: Console, disable: bool = False) -> Progress:

@@ -33,9 +33,9 @@ def tables_of(rows: Sequence[Row]) -> dict[str, list[Column]]:
     tables: dict[str, list[Column]] = {}
     for (title, scores), count in zip(SCORES.items(), ("images", "other_images"), strict=True):
         tables[title] = []
-        for name, shown in scores.items():
+        for name, score in scores.items():
             form = ".1%" if name == "right" else ".3f"
-            tables[title] += [Column(f"{shown} ± s.e.", _with_error(name, form))]
+            tables[title] += [Column(f"{score} ± s.e.", _with_error(name, form))]
             tables[title] += [Column("change", change(name, form, count=count))]
     tables["cost"] = [
         Column("s/img", figure("seconds", ".2f")),

@@ -126,8 +126,8 @@ def features_of(
     """
     digest = hashlib.sha256(f"{network.name} {crop}".encode())
     for source in sources:
-        content = source.tobytes() if isinstance(source, Image.Image) else source.read_bytes()
-        digest.update(hashlib.sha256(content).digest())
+        pixels = source.tobytes() if isinstance(source, Image.Image) else source.read_bytes()
+        digest.update(hashlib.sha256(pixels).digest())
     path = cache / f"{network.name}-{digest.hexdigest()[:24]}.npy"
     if path.exists():
         try:

@@ -131,11 +131,14 @@ def measure(shown: Shown, asked: Sequence[ImageSpec], beside: References, by: Me
 def measure_each(shown: Shown, asked: Sequence[ImageSpec], beside: References, by: Metrics) -> list[Row]:
     """Return a row for each image alone; the baseline is not compared with itself."""
     baseline = None if shown is beside.baseline else beside.baseline
-    figures: dict[str, Sequence[Any]] = {}
+    figures: dict[str, Any] = {}
     for name, other in (("baseline_distance", baseline), ("reference_distance", beside.reference)):
         figures[name] = shown.perceptual.distance(other.perceptual) if other else []
-    pairs = zip(shown.images, baseline.images, strict=True) if baseline else ()
-    figures["psnr"] = [fidelity.psnr(open_image(ours), open_image(theirs)) for ours, theirs in pairs]
+    others = baseline.images if baseline else ()
+    figures["psnr"] = [
+        fidelity.psnr(open_image(ours), open_image(other))
+        for ours, other in zip(shown.images, others, strict=False)
+    ]
     figures["clip"] = by.clip(shown.images, [spec.prompt for spec in asked]) if by.clip else []
     return [
         {"method": shown.key, "index": spec.index, "seed": spec.seed, "prompt": spec.prompt}

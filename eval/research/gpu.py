@@ -29,7 +29,7 @@ from ..cost.memory import pipeline_memory
 from ..environment import describe_environment
 from ..errors import EvalError
 from ..images.methods import Method, parse_method
-from ..images.models import set_scheduler
+from ..images.models import scheduler_like
 from ..images.sampling import Stopwatch
 from ..settings import LatencySettings
 from .settings import GpuSettings
@@ -235,7 +235,7 @@ class Campaign:
         """
         asked = self.asked(**changes)
         pipe = self.pipe_of(asked.arch or "sd15")
-        set_scheduler(pipe, asked.scheduler)
+        pipe.scheduler = scheduler_like(pipe.scheduler, asked.scheduler)
         for case in latency.cases_of(asked, pipe):
             one = self.probe(pipe, case, asked)
             short = {"repeats": 1}
@@ -319,7 +319,7 @@ class Campaign:
     ) -> None:
         """Peaks of a run in GB, denoising and decoding apart, and what the allocator held in all."""
         pipe, settings = self.pipe_of(arch), self.asked(arch=arch, steps=9)
-        set_scheduler(pipe, settings.scheduler)
+        pipe.scheduler = scheduler_like(pipe.scheduler, settings.scheduler)
         for backend in backends:
             for name in names:
                 method = self.method(name, settings, backend)
@@ -378,7 +378,7 @@ class Campaign:
     def waits(self, stage: str, names: Sequence[str]) -> None:
         """Where the host waits for the device in a run of each mode; whether two runs give the same image."""
         pipe, settings = self.pipe_of("sd15"), self.asked(arch="sd15")
-        set_scheduler(pipe, settings.scheduler)
+        pipe.scheduler = scheduler_like(pipe.scheduler, settings.scheduler)
         case = latency.Case("pipeline", self.small, 1)
         for name in names:
             images, told = [], []

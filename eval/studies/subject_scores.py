@@ -56,7 +56,7 @@ def _reader_of_concepts(device: torch.device) -> Callable[[Images, Sequence[Imag
 
     def right(images: Images, specs: Sequence[ImageSpec]) -> np.ndarray:
         asked = [spec.triple for spec in specs if spec.triple is not None]
-        return np.array([row["right"] for row in read_scenes(images, asked, reader)], dtype=float)
+        return np.array(read_scenes(images, asked, reader), dtype=float)
 
     return right
 
