@@ -215,21 +215,14 @@ class CompareSettings(ShowSettings):
 class AppSettings(SamplingSettings):
     """Serve a page in the browser: baseline and a recipe side by side, from one seed."""
 
-    hidden: ClassVar[tuple[str, ...]] = ("named", "backend")
     prompt: str | None = None
     """The prompt that the page begins with."""
-    recipe: str = "fast"
+    recipe: Literal["agentsd", "fast"] = "fast"
     """The recipe that the page begins with: a mode."""
     host: str = "127.0.0.1"
     """The address that it listens on. 127.0.0.1 is this machine alone; 0.0.0.0 is every network it is in."""
     port: int | None = Field(None, ge=1, le=65535)
     """The port; else the first free one from 7860 on."""
-
-    @field_validator("recipe")
-    @classmethod
-    def _known_recipe(cls, recipe: str) -> str:
-        recipe_of({"mode": recipe})
-        return recipe
 
 
 class CostSettings(Settings):
@@ -338,7 +331,8 @@ class RunSettings(FolderSettings):
     limit: int | None = Field(None, ge=2)
     """A trial on so many images a row, in OUT-limit-N. It takes as many real images."""
     prompts: FilePath | None = None
-    """A text file, a prompt a line. Without one, the toy model's captions are taken."""
+    """A text file, a prompt a line. Without one, the toy model's captions are taken, or prompts that ship for
+    other models."""
     classes: FilePath | None = None
     """A text file, a class name a line. Two images of each are asked for by the paper's prompt."""
     reference: DirectoryPath | None = None
@@ -362,10 +356,7 @@ class RunSettings(FolderSettings):
 
 class CheckSettings(RunSettings):
     """Check the recipes on your own model: baseline, fewer steps and each recipe; a page, and results to
-    send.
-
-    Without --prompts, other models than the toy model get prompts that ship with the program.
-    """
+    send."""
 
     hidden: ClassVar[tuple[str, ...]] = ("named", "ratios", "fewer_steps")
     calibrated: tuple[Path, ...] = ()
@@ -374,17 +365,19 @@ class CheckSettings(RunSettings):
     batch_size: int = Field(4, ge=1)
     out: Path = Path("runs/check")
 
-    @field_validator("calibrated")
+    @model_validator(mode="before")
     @classmethod
-    def _of_other_names(cls, calibrated: tuple[Path, ...]) -> tuple[Path, ...]:
-        if missing := [str(path) for path in calibrated if not path.exists()]:
-            raise ValueError(f"{missing[0]} isn't there; agentsd-eval calibrate makes one")
-        names = [path.stem for path in calibrated]
-        if bad := [
-            name for name in names if names.count(name) > 1 or is_method(name) or set("+/@,") & set(name)
-        ]:
-            raise ValueError(f"{bad[0]!r} is another row's name, or holds one of + / @ ,: rename the file")
-        return calibrated
+    def _calibrated_are_rows(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not (paths := [Path(p) for p in values.get("calibrated") or ()]):
+            return values
+        if len(named := {path.stem: path for path in paths}) < len(paths):
+            raise ValueError("calibrated: files are called alike: rename one")
+        methods = [*values.get("methods", cls.model_fields["methods"].default), *named]
+        return {
+            **values,
+            "methods": list(dict.fromkeys(methods)),
+            "named": {**values.get("named", {}), **named},
+        }
 
 
 class SubjectSettings(FolderSettings):

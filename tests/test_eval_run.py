@@ -269,11 +269,9 @@ def test_prompts(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(EvalError, match=r"empty.txt is empty"):
         specs_of(RunSettings(prompts=tmp_path / "empty.txt"))
-    with pytest.raises(EvalError, match="'some/model' has no prompts of its own"):
-        specs_of(RunSettings(model="some/model"))
-    asked = CompareSettings(model="some/model")
-    shown = [spec.prompt for spec in specs_to_show(asked)]
-    assert shown == SHIPPED.read_text().splitlines()[: asked.images]  # no emoji
+    compared, tabled = CompareSettings(model="some/model"), RunSettings(model="some/model", images=6)
+    shown = [[spec.prompt for spec in specs] for specs in (specs_to_show(compared), specs_of(tabled))]
+    assert shown == [SHIPPED.read_text().splitlines()[:6]] * 2  # no emoji
     with pytest.raises(EvalError, match="not both"):
         specs_of(RunSettings(prompts=tmp_path / "empty.txt", classes=tmp_path / "empty.txt"))
 

@@ -103,6 +103,8 @@ def calibrate(
     for name in _OWN & set(call_kwargs):
         check(name, call_kwargs[name], False, "leave it out, calibration sets it itself")
     for recipe in candidates:
+        if not isinstance(recipe, Recipe):
+            raise TypeError(f"candidates: {recipe!r} is a {type(recipe).__name__}: pass recipes")
         untrained = not any(operator.needs_module for operator in recipe.operators)
         check("candidates", recipe, untrained, "it is to be trained; only what runs without is calibrated")
     way_out = f"pass more than num_inference_steps={num_inference_steps}, such as 100"

@@ -27,7 +27,7 @@ class Method:
     ratio: float | None = None
     backend: Backend = "sdpa"
     recipe: Recipe | Path | None = None
-    """What a part runs that has a name of the user's own, or where it is read from."""
+    """What a part runs that has a name of the user's own, or a folder with trained attention."""
     steps: int | None = None
     """Denoising steps; None is as many as the run's."""
     scheduler: str | None = None
@@ -111,16 +111,19 @@ def parse_method(text: str, ratio: float | None, settings: Settings) -> Method:
     """
     try:
         name = read(text, settings.named)
-    except ValueError as error:
+        own = next((settings.named[part] for part in name.parts if part in settings.named), None)
+        if isinstance(own, dict):
+            own = recipe_of(own)
+        elif own is not None and own.is_file():
+            own = Recipe.load(own)
+    except (OSError, ValueError) as error:
         raise EvalError(str(error)) from None
-    parts = name.parts
-    mode = next((MODES[part] for part in parts if part in MODES), None)
-    if "tomesd" not in parts and not (mode and any(hasattr(part, "ratio") for part in mode.operators)):
+    mode = next((MODES[part] for part in name.parts if part in MODES), None)
+    has_ratio = mode and any(hasattr(part, "ratio") for part in mode.operators)
+    if "tomesd" not in name.parts and not has_ratio:
         ratio = None
-    own = next((settings.named[part] for part in parts if part in settings.named), None)
-    recipe = recipe_of(own) if isinstance(own, dict) else own
     sampler = None if name.sampler == settings.scheduler else name.sampler
-    return Method(parts, ratio, settings.backend, recipe, name.steps, sampler)
+    return Method(name.parts, ratio, settings.backend, own, name.steps, sampler)
 
 
 def fewer(shares: FewerSteps, settings: Settings) -> list[Method]:
@@ -184,10 +187,9 @@ def _recipe(method: Method, pipe: Any, part: str) -> Iterator[None]:
         yield
 
 
-def _content(path: Path) -> str:
-    """A short hash of a file, or of the settings and weights in a folder."""
-    files = [path] if path.is_file() else sorted(path.glob("agentsd.*"))
-    return _hash(b"".join(file.read_bytes() for file in files))
+def _content(folder: Path) -> str:
+    """A short hash of the settings and weights in a folder."""
+    return _hash(b"".join(file.read_bytes() for file in sorted(folder.glob("agentsd.*"))))
 
 
 def _hash(content: bytes) -> str:

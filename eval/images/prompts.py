@@ -94,9 +94,9 @@ def unknown_words(tokenizer: Any, prompts: Sequence[str]) -> list[str]:
 
 
 def specs_of(settings: RunSettings) -> list[ImageSpec]:
-    """Return the images of a run: of its classes, its prompts, or the toy model's captions.
+    """Return the images of a run: of its classes, its prompts, or those of any run of the model.
 
-    Raises EvalError if a file is missing or empty, or if another model is given no prompts.
+    Raises EvalError if a file is missing or empty.
     """
     if settings.classes and settings.prompts:
         raise EvalError(f"give prompts ({settings.prompts}) or classes ({settings.classes}), not both")
@@ -111,8 +111,4 @@ def specs_of(settings: RunSettings) -> list[ImageSpec]:
     count = min(settings.images, settings.limit or settings.images)
     if settings.prompts:
         return from_prompts(read_lines(settings.prompts), count, settings.seed)
-    if settings.model != "demo":
-        raise EvalError(
-            f"the model {settings.model!r} has no prompts of its own: give --prompts or --classes FILE"
-        )
     return prompts_of(settings.model, count, settings.seed)

@@ -79,8 +79,7 @@ def recipe_of(method: Method) -> Recipe | None:
     if method.interval is not None and len(method.parts) == 1:
         return Recipe(steps=StepCache(interval=method.interval, extrapolation_order=0, correct=False))
     mode = next((MODES[part] for part in method.parts if part in MODES), None)
-    own = Recipe.load(method.recipe) if isinstance(method.recipe, Path) else method.recipe
-    recipe = own or mode
+    recipe = mode if isinstance(method.recipe, Path) else method.recipe or mode
     if method.parts and (recipe is None or len(method.parts) > 1):
         raise EvalError(
             f"{method.label}: a run is priced for the baseline, DeepCache and recipes; "

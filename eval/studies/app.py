@@ -56,11 +56,11 @@ class Pairs:
             raise EvalError(f"prompt = {prompt!r}: write what the image is to show")
         given = {**self.settings.model_dump(exclude_unset=True), **sampled}
         settings = load_settings(AppSettings, None, given)
-        spec = ImageSpec(0, prompt, settings.seed)
+        spec, size = ImageSpec(0, prompt, settings.seed), size_of(self._pipe, settings)
         baseline = Method((), scheduler=settings.scheduler)
         try:
             own = replace(baseline, parts=(_CHOSEN,), recipe=recipe_from(mode, chosen))
-            if (size := size_of(self._pipe, settings)) not in self._warm:
+            if size not in self._warm:
                 warm_up(self._pipe, baseline, [spec], settings)
                 self._warm.add(size)
             calls: list[str] = []
@@ -70,9 +70,7 @@ class Pairs:
         except (TypeError, ValueError) as error:
             raise EvalError(str(error)) from None
         except RuntimeError as error:  # such as too little memory
-            raise EvalError(
-                f"{size[1]} x {size[0]} px: {error}\nA smaller size needs less memory."
-            ) from error
+            raise EvalError(f"{error}\nA smaller size needs less memory.") from error
         if settings.model == "demo" and (words := unknown_words(self._pipe.tokenizer, [prompt])):
             notes.append(f"the toy model was never taught {', '.join(map(repr, words))}")
         gain = before.charged(self.device) / after.charged(self.device)
@@ -80,8 +78,8 @@ class Pairs:
         near = psnr(right, left)
         loss = "the same image" if near == math.inf else f"{near:.1f} dB PSNR to the baseline"
         figures = (
-            f"<p>baseline <b>{before.wall:.2f} s</b>, {escape(mode)} <b>{after.wall:.2f} s</b>: {gain:.2f}x as "
-            f"fast{clock}, {loss}. One image is no measurement.</p><p>each step of {escape(mode)}: "
+            f"<p>baseline <b>{before.wall:.2f} s</b>, {escape(mode)} <b>{after.wall:.2f} s</b>: {gain:.2f}x "
+            f"as fast{clock}, {loss}. One image is no measurement.</p><p>each step of {escape(mode)}: "
             f"<code class=calls>{escape(calls[-1])}</code></p>"
         )
         return [left, right], figures, notes
