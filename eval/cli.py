@@ -124,8 +124,8 @@ def _version(ctx: click.Context, option: click.Parameter, asked: bool) -> None:
 def _list_configs(ctx: click.Context, option: click.Parameter, asked: bool) -> None:
     if asked:
         for name, preset in presets().items():
-            click.echo(f"{name}: {preset.about}")
-            for command in preset.commands:
+            click.echo(f"{name}: {preset['about']}")
+            for command in preset["commands"]:
                 click.echo(f"    agentsd-eval {command} --config {name}")
         ctx.exit()
 

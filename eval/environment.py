@@ -50,15 +50,13 @@ def checkout(root: Path) -> dict[str, Any]:
     if not (root / ".git").exists():
         return {"commit": None, "clean": None}
 
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
+    asked = ["git", "-C", str(root), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return {"commit": git("rev-parse", "HEAD"), "clean": not changed}
+        told = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError):  # no git, or it doesn't trust the folder
         return {"commit": None, "clean": None}
+    commit = told[0].removeprefix("# branch.oid ")
+    return {"commit": commit, "clean": all(line.startswith("#") for line in told)}
 
 
 def cpu_model() -> str:

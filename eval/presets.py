@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,14 +19,6 @@ PRESETS = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
 _INPUT_FILES = {"prompts", "classes", "reference", "subject"}
 _SHOWN = 120  # characters of a wrong value
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
-
-
-@dataclass(frozen=True)
-class Preset:
-    """What a preset is about, and its commands without --config; its keys `about` and `commands` say so."""
-
-    about: str
-    commands: list[str]
 
 
 def load_settings(
@@ -62,14 +53,10 @@ def find_config(config: str | Path) -> Path:
     )
 
 
-def presets() -> dict[str, Preset]:
-    """Return the presets of this program."""
-    found = {}
-    for path in sorted(PRESETS.glob("*.yaml")):
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if "about" in values:
-            found[path.stem] = Preset(values["about"], values["commands"])
-    return found
+def presets() -> dict[str, dict[str, Any]]:
+    """Return the presets of this program: `about` and `commands`, for the reader, and settings."""
+    found = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in PRESETS.glob("*.yaml")}
+    return {name: found[name] for name in sorted(found) if "about" in found[name]}
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def test_the_papers_presets_are_the_papers() -> None:
         assert [m.recipe for m in table.table_methods(settings)] == [None, *expected]
 
 
-LISTED = [(name, command) for name, preset in presets().items() for command in preset.commands]
+LISTED = [(name, command) for name, preset in presets().items() for command in preset["commands"]]
 STUDIES = sorted((Path(__file__).parents[1] / "eval/research/presets").glob("*.yaml"))
 
 
