@@ -148,9 +148,6 @@ class Settings(CommandSettings):
         return self
 
 
-_KEYWORDS = ("ratio", "k", "scale", "early_frac", "seed")
-
-
 def recipe_of(settings: Mapping[str, Any]) -> Recipe:
     """Return the recipe that keywords of `agentsd.apply_agentsd` make; `recipe` is what a recipe's file
     holds.
@@ -161,19 +158,14 @@ def recipe_of(settings: Mapping[str, Any]) -> Recipe:
     from agentsd.recipe import MODES
 
     given = dict(settings)
-    content, mode = given.pop("recipe", None), given.pop("mode", None)
-    if unknown := sorted(map(str, set(given) - set(_KEYWORDS))):
-        raise ValueError(f"unknown {unknown}; known: {', '.join(sorted((*_KEYWORDS, 'mode', 'recipe')))}")
     try:
-        if content is not None:
-            if given or mode is not None:
-                raise ValueError(f"{sorted(settings)}: a recipe holds all settings: leave out the others")
-            if not isinstance(content, dict):
-                raise ValueError(f"recipe={content!r}: write what a recipe's file holds")
-            return Recipe.from_mapping({"version": 1} | content)
-        if mode is not None and mode not in MODES:
+        if "recipe" in given:
+            if len(given) > 1 or not isinstance(given["recipe"], dict):
+                raise ValueError(f"{given}: write what a recipe's file holds, which is all settings")
+            return Recipe.from_mapping({"version": 1} | given["recipe"])
+        if (mode := given.pop("mode", "agentsd")) not in MODES:
             raise ValueError(f"mode={mode!r}: choose {' or '.join(map(repr, MODES))}")
-        return MODES[mode or "agentsd"].with_settings(**given)
+        return MODES[mode].with_settings(**given)
     except TypeError as error:
         raise ValueError(str(error)) from error
 

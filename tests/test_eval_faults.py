@@ -57,7 +57,7 @@ BOMB = "a0: &a0 [x, x, x]\n" + "".join(
         ("named: [1]", r"named = \[1\]: Input should be a valid dictionary"),
         ("named: {1: {k: 1}}", "named.*1"),
         ("named: {mine: 5}", "named.mine"),
-        ("named: {mine: {recipe: 5}}", "recipe=5: write what a recipe's file holds"),
+        ("named: {mine: {recipe: 5}}", "write what a recipe's file holds"),
         ("named: {agentsd: {k: 0.1}}", "'agentsd' is a method already: choose another name"),
         ("named: {deepcache-7: {k: 0.1}}", "'deepcache-7' is a method already"),
         ("named: {baseline: {k: 0.1}}", "'baseline' is a method already"),

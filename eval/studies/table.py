@@ -28,7 +28,7 @@ from ..pages.plots import is_baseline, plot_bytes, plot_of
 from ..pages.quality_table import note, tables_of
 from ..pages.rows import Row, distance_name, progress
 from ..quality.gain import gain
-from ..quality.measure import Metrics, References, Shown, floor_of, load_metrics, measure, read_real, row_of
+from ..quality.measure import Judge, Shown, row_of
 from ..quality.real import load_real
 from ..settings import RunSettings
 from .preflight import check_disk, check_memory, check_settings, measure_memory
@@ -86,15 +86,16 @@ class Made:
     asked: Sequence[ImageSpec]
     device: torch.device
     store: Store
-    metrics: Metrics
-    references: References
+    judge: Judge
     costs: list[Row]
     """What an image of each method costs beside time, if that was measured."""
 
     def shown(self, method: Method) -> Shown:
         """Return a method's images."""
-        baseline = self.references.baseline
-        return baseline if method.is_baseline else _shown(method, self.asked, self.store, self.metrics)
+        if method.is_baseline and self.judge.baseline is not None:
+            return self.judge.baseline
+        paths = [self.store.path(method, spec.index) for spec in self.asked]
+        return Shown(method.key, paths, self.judge)
 
 
 def run(settings: RunSettings, methods: list[Method], name: str, console: Console) -> list[Row]:
@@ -108,13 +109,13 @@ def run(settings: RunSettings, methods: list[Method], name: str, console: Consol
         for method, cost, ours in bars.track(
             list(zip(methods, made.costs, taken, strict=True)), description="metrics"
         ):
-            measured = measure(made.shown(method), made.asked, made.references, made.metrics)
+            measured = made.judge.measure(made.shown(method), made.asked)
             baseline = baseline or measured
             cost |= times_of(ours, taken[0], made.device)
             rows.append(identity(method) | cost | row_of(measured, baseline) | made.store.makers(method))
             singles += measured.singles
     add_gain(rows, singles)
-    if (real := made.references.real) and (floor := floor_of(real, len(made.asked), made.metrics)):
+    if floor := made.judge.floor(len(made.asked)):
         rows.append(floor)
     rows = [{key: row.get(key) for key in LEADING} | {"features": settings.features} | row for row in rows]
     facts, tables = describe_run(settings, made.device), tables_of(rows, settings.model_dump())
@@ -145,7 +146,7 @@ def make(
         note_unknown_words(pipe, asked, settings, console)
     height, width = size_of(pipe, settings)
     real = load_real(settings, height, width)
-    metrics = load_metrics(settings, pipe.unet.device)
+    judge = Judge(settings, pipe.unet.device)
     store = Store(settings.out, state.process_index)
     with state.main_process_first():
         store.claim(fingerprint(pipe, asked, settings), describe_environment(pipe.unet.device))
@@ -156,11 +157,10 @@ def make(
     check_disk(store, made, len(asked), height, width)
     check_memory(len(asked), 3 if reference else 2)
     taken: list[Row] = [{} for _ in methods]
-    read = None
     with progress(console, disable=not state.is_main_process) as bars:
         if state.is_main_process and real is not None:  # first: one of them may be broken
             task = bars.add_task("real images", total=len(real.images))
-            read = read_real(real, metrics, partial(bars.advance, task))
+            judge.read_real(real, partial(bars.advance, task))
         if state.is_main_process and costs:
             task = bars.add_task("memory and MACs", total=len(methods))
             for method, row in zip(methods, taken, strict=True):
@@ -173,16 +173,10 @@ def make(
         state.wait_for_everyone()
     if not state.is_main_process:
         return None
-    references = References(
-        _shown(methods[0], asked, store, metrics),
-        _shown(reference, asked, store, metrics) if reference else None,
-        read,
-    )
-    return Made(asked, pipe.unet.device, store, metrics, references, taken)
-
-
-def _shown(method: Method, asked: Sequence[ImageSpec], store: Store, metrics: Metrics) -> Shown:
-    return Shown(method.key, [store.path(method, spec.index) for spec in asked], metrics)
+    found = Made(asked, pipe.unet.device, store, judge, taken)
+    judge.baseline = found.shown(methods[0])
+    judge.reference = found.shown(reference) if reference else None
+    return found
 
 
 def _process(settings: RunSettings) -> tuple[PartialState, RunSettings]:
