@@ -23,6 +23,7 @@ from agentsd_demo.training.accuracy import efficientnet_lite0
 from agentsd_demo.training.subject import View
 from agentsd_eval.cli import main
 from agentsd_eval.images import generate
+from agentsd_eval.images.prompts import ImageSpec
 from agentsd_eval.images.sampling import Seconds
 from agentsd_eval.images.store import Store
 from agentsd_eval.pages.rows import progress
@@ -84,6 +85,22 @@ def test_agents_generate_as_they_were_trained() -> None:
     ] * 2  # fmt: skip
     assert {subject_plan.baseline_of(v, variants) for v in variants[5:]} == {variants[5]}
     assert {subject_plan.baseline_of(v, variants) for v in variants[:5]} == {variants[1]}
+
+
+def test_changes_are_against_the_baseline_of_the_same_prior(tmp_path: Path) -> None:
+    """By hand: row i has right i**2 and i**2 + i, and took 1 + i seconds."""
+    settings = SubjectSettings(images=2, other_prompts=2, out=tmp_path)
+    variants, store = subject_plan.variants_of(settings), Store(tmp_path)
+    image, spec = Image.new("RGB", (8, 8)), ImageSpec(0, "a face", 0)
+    for i, variant in enumerate(variants):
+        store.save(variant, 0, [spec], [image], Seconds(9.0, 1.0 + i), "session")
+    figures = {variant: {"right": np.array([i**2, i**2 + i])} for i, variant in enumerate(variants)}
+    rows = subject_scores.rows_of(figures, store, settings, torch.device("cpu"))
+    assert [row["right"] for row in rows] == [i**2 + i / 2 for i in range(9)]
+    assert [row["right_error"] for row in rows] == pytest.approx([i / 2 for i in range(9)])
+    mean, paired = rows[8]["right_change"], rows[8]["right_change_error"]  # against row 5
+    assert (mean, paired) == pytest.approx((64 + 4 - 25 - 2.5, (8 - 5) / 2))
+    assert [row["speedup"] for row in rows] == pytest.approx([1 / (1 + i) for i in range(9)])
 
 
 def invoke(*arguments: Any, code: int = 0) -> str:

@@ -111,7 +111,7 @@ def parse_method(text: str, ratio: float | None, settings: Settings) -> Method:
     """
     try:
         name = read(text, settings.named)
-        own = next((settings.named[part] for part in name.parts if part in settings.named), None)
+        own: Any = next((settings.named[part] for part in name.parts if part in settings.named), None)
         if isinstance(own, dict):
             own = recipe_of(own)
         elif own is not None and own.is_file():

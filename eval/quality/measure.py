@@ -102,11 +102,8 @@ class Judge:
         figures: dict[str, Any] = {}
         for name, other in (("baseline_distance", baseline), ("reference_distance", self.reference)):
             figures[name] = shown.perceptual.distance(other.perceptual) if other else []
-        others = baseline.images if baseline else ()
-        figures["psnr"] = [
-            fidelity.psnr(open_image(ours), open_image(other))
-            for ours, other in zip(shown.images, others, strict=False)
-        ]
+        pairs: Any = zip(shown.images, baseline.images, strict=True) if baseline else ()
+        figures["psnr"] = [fidelity.psnr(*map(open_image, pair)) for pair in pairs]
         figures["clip"] = self.clip(shown.images, [spec.prompt for spec in asked]) if self.clip else []
         return [
             {"method": shown.key, "index": spec.index, "seed": spec.seed, "prompt": spec.prompt}
