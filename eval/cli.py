@@ -72,7 +72,8 @@ def _run(kind: type[s.CommandSettings], module: str, config: str | None = None, 
         for library in ("DIFFUSERS", "TRANSFORMERS"):
             os.environ.setdefault(f"{library}_VERBOSITY", "error")
         settings = load_settings(kind, config, settings_of(options))
-        settings._command = shlex.join(typed(kind, config, options))
+        context = click.get_current_context()
+        settings._command = shlex.join([*context.command_path.split(), *context.meta["words"]])
         job = importlib.import_module(f".{module}", __package__)
         for library in ("diffusers", "transformers"):
             if library in sys.modules:
@@ -100,20 +101,6 @@ def _run(kind: type[s.CommandSettings], module: str, config: str | None = None, 
     raise SystemExit(code)
 
 
-def typed(kind: type[s.CommandSettings], config: str | None, options: Mapping[str, Any]) -> list[str]:
-    """Return the words of the command that is running, the program's own first."""
-    words = click.get_current_context().command_path.split()
-    for key, value in options.items():
-        name = f"--{key.replace('_', '-')}"
-        if isinstance(value, bool):
-            words.append(name if value else f"--no-{name[2:]}")
-        elif isinstance(value, tuple):
-            words += [word for one in value for word in (name, one)]
-        elif value is not None:
-            words += [value] if kind.model_fields[key].is_required() else [name, value]
-    return words if config is None else [*words, "--config", config]
-
-
 def explain_missing(error: ModuleNotFoundError) -> str:
     """Return what to install for a package that is not there; raises the error if it is none of ours."""
     if error.name == "agentsd_demo":
@@ -137,8 +124,8 @@ def _version(ctx: click.Context, option: click.Parameter, asked: bool) -> None:
 def _list_configs(ctx: click.Context, option: click.Parameter, asked: bool) -> None:
     if asked:
         for name, preset in presets().items():
-            click.echo(f"{name}: {preset.about}")
-            for command in preset.commands:
+            click.echo(f"{name}: {preset['about']}")
+            for command in preset["commands"]:
                 click.echo(f"    agentsd-eval {command} --config {name}")
         ctx.exit()
 

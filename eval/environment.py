@@ -16,21 +16,12 @@ _PACKAGES = ("agentsd", "torch", "diffusers", "transformers", "tomesd", "DeepCac
 
 
 def describe_run(settings: CommandSettings, device: torch.device) -> dict[str, Any]:
-    """Return the environment, and beside it the command and its settings."""
+    """Return the environment, and beside it the command (of a call from Python the settings) and settings."""
     return {
-        "command": command_of(settings),
+        "command": settings._command or repr(settings),
         **describe_environment(device),
         "settings": settings.model_dump(mode="json", exclude={"out"}),
     }
-
-
-def command_of(settings: CommandSettings) -> str:
-    """Return the command that the settings came from; for a call from Python the settings themselves."""
-    if not settings._command:
-        return repr(settings)
-    if (processes := os.environ.get("WORLD_SIZE", "1")) == "1":
-        return settings._command
-    return settings._command.replace("python", f"accelerate launch --num_processes {processes}", 1)
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
@@ -59,15 +50,13 @@ def checkout(root: Path) -> dict[str, Any]:
     if not (root / ".git").exists():
         return {"commit": None, "clean": None}
 
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
+    asked = ["git", "-C", str(root), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return {"commit": git("rev-parse", "HEAD"), "clean": not changed}
+        told = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError):  # no git, or it doesn't trust the folder
         return {"commit": None, "clean": None}
+    commit = told[0].removeprefix("# branch.oid ")
+    return {"commit": commit, "clean": all(line.startswith("#") for line in told)}
 
 
 def cpu_model() -> str:

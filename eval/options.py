@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 
 import click
 
-from .settings import CommandSettings
+from .settings import CommandSettings, Settings
 
 GROUPS = {
     "Arguments": "folder first second",
-    "Model": "model dtype device arch backend backends compile",
+    "Model": "model dtype device arch backend compile",
     "Sampling": "prompt prompts classes scheduler steps guidance_scale height width sizes "
     "seed images batch_size batches",
     "Methods": "methods ratio ratios fewer_steps samplers calibrated recipe",
@@ -31,6 +31,11 @@ class SettingsCommand(click.Command):
         short = " ".join(about.partition("\n\n")[0].split())
         super().__init__(name, params=parameters_of(kind), help=about, short_help=short, **attributes)
         self.kind = kind
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Keep the words as they were typed, for a run's file."""
+        ctx.meta["words"] = list(args)
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options in their groups."""
@@ -53,7 +58,7 @@ class SettingsCommand(click.Command):
 def parameters_of(kind: type[CommandSettings]) -> list[click.Parameter]:
     """Return an argument or option for each setting; its value stays text, which the settings check."""
     parameters: list[click.Parameter] = []
-    if kind.has_config:
+    if issubclass(kind, Settings):
         about = "A preset (agentsd-eval --list-configs) or a YAML file."
         parameters.append(click.Option(["--config"], metavar="NAME|FILE", help=about))
     for key, field in kind.model_fields.items():

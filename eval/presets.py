@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,14 +21,6 @@ _SHOWN = 120  # characters of a wrong value
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
 
-@dataclass(frozen=True)
-class Preset:
-    """What a preset is about, and its commands without --config; its keys `about` and `commands` say so."""
-
-    about: str
-    commands: list[str]
-
-
 def load_settings(
     kind: type[SettingsT], config: str | Path | None, overrides: Mapping[str, Any]
 ) -> SettingsT:
@@ -41,8 +32,6 @@ def load_settings(
     """
     path = find_config(config) if config is not None else None
     values = _read_config(path) if path else {}
-    if unused := [key for key in getattr(kind, "unused", ()) if key in values]:
-        raise EvalError(f"{path}: {unused[0]}: this command has rows of its own; leave it out")
     given = {key: value for key, value in overrides.items() if value is not None}
     try:
         return kind.model_validate({**values, **given})
@@ -64,14 +53,10 @@ def find_config(config: str | Path) -> Path:
     )
 
 
-def presets() -> dict[str, Preset]:
-    """Return the presets of this program."""
-    found = {}
-    for path in sorted(PRESETS.glob("*.yaml")):
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if "about" in values:
-            found[path.stem] = Preset(values["about"], values["commands"])
-    return found
+def presets() -> dict[str, dict[str, Any]]:
+    """Return the presets of this program: `about` and `commands`, for the reader, and settings."""
+    found = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in PRESETS.glob("*.yaml")}
+    return {name: found[name] for name in sorted(found) if "about" in found[name]}
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Backend = Literal["sdpa", "unfused"]
 Scheduler = Literal["model", Sampler]
 FeatureName = Literal["efficientnet-lite0", "inception"]
-Scope = Literal["forward", "pipeline", "training"]
+Scope = Literal["forward", "pipeline"]
 Ratio = Annotated[float, Field(ge=0, le=0.75)]
 DType = Literal["float32", "float16", "bfloat16"]
 OneRatio = Annotated[Ratio, Field(description="Share of the tokens that is merged.")]
@@ -100,21 +100,16 @@ class CommandSettings(BaseModel):
     _command: str = PrivateAttr("")
     hidden: ClassVar[tuple[str, ...]] = ("named",)
     """Settings without an option; YAML may hold them."""
-    unused: ClassVar[tuple[str, ...]] = ()
-    """Settings of the class above that the command refuses in YAML."""
-    has_config: ClassVar[bool] = False
-    """Whether a preset or a YAML file may set it up."""
     resumes: ClassVar[bool] = False
     """Whether the command goes on where it was stopped."""
 
 
 class Settings(CommandSettings):
-    """What every command shares: a model and how it samples.
+    """What every command shares that a preset or a YAML file may set up: a model and how it samples.
 
     The defaults are those of all figures that are shown; presets of the paper's tables say theirs.
     """
 
-    has_config: ClassVar[bool] = True
     model: Model = "demo"
     """demo (the toy model), a folder, or a hub id."""
     dtype: DType = "float32"
@@ -153,9 +148,6 @@ class Settings(CommandSettings):
         return self
 
 
-_KEYWORDS = ("ratio", "k", "scale", "early_frac", "seed")
-
-
 def recipe_of(settings: Mapping[str, Any]) -> Recipe:
     """Return the recipe that keywords of `agentsd.apply_agentsd` make; `recipe` is what a recipe's file
     holds.
@@ -166,19 +158,14 @@ def recipe_of(settings: Mapping[str, Any]) -> Recipe:
     from agentsd.recipe import MODES
 
     given = dict(settings)
-    content, mode = given.pop("recipe", None), given.pop("mode", None)
-    if unknown := sorted(map(str, set(given) - set(_KEYWORDS))):
-        raise ValueError(f"unknown {unknown}; known: {', '.join(sorted((*_KEYWORDS, 'mode', 'recipe')))}")
     try:
-        if content is not None:
-            if given or mode is not None:
-                raise ValueError(f"{sorted(settings)}: a recipe holds all settings: leave out the others")
-            if not isinstance(content, dict):
-                raise ValueError(f"recipe={content!r}: write what a recipe's file holds")
-            return Recipe.from_mapping({"version": 1} | content)
-        if mode is not None and mode not in MODES:
+        if "recipe" in given:
+            if len(given) > 1 or not isinstance(given["recipe"], dict):
+                raise ValueError(f"{given}: write what a recipe's file holds, which is all settings")
+            return Recipe.from_mapping({"version": 1} | given["recipe"])
+        if (mode := given.pop("mode", "agentsd")) not in MODES:
             raise ValueError(f"mode={mode!r}: choose {' or '.join(map(repr, MODES))}")
-        return MODES[mode or "agentsd"].with_settings(**given)
+        return MODES[mode].with_settings(**given)
     except TypeError as error:
         raise ValueError(str(error)) from error
 
@@ -222,21 +209,14 @@ class CompareSettings(ShowSettings):
 class AppSettings(SamplingSettings):
     """Serve a page in the browser: baseline and a recipe side by side, from one seed."""
 
-    hidden: ClassVar[tuple[str, ...]] = ("named", "backend")
     prompt: str | None = None
     """The prompt that the page begins with."""
-    recipe: str = "fast"
+    recipe: Literal["agentsd", "fast"] = "fast"
     """The recipe that the page begins with: a mode."""
     host: str = "127.0.0.1"
     """The address that it listens on. 127.0.0.1 is this machine alone; 0.0.0.0 is every network it is in."""
     port: int | None = Field(None, ge=1, le=65535)
     """The port; else the first free one from 7860 on."""
-
-    @field_validator("recipe")
-    @classmethod
-    def _known_recipe(cls, recipe: str) -> str:
-        recipe_of({"mode": recipe})
-        return recipe
 
 
 class CostSettings(Settings):
@@ -255,16 +235,13 @@ class CostSettings(Settings):
 class LatencySettings(CostSettings):
     """Measure cost alone: seconds, MACs and, on a GPU, memory; the methods take turns."""
 
-    hidden: ClassVar[tuple[str, ...]] = ("named", "backend", "count")
+    hidden: ClassVar[tuple[str, ...]] = ("named", "count")
     fewer_steps: FewerSteps = (0.8, 0.6, 0.4)
-    backends: tuple[Backend, ...] = ("sdpa",)
-    """Attention of the baseline and of layers left alone. Each method is measured under each."""
     batches: tuple[Annotated[int, Field(ge=1)], ...] = (1,)
     """Images at once."""
     scopes: tuple[Scope, ...] = ("forward", "pipeline")
-    """What is timed: forward, pipeline, training. forward is one guided U-Net call in the early and in the
-    later phase, pipeline a whole run, training a forward and backward pass at an early timestep, without
-    guidance and optimizer."""
+    """What is timed: forward, pipeline. forward is one guided U-Net call in the early and in the later phase,
+    pipeline a whole run."""
     compile: bool = False
     """Compile the U-Net under every method, baseline too."""
     count: bool = True
@@ -325,10 +302,19 @@ class ReportSettings(CommandSettings):
     """How many seeds' images are shown."""
 
 
-class RunSettings(SamplingSettings):
-    """Make images with each method and ratio, and a row of quality and cost for each (Table 10)."""
+class FolderSettings(SamplingSettings):
+    """What the commands share that keep a run's images in a folder, and go on with it."""
 
     resumes: ClassVar[bool] = True
+    batch_size: int = Field(8, ge=1)
+    """Images made at once. A run may go on with another number."""
+    out: Path = Path("runs/default")
+    """The run's folder. The same folder resumes it."""
+
+
+class RunSettings(FolderSettings):
+    """Make images with each method and ratio, and a row of quality and cost for each (Table 10)."""
+
     methods: Methods = ("fast", "fast/unipckarras", "agentsd", "tomesd", "todo", "deepcache-2")
     fewer_steps: FewerSteps = (0.8, 0.68, 0.56, 0.48, 0.4)
     samplers: PlainSamplers = ("unipckarras",)
@@ -338,10 +324,9 @@ class RunSettings(SamplingSettings):
     """Images for each row."""
     limit: int | None = Field(None, ge=2)
     """A trial on so many images a row, in OUT-limit-N. It takes as many real images."""
-    batch_size: int = Field(8, ge=1)
-    """Images made at once. A run may go on with another number."""
     prompts: FilePath | None = None
-    """A text file, a prompt a line. Without one, the toy model's captions are taken."""
+    """A text file, a prompt a line. Without one, the toy model's captions are taken, or prompts that ship for
+    other models."""
     classes: FilePath | None = None
     """A text file, a class name a line. Two images of each are asked for by the paper's prompt."""
     reference: DirectoryPath | None = None
@@ -353,13 +338,6 @@ class RunSettings(SamplingSettings):
     """Network of FD and KID; inception is that of real FID."""
     clip: Model | None = None
     """A CLIP model (folder or hub id) for the CLIP score."""
-    out: Path = Path("runs/default")
-    """The run's folder. The same folder resumes it."""
-
-    @property
-    def most_references(self) -> int | None:
-        """How many real images a trial takes; None is all of them."""
-        return None if self.limit is None else max(self.limit, 8)
 
     @model_validator(mode="before")
     @classmethod
@@ -372,38 +350,34 @@ class RunSettings(SamplingSettings):
 
 class CheckSettings(RunSettings):
     """Check the recipes on your own model: baseline, fewer steps and each recipe; a page, and results to
-    send.
-
-    Without --prompts, other models than the toy model get prompts that ship with the program.
-    """
+    send."""
 
     hidden: ClassVar[tuple[str, ...]] = ("named", "ratios", "fewer_steps")
     calibrated: tuple[Path, ...] = ()
     """Recipes' files that `calibrate` wrote."""
     images: int = Field(32, ge=2)
-    """Images for each row."""
     batch_size: int = Field(4, ge=1)
-    """Images made at once."""
     out: Path = Path("runs/check")
-    """The run's folder. The same folder resumes it."""
 
-    @field_validator("calibrated")
+    @model_validator(mode="before")
     @classmethod
-    def _of_other_names(cls, calibrated: tuple[Path, ...]) -> tuple[Path, ...]:
-        if missing := [str(path) for path in calibrated if not path.exists()]:
-            raise ValueError(f"{missing[0]} isn't there; agentsd-eval calibrate makes one")
-        names = [path.stem for path in calibrated]
-        if bad := [
-            name for name in names if names.count(name) > 1 or is_method(name) or set("+/@,") & set(name)
-        ]:
-            raise ValueError(f"{bad[0]!r} is another row's name, or holds one of + / @ ,: rename the file")
-        return calibrated
+    def _calibrated_are_rows(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not (paths := [Path(p) for p in values.get("calibrated") or ()]):
+            return values
+        if len(named := {path.stem: path for path in paths}) < len(paths):
+            raise ValueError("calibrated: files are called alike: rename one")
+        methods = [*values.get("methods", cls.model_fields["methods"].default), *named]
+        return {
+            **values,
+            "methods": list(dict.fromkeys(methods)),
+            "named": {**values.get("named", {}), **named},
+        }
 
 
-class SubjectSettings(SamplingSettings):
+class SubjectSettings(FolderSettings):
     """Teach the model a subject with and without agent attention, and compare how it draws it (Fig. 8)."""
 
-    resumes: ClassVar[bool] = True
+    batch_size: int = Field(1, ge=1)
     scheduler: SchedulerName = "ddim"
     steps: Steps = 20
     ratio: OneRatio = 0.4
@@ -435,7 +409,6 @@ class SubjectSettings(SamplingSettings):
     dino: Model | None = None
     """A DINO model (folder or hub id) for the DINO score."""
     out: Path = Path("runs/subject")
-    """The run's folder. The same folder resumes it."""
 
     @model_validator(mode="after")
     def _own_subject(self) -> SubjectSettings:

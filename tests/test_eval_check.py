@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 from agentsd_eval.cli import main
+from agentsd_eval.images.prompts import SHIPPED, specs_of
 from agentsd_eval.presets import load_settings
 from agentsd_eval.settings import CheckSettings, RunSettings
 from agentsd_eval.studies import table
-from agentsd_eval.studies.check import completed, verdict
+from agentsd_eval.studies.check import verdict
 from click.testing import CliRunner
 
 from agentsd import Recipe, StepCache
@@ -57,14 +58,13 @@ def test_one_command_leaves_a_page_and_results_to_send(
     ]
 
 
-def test_own_prompts_are_kept_and_the_embedded_model_has_captions(tmp_path: Path) -> None:
-    assert completed(CheckSettings()).prompts is None
+def test_own_prompts_are_kept_and_other_models_have_those_that_ship(tmp_path: Path) -> None:
     own = tmp_path / "prompts.txt"
-    own.touch()
-    assert completed(CheckSettings(model="x/y", prompts=own)).prompts == own
-    shipped = completed(CheckSettings(model="x/y")).prompts
-    assert shipped is not None
-    assert len(set(shipped.read_text().splitlines())) == CheckSettings().images
+    own.write_text("a cat\n")
+    assert {spec.prompt for spec in specs_of(CheckSettings(model="x/y", prompts=own))} == {"a cat"}
+    shipped = [spec.prompt for spec in specs_of(CheckSettings(model="x/y"))]
+    assert shipped == SHIPPED.read_text().splitlines()
+    assert len(set(shipped)) == CheckSettings().images
 
 
 def test_what_gains_over_fewer_steps_is_said() -> None:
@@ -91,7 +91,7 @@ def test_the_rows_are_those_of_the_readmes_table() -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "mine.json isn't there; agentsd-eval calibrate makes one"), ("[", "mine.json is no recipe")],
+    [(None, "mine.json isn't there; make it first"), ("[", "mine.json is no recipe")],
 )
 def test_a_wrong_file_is_one_message_before_any_image(
     content: str | None, message: str, model_folder: str, tmp_path: Path
@@ -104,7 +104,17 @@ def test_a_wrong_file_is_one_message_before_any_image(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["fast", "a+b"])
-def test_a_file_is_not_called_as_a_method_is(tmp_path: Path, name: str) -> None:
-    path = Recipe(steps=StepCache()).save(tmp_path / f"{name}.json")
-    assert f"{name!r} is another row's name, or holds one of" in invoke("--calibrated", path, code=2)
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["fast"], "'fast' is a method already: choose another name"),
+        (["a+b"], "the name 'a+b' is empty or holds"),
+        (["a/mine", "b/mine"], "files are called alike: rename one"),
+    ],
+)
+def test_a_file_is_not_called_as_another_row_is(tmp_path: Path, names: list[str], message: str) -> None:
+    words = []
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        words += ["--calibrated", Recipe(steps=StepCache()).save(tmp_path / f"{name}.json")]
+    assert message in invoke(*words, code=2)

@@ -57,7 +57,7 @@ BOMB = "a0: &a0 [x, x, x]\n" + "".join(
         ("named: [1]", r"named = \[1\]: Input should be a valid dictionary"),
         ("named: {1: {k: 1}}", "named.*1"),
         ("named: {mine: 5}", "named.mine"),
-        ("named: {mine: {recipe: 5}}", "recipe=5: write what a recipe's file holds"),
+        ("named: {mine: {recipe: 5}}", "write what a recipe's file holds"),
         ("named: {agentsd: {k: 0.1}}", "'agentsd' is a method already: choose another name"),
         ("named: {deepcache-7: {k: 0.1}}", "'deepcache-7' is a method already"),
         ("named: {baseline: {k: 0.1}}", "'baseline' is a method already"),
@@ -96,13 +96,6 @@ def test_a_setting_has_one_name(tmp_path: Path) -> None:
     assert (
         str(told.value).splitlines()[1] == "  --chain-steps = 0: Input should be greater than or equal to 1"
     )
-
-
-def test_rows_that_a_command_has_no_use_for_are_refused(tmp_path: Path) -> None:
-    path = write(tmp_path, "methods: [tomesd]\n")
-    with pytest.raises(EvalError, match=r"run.yaml: methods: this command has rows of its own"):
-        load_settings(ValidationSettings, path, {})
-    assert load_settings(RunSettings, path, {}).methods == ("tomesd",)
 
 
 def test_a_presets_base_is_read_first_and_its_files_are_found(tmp_path: Path) -> None:

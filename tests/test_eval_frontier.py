@@ -1,7 +1,7 @@
 import io
 
 import numpy as np
-from agentsd_eval.pages.plots import fid_over_time, frontier, has_frontier, plot_bytes
+from agentsd_eval.pages.plots import fid_over_time, frontier, plot_bytes, plot_of
 from PIL import Image
 
 
@@ -25,9 +25,16 @@ ROWS = [
 
 
 def test_there_is_a_frontier_where_fewer_steps_were_measured():
-    assert has_frontier(ROWS)
-    assert not has_frontier(ROWS[:1] + ROWS[2:])
-    assert not has_frontier([row("baseline", 100, None), row("baseline@12", 50, None)])
+    def across(rows):
+        found = plot_of(rows, "", "FID")
+        return found and found.axes[0].get_xlabel()
+
+    assert "MACs" in across(ROWS)
+    unplaced = [row("baseline", 100, None), row("baseline@12", 50, None)]
+    for rows in (ROWS[:1] + ROWS[2:], unplaced):
+        assert across(rows) is None
+        timed = [one | {"fd": 2.0, "seconds": 1.0, "ratio": None} for one in rows]
+        assert across(timed) == "seconds an image"
 
 
 def test_a_method_below_the_line_is_drawn_below_it():

@@ -25,10 +25,10 @@ def written(name: str, folder: Path) -> dict[str, str]:
     lines = (RUNS[name] / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     some = [row for row in map(json.loads, lines) if row["method"] in SHOWN]
     if name == "table":
-        tables = list(quality_table.tables_of(some, run["settings"]).values())
+        tables = quality_table.tables_of(some, run["settings"])
         note = quality_table.note(run["settings"]["features"])
     else:
-        tables, note = [cost_table.columns_of(some, run["clock"])], ""
+        tables, note = cost_table.tables_of(some, run["clock"]), ""
     rows.write_rows(folder, name, some, tables, run, note)
     page = report.write_report(folder, 4).read_text(encoding="utf-8")
     body = re.sub(

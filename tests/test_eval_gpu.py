@@ -38,7 +38,7 @@ def test_latency_of_sd15_saves_memory_over_unfused_attention(tmp_path: Path, bat
     """How much time it saves is what the command is for: a fast card is bound by launches at batch 1."""
     invoke(
         "latency", "--arch", "sd15", "--dtype", "float16", "--sizes", 512, "--batches", batch, "--methods",
-        "agentsd", "--backends", "unfused", "--steps", 10, "--repeats", 3, "--out", tmp_path,
+        "agentsd", "--backend", "unfused", "--steps", 10, "--repeats", 3, "--out", tmp_path,
     )  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "latency.jsonl").read_text().splitlines()]
     assert json.loads((tmp_path / "run.json").read_text())["results"]["latency"]["clock"] == "wall"

@@ -45,8 +45,7 @@ def test_methods_act_and_leave_no_trace(pipe: Any, sample: Any, name: str, backe
     baseline = sample(pipe)
     before = fingerprint(pipe.unet)
     processors = pipe.unet.attn_processors
-    with parse_method(name, 0.5, SETTINGS, backend).applied(pipe) as applied:
-        applied.reseed(0)
+    with parse_method(name, 0.5, CompareSettings(backend=backend)).applied(pipe):
         inside = sample(pipe)
     assert torch.equal(inside, baseline) == (name == "baseline" and backend == "sdpa")
     assert fingerprint(pipe.unet) == before
@@ -95,8 +94,7 @@ def test_reseeded_tomesd_repeats_its_images(pipe: Any, sample: Any) -> None:
 
     def run(seed: int) -> torch.Tensor:
         torch.rand(3)  # whatever else draws from the global generator
-        with method.applied(pipe) as applied:
-            applied.reseed(seed)
+        with method.applied(pipe, seed):
             return sample(pipe)
 
     assert torch.equal(run(0), run(0))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import re
 from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
 from agentsd_eval.files import check_writable
-from agentsd_eval.pages.rows import make_table
+from agentsd_eval.pages.rows import Column, to_terminal
 from rich.console import Console
 
 
@@ -20,7 +21,9 @@ def test_a_narrow_terminal_cuts_no_figure(width: int) -> None:
         for i in (1, 2)
     ]
     console = Console(width=width, file=io.StringIO())
-    console.print(make_table("figures", ["method", *(f"column {i}" for i in range(5))], rows))
+    heads = ["method", *(f"column {i}" for i in range(5))]
+    columns = [Column(head, itemgetter(i)) for i, head in enumerate(heads)]
+    console.print(to_terminal("figures", rows, columns))
     text = console.file.getvalue()
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= width

@@ -129,6 +129,14 @@ def test_denoising_and_decoding_are_apart(monkeypatch: pytest.MonkeyPatch) -> No
     assert gpu.pipe.vae.decode == decode
 
 
+def test_memory_per_image_is_what_one_more_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch)
+    for batch in (1, 4):
+        found = memory.memory_per_image(gpu.call, batch, torch.device("cuda"))
+        assert found == pytest.approx(0.3 if batch == 1 else 0.5)  # of more, decoding takes most
+    assert memory.memory_per_image(gpu.call, 1, torch.device("cpu")) is None
+
+
 def sampled(monkeypatch: pytest.MonkeyPatch, call: Callable[[int], Any]) -> None:
     monkeypatch.setattr(preflight, "sample", lambda pipe, method, wanted, settings: call(len(wanted)))
 

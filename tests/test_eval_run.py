@@ -23,6 +23,7 @@ from agentsd_eval import files
 from agentsd_eval.errors import EvalError
 from agentsd_eval.images.generate import Share, fingerprint, generate
 from agentsd_eval.images.methods import parse_method
+from agentsd_eval.images.models import scheduler_like
 from agentsd_eval.images.prompts import (
     SHIPPED,
     from_classes,
@@ -246,9 +247,7 @@ def test_an_images_noise_is_its_own(pipe: Any) -> None:
 
 @pytest.mark.parametrize("scheduler", ["model", "ddim", "ddpm", "euler", "dpm++", "dpm++karras"])
 def test_an_image_hardly_depends_on_its_batch(pipe: Any, scheduler: str) -> None:
-    from agentsd_eval.images.models import set_scheduler
-
-    set_scheduler(pipe, scheduler)
+    pipe.scheduler = scheduler_like(pipe.scheduler, scheduler)
     for method in METHODS[0], METHODS[2]:  # tomesd's random cells belong to the batch
         three, _ = sample(pipe, method, IMAGES[:3], SETTINGS)
         one, _ = sample(pipe, method, IMAGES[1:2], SETTINGS)
@@ -270,11 +269,9 @@ def test_prompts(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(EvalError, match=r"empty.txt is empty"):
         specs_of(RunSettings(prompts=tmp_path / "empty.txt"))
-    with pytest.raises(EvalError, match="'some/model' has no prompts of its own"):
-        specs_of(RunSettings(model="some/model"))
-    asked = CompareSettings(model="some/model")
-    shown = [spec.prompt for spec in specs_to_show(asked)]
-    assert shown == SHIPPED.read_text().splitlines()[: asked.images]  # no emoji
+    compared, tabled = CompareSettings(model="some/model"), RunSettings(model="some/model", images=6)
+    shown = [[spec.prompt for spec in specs] for specs in (specs_to_show(compared), specs_of(tabled))]
+    assert shown == [SHIPPED.read_text().splitlines()[:6]] * 2  # no emoji
     with pytest.raises(EvalError, match="not both"):
         specs_of(RunSettings(prompts=tmp_path / "empty.txt", classes=tmp_path / "empty.txt"))
 
@@ -297,7 +294,7 @@ def test_an_unwritable_place_is_said_at_once(tmp_path: Path) -> None:
 def test_equal_images_have_an_infinite_psnr_that_json_can_hold(tmp_path: Path) -> None:
     rows = [{"method": "a", "psnr": math.inf}]
     columns = [results.Column("method", results.figure("method", "")), results.Column("PSNR", PSNR)]
-    results.write_rows(tmp_path, "table", rows, [columns], {"command": "x"})
+    results.write_rows(tmp_path, "table", rows, {"": columns}, {"command": "x"})
     back = json.loads((tmp_path / "table.jsonl").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert back["psnr"] == "inf"
     assert results.cells([back], columns) == results.cells(rows, columns) == [["a", "inf"]]

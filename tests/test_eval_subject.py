@@ -11,6 +11,7 @@ from typing import Any
 
 import agentsd_demo
 import agentsd_demo.data
+import agentsd_demo.scenes
 import numpy as np
 import pytest
 import torch
@@ -21,6 +22,8 @@ from agentsd_demo.scenes import compose, triples
 from agentsd_demo.training.accuracy import efficientnet_lite0
 from agentsd_demo.training.subject import View
 from agentsd_eval.cli import main
+from agentsd_eval.images import generate
+from agentsd_eval.images.prompts import ImageSpec
 from agentsd_eval.images.sampling import Seconds
 from agentsd_eval.images.store import Store
 from agentsd_eval.pages.rows import progress
@@ -41,7 +44,7 @@ CONCEPTS = ["strawberry", "panda face", "carrot"]
 def few_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three concepts to be nearest to, so that features take no time; no precision of another test."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    monkeypatch.setattr(subject_plan, "seen_triples", lambda: triples("seen", CONCEPTS)[::7])
+    monkeypatch.setattr(agentsd_demo.scenes, "triples", lambda split: triples(split, CONCEPTS)[::7])
     monkeypatch.setattr(agentsd_demo.data, "trained_concepts", lambda: CONCEPTS)
 
 
@@ -71,7 +74,7 @@ def test_agents_generate_as_they_were_trained() -> None:
     assert [v.weights for v in variants] == [
         "before", *["baseline"] * 3, "agents", *["baseline-prior"] * 3, "agents-prior",
     ]  # fmt: skip
-    applied = [v.method.recipe for v in variants if v.method.parts]
+    applied = [v.recipe for v in variants if v.parts]
     trained = subject_plan.training_config("agents", settings)
     agents = Agents(0.3, at_most=None, agent_ratio=0.95, ranking="layer", destinations="random")
     assert trained.recipe == Recipe(agents, levels=1)
@@ -82,6 +85,22 @@ def test_agents_generate_as_they_were_trained() -> None:
     ] * 2  # fmt: skip
     assert {subject_plan.baseline_of(v, variants) for v in variants[5:]} == {variants[5]}
     assert {subject_plan.baseline_of(v, variants) for v in variants[:5]} == {variants[1]}
+
+
+def test_changes_are_against_the_baseline_of_the_same_prior(tmp_path: Path) -> None:
+    """By hand: row i has right i**2 and i**2 + i, and took 1 + i seconds."""
+    settings = SubjectSettings(images=2, other_prompts=2, out=tmp_path)
+    variants, store = subject_plan.variants_of(settings), Store(tmp_path)
+    image, spec = Image.new("RGB", (8, 8)), ImageSpec(0, "a face", 0)
+    for i, variant in enumerate(variants):
+        store.save(variant, 0, [spec], [image], Seconds(9.0, 1.0 + i), "session")
+    figures = {variant: {"right": np.array([i**2, i**2 + i])} for i, variant in enumerate(variants)}
+    rows = subject_scores.rows_of(figures, store, settings, torch.device("cpu"))
+    assert [row["right"] for row in rows] == [i**2 + i / 2 for i in range(9)]
+    assert [row["right_error"] for row in rows] == pytest.approx([i / 2 for i in range(9)])
+    mean, paired = rows[8]["right_change"], rows[8]["right_change_error"]  # against row 5
+    assert (mean, paired) == pytest.approx((64 + 4 - 25 - 2.5, (8 - 5) / 2))
+    assert [row["speedup"] for row in rows] == pytest.approx([1 / (1 + i) for i in range(9)])
 
 
 def invoke(*arguments: Any, code: int = 0) -> str:
@@ -105,8 +124,7 @@ def assert_figures_are_those_of_the_images(rows: list[dict[str, Any]], settings:
     _, others = subject_plan.specs_of(settings)
 
     def made(variant: subject_plan.Variant) -> tuple[list[Image.Image], dict[int, dict[str, Any]]]:
-        store = variant.store(settings)
-        paths = [store.path(variant.method, index) for index in range(4)]
+        paths = [Store(settings.out).path(variant, index) for index in range(4)]
         lines = paths[0].with_name("manifest-0.jsonl").read_text().split("\n")
         return [Image.open(path) for path in paths], {
             x["index"]: x for x in map(json.loads, filter(None, lines))
@@ -114,7 +132,7 @@ def assert_figures_are_those_of_the_images(rows: list[dict[str, Any]], settings:
 
     for row, variant in zip(rows, variants, strict=True):
         images, lines = made(variant)
-        _, baseline = made(subject_plan.baseline_of(variant, variants))
+        _, baseline = made(variants[0])  # before finetuning
         assert row["similarity"] == pytest.approx((network(images[:2]) @ views.T).mean().item(), abs=1e-5)
         reader = ConceptReader(CONCEPTS, efficientnet_lite0())
         named = [reader.read(image, read_scene(image))[0] for image in images[2:]]
@@ -152,14 +170,14 @@ def test_the_command_trains_once_and_goes_on(
     assert not list(out.glob("*/model/checkpoint-*"))
 
     made = []
-    sample = subject.sample
+    sample = generate.sample
     monkeypatch.setattr("agentsd.dreambooth.training.Run", None)  # another training would fail
-    monkeypatch.setattr(subject, "sample", lambda *a, **k: made.append(a[2]) or sample(*a, **k))
-    lost = next((out / "baseline-prior").rglob("00003.png"))
+    monkeypatch.setattr(generate, "sample", lambda *a, **k: made.append(a[1].weights) or sample(*a, **k))
+    lost = next(out.glob("images/baseline-prior-baseline-*/00003.png"))
     before = lost.read_bytes()
     lost.unlink()
     invoke(*tiny)
-    assert len(made) == 1
+    assert made == ["before", "baseline-prior"]  # the first row is timed beside it
     assert lost.read_bytes() == before
     assert [row["similarity"] for row in read(out)] == [row["similarity"] for row in rows]
     (out / "baseline" / "trained.json").unlink()
@@ -206,11 +224,12 @@ def test_images_are_judged_by_views_and_references(make_pipeline: Any, tmp_path:
     images = [subject_plan.as_trained(path, 32) for path in views[:2]]
     images += [compose(triple, 5, 64).image for triple in (asked[0], wrong, asked[2], wrong)]
     variant = subject_plan.variants_of(settings)[0]
+    store = Store(tmp_path)
     for spec, image in zip([*own, *others], images, strict=True):
-        store = Store(tmp_path / "before")
-        store.save(variant.method, 0, [spec], [image], Seconds(1.0, 1.0), "session")
+        store.save(variant, 0, [spec], [image], Seconds(1.0, 1.0), "session")
     scores = subject_scores.load_scores(settings, pipe.unet.device)
-    figures, ceiling = subject.measure(pipe, [variant], views, settings, scores)
+    shown = [subject_plan.as_trained(path, 32) for path in views]
+    figures, ceiling = subject.measure(store, [variant], shown, settings, scores)
     found = figures[variant]
     features = efficientnet_lite0()
     hits = [1, asked[1].concept == wrong.concept, 1, asked[3].concept == wrong.concept]

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "cost": BASE | {"images"},
     "quality": BASE | {"images"},
     "calibration": BASE | {"cost", "images"},
-    "studies": WINGS,
+    "studies": WINGS | {"presets"},
     "options": BASE | {"presets"},
     "cli": BASE | {"presets", "options"},
     "research": WINGS | {"cli"},

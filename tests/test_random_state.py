@@ -55,7 +55,7 @@ def test_calibration(plain, tmp_path):
 def test_architectures_and_the_inputs_of_what_is_timed(monkeypatch):
     tiny = {"block_out_channels": (32, 32, 32, 32), "cross_attention_dim": 32, "sample_size": 16}
     monkeypatch.setattr(architectures, "SD15", architectures.SD15 | tiny)
-    settings = LatencySettings(scopes=("forward", "pipeline", "training"), methods=("fast",))
+    settings = LatencySettings(methods=("fast",))
     with untouched():
         pipe = architectures.build("sd15", torch.device("cpu"), torch.float32)
         for case in latency.cases_of(settings, pipe):

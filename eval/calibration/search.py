@@ -88,12 +88,25 @@ def calibrate(
             runs, `resume` is no calibration's, or no candidate meets the goal; the message says what can be
             had.
     """
+    goal = {"speedup": speedup} if max_distance is None else {"max_distance": max_distance}
     if (speedup is None) == (max_distance is None):
         raise ValueError(f"speedup={speedup}, max_distance={max_distance}: give one goal, one or the other")
     check("speedup", speedup, speedup is None or 1 < speedup < math.inf, "pass more than 1, for instance 1.8")
     ok = max_distance is None or 0 < max_distance < math.inf
     check("max_distance", max_distance, ok, "pass more than 0, for instance 0.05")
-    _check_arguments(prompts, held_out, cost, candidates, call_kwargs)
+    check("prompts", prompts, len(prompts) > 0, "pass a list of a few that are like the ones to come")
+    for name, given in (("prompts", prompts), ("held_out", held_out)):
+        check(name, given, not isinstance(given, str), "pass a list of prompts")
+    both = sorted(set(prompts) & set(held_out))
+    check("held_out", both, not both, "they are among the prompts, pass others")
+    check("cost", cost, cost in get_args(Cost), "choose 'macs' or 'seconds'")
+    for name in _OWN & set(call_kwargs):
+        check(name, call_kwargs[name], False, "leave it out, calibration sets it itself")
+    for recipe in candidates:
+        if not isinstance(recipe, Recipe):
+            raise TypeError(f"candidates: {recipe!r} is a {type(recipe).__name__}: pass recipes")
+        untrained = not any(operator.needs_module for operator in recipe.operators)
+        check("candidates", recipe, untrained, "it is to be trained; only what runs without is calibrated")
     way_out = f"pass more than num_inference_steps={num_inference_steps}, such as 100"
     check("reference_steps", reference_steps, (reference_steps or math.inf) > num_inference_steps, way_out)
     unet = _free_unet(pipe, num_inference_steps, cost)
@@ -119,8 +132,9 @@ def calibrate(
         "call": call_kwargs,
     }
     settings = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale, **call_kwargs}
+    every = [*prompts, *held_out]
     own = range(len(prompts))
-    held = range(len(prompts), len(prompts) + len(held_out)) if held_out else own
+    held = range(len(prompts), len(every)) if held_out else own
     measurements = Measurements(None if resume is None else Path(resume), of)
     quiet = {**getattr(pipe, "_progress_bar_config", {}), "disable": True}
     with (
@@ -129,14 +143,13 @@ def calibrate(
     ):
         task = bars.add_task("runs", total=len(usable) + FINALISTS * len(own) + 6 * len(held))
         report = partial(bars.advance, task)
-        every = [*prompts, *held_out]
         runs = Runs(pipe, every, cost, seed, settings, reference_steps, measurements, report)
         if cost == "seconds":
             runs.run(0, num_inference_steps=2)  # the first is slower, as caches are cold
         best = _search(runs, usable, own, speedup, max_distance)
         search = runs.compare(best, own)
         found = {
-            "goal": {"max_distance": max_distance} if speedup is None else {"speedup": speedup},
+            "goal": goal,
             "steps": search.pop("steps"),
             "search": search,
             "validation": _validation(runs, best, held) | {"held_out": bool(held_out)},
@@ -198,22 +211,18 @@ def _validation(runs: Runs, recipe: Recipe, numbers: Sequence[int]) -> Row:
     row = runs.compare(recipe, numbers)
     exact = runs.settings["num_inference_steps"] / row["speedup"]
     counts = sorted({max(2, math.floor(exact)), max(2, math.ceil(exact))})
-    found = {"prompts": len(numbers)} | row
-    name, samplers = "distance", [None, BETTER_SAMPLER]
+    found, name = {"prompts": len(numbers)} | row, "distance"
+    samplers: list[str | None] = [None]
     if runs.reference_steps is not None:
         name = "reference_distance"
         found["baseline_reference_distance"] = runs.compare(None, numbers)[name]
-    if runs.reference_steps is None or not has_better_sampler(runs.pipe.scheduler):
-        samplers.remove(BETTER_SAMPLER)
-    lines = [
-        [
-            runs.compare(None, numbers, sampler, num_inference_steps=n) | {"steps": n, "sampler": sampler}
-            for n in counts
-        ]
-        for sampler in samplers
-    ]
-    beaten = any(distance_at(row["speedup"], line, name) <= row[name] for line in lines)
-    return found | {"fewer_steps": [one for line in lines for one in line], "beaten_by_fewer_steps": beaten}
+        samplers += [BETTER_SAMPLER] * has_better_sampler(runs.pipe.scheduler)
+    fewer, beaten = [], False
+    for sampler in samplers:
+        line = [runs.compare(None, numbers, sampler, num_inference_steps=count) for count in counts]
+        fewer += [one | {"steps": count, "sampler": sampler} for one, count in zip(line, counts, strict=True)]
+        beaten |= distance_at(row["speedup"], line, name) <= row[name]
+    return found | {"fewer_steps": fewer, "beaten_by_fewer_steps": beaten}
 
 
 def has_better_sampler(scheduler: Any) -> bool:
@@ -226,28 +235,6 @@ def has_better_sampler(scheduler: Any) -> bool:
 def distance_at(speedup: float, rows: Sequence[Row], name: str) -> float:
     """The distance of fewer steps at a recipe's cost, on the line between rows of fewer and of more."""
     return float(np.interp(1 / speedup, [1 / row["speedup"] for row in rows], [row[name] for row in rows]))
-
-
-def _check_arguments(
-    prompts: Sequence[str],
-    held_out: Sequence[str],
-    cost: str,
-    candidates: Sequence[Recipe],
-    call_kwargs: dict[str, Any],
-) -> None:
-    way_out = "pass a list of a few that are like the ones to come"
-    check("prompts", prompts, bool(prompts) and not isinstance(prompts, str), way_out)
-    check("held_out", held_out, not isinstance(held_out, str), "pass a list of prompts, or leave it out")
-    both = sorted(set(prompts) & set(held_out))
-    check("held_out", both, not both, "they are among the prompts, pass others")
-    check("cost", cost, cost in get_args(Cost), "choose 'macs' or 'seconds'")
-    for recipe in candidates:
-        if not isinstance(recipe, Recipe):
-            raise TypeError(f"candidates: {recipe!r} is a {type(recipe).__name__}: pass recipes")
-        untrained = not any(operator.needs_module for operator in recipe.operators)
-        check("candidates", recipe, untrained, "it is to be trained; only what runs without is calibrated")
-    for name in _OWN & set(call_kwargs):
-        check(name, call_kwargs[name], False, "leave it out, calibration sets it itself")
 
 
 def _free_unet(pipe: Any, num_inference_steps: int, cost: Cost) -> Any:

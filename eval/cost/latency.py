@@ -1,19 +1,19 @@
-"""Cost alone: of one U-Net call by phase, of a training step, or of a whole pipeline call."""
+"""Cost alone: of one U-Net call by phase, or of a whole pipeline call."""
 
 import copy
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ..images.methods import Method, check_schedulers, fewer, parse_method
-from ..images.models import find_device, load_pipeline, set_scheduler
+from ..images.methods import Method, check_schedulers, expand
+from ..images.models import find_device, load_pipeline, scheduler_like
 from ..images.sampling import Seconds, Stopwatch
-from ..settings import Backend, CostSettings, LatencySettings
+from ..settings import CostSettings, LatencySettings
 from .architectures import build, normal, random_embeds
 from .macs import macs
 from .memory import memory_per_image
@@ -25,7 +25,7 @@ Run = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured ("pipeline", "forward early", "forward late", "training"), at what size and batch."""
+    """What is measured ("pipeline", "forward early", "forward late"), at what size and batch."""
 
     scope: str
     size: int
@@ -40,13 +40,8 @@ def cases_of(settings: LatencySettings, pipe: Any) -> list[Case]:
 
 
 def methods_of(settings: LatencySettings) -> list[Method]:
-    """Return every method under every backend, baseline first under each. Raises EvalError on an unknown
-    one."""
-    methods = []
-    for backend in settings.backends:
-        named = [parse_method(n, settings.ratio, settings, backend) for n in ("baseline", *settings.methods)]
-        methods += [named[0], *fewer(settings.fewer_steps, settings, backend), *named[1:]]
-    return list(dict.fromkeys(methods))
+    """Return every method, baseline first. Raises EvalError on an unknown one."""
+    return expand(settings.methods, [settings.ratio], settings, settings.fewer_steps)
 
 
 @torch.no_grad()
@@ -66,10 +61,8 @@ def measure(
         for method in asked:
             row = row_of(method, case, settings.repeats, seconds.get(method, []))
             if method in seconds:
-                row |= {"macs": counts[method], **_memory(method, pipe, case, settings)}
-            for name, backend in (("speedup", method.backend), ("speedup_over_sdpa", "sdpa")):
-                row |= speedup_of(name, seconds, baseline_of(asked, backend), method, pipe.unet.device)
-            yield row
+                row |= {"macs": counts[method], "memory_per_image": _memory(method, pipe, case, settings)}
+            yield row | speedup_of(seconds, method, pipe.unet.device)
 
 
 def _timed(
@@ -128,14 +121,14 @@ def row_of(method: Method, case: Case, repeats: int, rounds: Sequence[Seconds]) 
         "cpu_seconds": statistics.median(s.cpu for s in rounds) if rounds else None,
         "rounds": repeats,
         "macs": None,
+        "memory_per_image": None,
     }
 
 
 @contextmanager
 def applied(method: Method, pipe: Any, case: Case, settings: LatencySettings) -> Iterator[Run]:
     """Apply a method, its random choices fixed, and yield the call to measure."""
-    with method.applied(pipe if case.scope == "pipeline" else pipe.unet) as applied:
-        applied.reseed(0)
+    with method.applied(pipe if case.scope == "pipeline" else pipe.unet):
         yield workload(pipe, case, settings, method.steps)
 
 
@@ -147,62 +140,29 @@ def _with_unet_of_its_own(pipe: Any) -> Any:
     return own
 
 
-def _memory(method: Method, pipe: Any, case: Case, settings: LatencySettings) -> dict[str, Any]:
-    """Return the GB of one more image, and of what training saves, as far as memory does for them."""
+def _memory(method: Method, pipe: Any, case: Case, settings: LatencySettings) -> float | None:
+    """Return the GB of one more image, if memory does for it."""
 
     def call(batch: int) -> None:
         with applied(method, pipe, replace(case, batch=batch), settings) as run:
             run()
 
-    found: dict[str, Any] = {"memory_per_image": None, "saved_for_backward": None}
     with as_memory_allows():
-        if case.scope == "training":
-            found["saved_for_backward"] = _saved_for_backward(method, pipe, case)
-        found["memory_per_image"] = memory_per_image(call, case.batch, pipe.unet.device)
-    return found
-
-
-def baseline_of(methods: Sequence[Method], backend: Backend | str) -> Method | None:
-    """Return the baseline with that attention."""
-    return next((m for m in methods if m.is_baseline and m.backend == backend), None)
+        return memory_per_image(call, case.batch, pipe.unet.device)
+    return None
 
 
 def speedup_of(
-    name: str,
-    seconds: dict[Method, list[Seconds]],
-    baseline: Method | None,
-    method: Method,
-    device: torch.device,
+    seconds: Mapping[Method, Sequence[Seconds]], method: Method, device: torch.device
 ) -> dict[str, float | None]:
     """Return the median, least and greatest paired ratio of the baseline's time to the method's."""
-    if baseline is None or not {baseline, method} <= seconds.keys():
-        return {name: None, f"{name}_low": None, f"{name}_high": None}
-    rounds = zip(seconds[baseline], seconds[method], strict=True)
+    names = "speedup", "speedup_low", "speedup_high"
+    baseline = next((rounds for other, rounds in seconds.items() if other.is_baseline), None)
+    if baseline is None or method not in seconds:
+        return dict.fromkeys(names)
+    rounds = zip(baseline, seconds[method], strict=True)
     ratios = [theirs.charged(device) / ours.charged(device) for theirs, ours in rounds]
-    return {name: statistics.median(ratios), f"{name}_low": min(ratios), f"{name}_high": max(ratios)}
-
-
-def _saved_for_backward(method: Method, pipe: Any, case: Case) -> float:
-    """Return GB of activations that a training step holds for its backward pass.
-
-    Each storage counts once, the weights not at all.
-    """
-    weights = {weight.untyped_storage().data_ptr() for weight in pipe.unet.parameters()}
-    held: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    call = forward_call(pipe, replace(case, scope="forward early"), guidance_scale=1)
-    with (
-        method.applied(pipe.unet),
-        torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-    ):
-        output = call()  # alive until its storages are counted, so that none is used twice
-    del output
-    return sum(size for place, size in held.items() if place not in weights) / 1e9
+    return dict(zip(names, (statistics.median(ratios), min(ratios), max(ratios)), strict=True))
 
 
 def workload(pipe: Any, case: Case, settings: LatencySettings, steps: int | None = None) -> Run:
@@ -212,8 +172,6 @@ def workload(pipe: Any, case: Case, settings: LatencySettings, steps: int | None
     """
     if case.scope == "pipeline":
         return _pipeline_call(pipe, case, settings, steps or settings.steps)
-    if case.scope == "training":
-        return _training_call(pipe, case)
     return forward_call(pipe, case, settings.guidance_scale)
 
 
@@ -235,18 +193,6 @@ def forward_call(pipe: Any, case: Case, guidance_scale: float) -> Run:
     return lambda timestep=usual: unet(
         latents, timestep, encoder_hidden_states=embeds["prompt_embeds"], **extra
     )
-
-
-def _training_call(pipe: Any, case: Case) -> Run:
-    """Return one forward and backward pass of the U-Net at an early timestep, without guidance."""
-    call = forward_call(pipe, replace(case, scope="forward early"), guidance_scale=1)
-
-    def run() -> None:
-        with torch.enable_grad():
-            call().sample.square().mean().backward()
-        pipe.unet.zero_grad(set_to_none=True)
-
-    return run
 
 
 def _pipeline_call(pipe: Any, case: Case, settings: LatencySettings, steps: int) -> Run:
@@ -274,6 +220,6 @@ def load(settings: CostSettings) -> Any:
     if settings.arch is None:
         return load_pipeline(settings)
     pipe = build(settings.arch, find_device(settings.device), getattr(torch, settings.dtype))
-    set_scheduler(pipe, settings.scheduler)
+    pipe.scheduler = scheduler_like(pipe.scheduler, settings.scheduler)
     pipe.set_progress_bar_config(disable=True)
     return pipe

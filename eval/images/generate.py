@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image
 
-from ..settings import RunSettings
+from ..settings import FolderSettings, RunSettings
 from .digest import weights_digest
 from .methods import Method
 from .prompts import ImageSpec
@@ -49,29 +49,21 @@ def fingerprint(pipe: Any, specs: Sequence[ImageSpec], settings: RunSettings) ->
     }
 
 
-def batches_of(specs: Sequence[ImageSpec], settings: RunSettings) -> list[Sequence[ImageSpec]]:
-    """Return the images in batches that are the same in every run, whoever makes them and when.
-
-    An image's last bits depend on its batch's size (and, under tomesd, its merging on the batch), so a
-    damaged image is made again together with its batch.
-    """
-    size = settings.batch_size
-    return [specs[start : start + size] for start in range(0, len(specs), size)]
-
-
 def generate(
     pipe: Any,
     store: Store,
     methods: Sequence[Method],
     specs: Sequence[ImageSpec],
-    settings: RunSettings,
+    settings: FolderSettings,
     share: Share,
     report: Callable[[int], None],
 ) -> None:
     """Make every image of this process's share that isn't on disk, unharmed, already.
 
     Methods take turns at each batch, so that their times compare and a run stopped early has the same
-    images of each. Rows that join baseline's images later get them timed again, a few batches of them.
+    images of each. Batches are the same whoever makes them and when: an image's last bits depend on its
+    batch's size (and, under tomesd, its merging on the batch), so a damaged image is made again with it.
+    Rows that join baseline's images later get them timed again, a few batches of them.
     `report` is called with the number of images that are done.
     """
     done = {method: store.intact(method) for method in methods}
@@ -85,7 +77,8 @@ def generate(
             warm.add(method)
         return sample(pipe, method, batch, settings)
 
-    for number, batch in enumerate(batches_of(specs, settings)):
+    for number, start in enumerate(range(0, len(specs), settings.batch_size)):
+        batch = specs[start : start + settings.batch_size]
         if number % share.world != share.rank:
             continue
         missing = [m for m in methods if not all(spec.index in done[m] for spec in batch)]

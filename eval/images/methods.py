@@ -1,23 +1,22 @@
 """The methods a row can name: each is applied to a pipeline for the length of a `with` block."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 
-from agentsd import Recipe, apply_agentsd, remove_agentsd
+from agentsd import Recipe, apply_agentsd
 from agentsd.recipe import MODES
 
 from ..errors import EvalError
 from ..names import numbered, read
 from ..settings import Backend, FewerSteps, Settings, recipe_of
 from .models import sampler, scheduler_like
-from .other_packages import OTHER_PACKAGES, Applied, unet_of
+from .other_packages import OTHER_PACKAGES, unet_of
 
 
 @dataclass(frozen=True)
@@ -27,16 +26,12 @@ class Method:
     parts: tuple[str, ...]
     ratio: float | None = None
     backend: Backend = "sdpa"
-    recipe: Recipe | None = None
-    """What a part runs that has a name of the user's own."""
-    folder: Path | None = None
-    """Or where it is read from, with trained attention or without."""
+    recipe: Recipe | Path | None = None
+    """What a part runs that has a name of the user's own, or a folder with trained attention."""
     steps: int | None = None
     """Denoising steps; None is as many as the run's."""
     scheduler: str | None = None
     """The sampler; None is the run's."""
-    varied: str | None = None
-    """What a row is called where that says more than its name."""
 
     @property
     def name(self) -> str:
@@ -53,16 +48,14 @@ class Method:
             words.append(f"r{self.ratio:g}")
         for recipe in self._recipes:  # of a mode, too: another version's may be another
             words.append(_hash(repr(recipe.to_mapping()).encode()))
-        if self.folder is not None:
-            words.append(_content(self.folder))
+        if isinstance(self.recipe, Path):
+            words.append(_content(self.recipe))
         words.append(self.backend)
         return "-".join(words)
 
     @property
     def label(self) -> str:
         """What people call it, such as "agentsd r=0.4"."""
-        if self.varied is not None:
-            return self.varied
         return self.name if self.ratio is None else f"{self.name} r={self.ratio:g}"
 
     @property
@@ -83,7 +76,7 @@ class Method:
 
     @property
     def _recipes(self) -> list[Recipe]:
-        own = [self.recipe] if self.recipe else []
+        own = [self.recipe] if isinstance(self.recipe, Recipe) else []
         return [MODES[part] for part in self.parts if part in MODES] + own
 
     @property
@@ -91,20 +84,26 @@ class Method:
         return [found for part in self.parts if (found := numbered(part))]
 
     @contextmanager
-    def applied(self, pipe: Any) -> Iterator[Applied]:
-        """Patch `pipe` (a pipeline or, without deepcache, a U-Net) and put everything back on leaving."""
+    def applied(self, pipe: Any, seed: int = 0) -> Iterator[None]:
+        """Patch `pipe` (a pipeline or, without deepcache, a U-Net) and put everything back on leaving.
+
+        `seed` fixes the method's own random choices.
+        """
         with ExitStack() as stack:
             stack.enter_context(_attention_backend(pipe, self.backend))
             if self.scheduler is not None:
                 stack.enter_context(sampler(pipe, self.scheduler))
-            parts = [stack.enter_context(_patch_of(part)(self, pipe)) for part in self.parts]
-            call = next((part.call for part in parts if part.call is not pipe), pipe)
-            yield Applied(call, lambda seed: [part.reseed(seed) for part in parts])
+            for part in self.parts:
+                kind, number = numbered(part) or (part, None)
+                if part in MODES or kind not in OTHER_PACKAGES:
+                    stack.enter_context(_recipe(self, pipe, part))
+                else:
+                    other = OTHER_PACKAGES[kind]
+                    stack.enter_context(other(pipe, self.ratio if number is None else number, seed))
+            yield
 
 
-def parse_method(
-    text: str, ratio: float | None, settings: Settings, backend: Backend | None = None
-) -> Method:
+def parse_method(text: str, ratio: float | None, settings: Settings) -> Method:
     """Return the method named by `text`, as "agentsd+deepcache", "baseline@20" or "fast/unipckarras";
     "baseline" has no parts.
 
@@ -112,29 +111,24 @@ def parse_method(
     """
     try:
         name = read(text, settings.named)
-    except ValueError as error:
+        own: Any = next((settings.named[part] for part in name.parts if part in settings.named), None)
+        if isinstance(own, dict):
+            own = recipe_of(own)
+        elif own is not None and own.is_file():
+            own = Recipe.load(own)
+    except (OSError, ValueError) as error:
         raise EvalError(str(error)) from None
-    parts, other = name.parts, name.sampler
-    mode = next((MODES[part] for part in parts if part in MODES), None)
-    if "tomesd" not in parts and not (mode and any(hasattr(part, "ratio") for part in mode.operators)):
+    mode = next((MODES[part] for part in name.parts if part in MODES), None)
+    has_ratio = mode and any(hasattr(part, "ratio") for part in mode.operators)
+    if "tomesd" not in name.parts and not has_ratio:
         ratio = None
-    recipe, folder = None, None
-    for own in (settings.named[part] for part in parts if part in settings.named):
-        recipe, folder = (recipe_of(own), None) if isinstance(own, dict) else (None, own)
-    return Method(
-        parts,
-        ratio,
-        backend or settings.backend,
-        recipe=recipe,
-        folder=folder,
-        steps=name.steps,
-        scheduler=None if other == settings.scheduler else other,
-    )
+    sampler = None if name.sampler == settings.scheduler else name.sampler
+    return Method(name.parts, ratio, settings.backend, own, name.steps, sampler)
 
 
-def fewer(shares: FewerSteps, settings: Settings, backend: Backend | None = None) -> list[Method]:
+def fewer(shares: FewerSteps, settings: Settings) -> list[Method]:
     """Return baseline in each share of the steps: the baseline that costs nothing to have."""
-    baseline = parse_method("baseline", None, settings, backend)
+    baseline = parse_method("baseline", None, settings)
     counts = [max(1, round(share * settings.steps)) for share in shares]
     return [replace(baseline, steps=count) for count in dict.fromkeys(counts) if count < settings.steps]
 
@@ -181,40 +175,25 @@ def _attention_backend(pipe: Any, backend: Backend) -> Iterator[None]:
 
 
 @contextmanager
-def _recipe(method: Method, pipe: Any, mode: str | None = None) -> Iterator[Applied]:
+def _recipe(method: Method, pipe: Any, part: str) -> Iterator[None]:
     """A recipe by its name, or a user's own."""
-    ratio: dict[str, Any] = {} if method.ratio is None else {"ratio": method.ratio}
+    ratio = {} if method.ratio is None else {"ratio": method.ratio}
+    settings: dict[str, Any] = {"mode": part, **ratio} if part in MODES else {"recipe": method.recipe}
     try:
-        if mode is None:
-            apply_agentsd(pipe, recipe=method.recipe or method.folder)
-        else:
-            apply_agentsd(pipe, mode=mode, **ratio)
+        handle = apply_agentsd(pipe, **settings)
     except (TypeError, ValueError, OSError) as error:
         raise EvalError(f"{method.label}: {error}") from error
-    try:
-        yield Applied(pipe)
-    finally:
-        remove_agentsd(pipe)
+    with handle:
+        yield
 
 
-def _content(path: Path) -> str:
-    """A short hash of a file, or of the settings and weights in a folder."""
-    files = [path] if path.is_file() else sorted(path.glob("agentsd.*"))
-    return _hash(b"".join(file.read_bytes() for file in files))
+def _content(folder: Path) -> str:
+    """A short hash of the settings and weights in a folder."""
+    return _hash(b"".join(file.read_bytes() for file in sorted(folder.glob("agentsd.*"))))
 
 
 def _hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:8]
-
-
-def _patch_of(part: str) -> Callable[[Method, Any], AbstractContextManager[Applied]]:
-    if part in MODES:
-        return partial(_recipe, mode=part)
-    kind, number = numbered(part) or (part, None)
-    other = OTHER_PACKAGES.get(kind)
-    if other is None:
-        return _recipe
-    return lambda method, pipe: other(pipe, method.ratio if number is None else number)
 
 
 def check_schedulers(methods: Sequence[Method], scheduler: Any, steps: int) -> None:

@@ -81,14 +81,9 @@ def load_pipeline(settings: Settings) -> Any:
         raise EvalError(
             f"{settings.model!r} is a {type(pipe).__name__} without a U-Net; use SD 1.x, 2.x or SDXL"
         )
-    set_scheduler(pipe, settings.scheduler)
+    pipe.scheduler = scheduler_like(pipe.scheduler, settings.scheduler)
     pipe.set_progress_bar_config(disable=True)
     return pipe
-
-
-def set_scheduler(pipe: Any, name: str) -> None:
-    """Replace the scheduler, keeping the model's noise schedule; "model" keeps the model's own."""
-    pipe.scheduler = scheduler_like(pipe.scheduler, name)
 
 
 def scheduler_like(scheduler: Any, name: str) -> Any:

@@ -1,11 +1,11 @@
 """Baselines from other packages and papers, and upper bounds on speed.
 
-Each takes a pipeline and one number, is in force for a `with` block, and leaves no trace.
+Each takes a pipeline, one number and the seed of its own random choices, is in force for a `with` block, and
+leaves no trace.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,22 +16,6 @@ from agentsd import Downsample, Recipe, apply_agentsd
 from agentsd.hosts import EVERY_LEVEL, find_attention_layers
 
 from ..errors import EvalError
-
-
-@dataclass(frozen=True)
-class Applied:
-    """A method in force.
-
-    Attributes:
-        call: what is called in the pipeline's place, with its arguments.
-        reseed: fixes the method's own random choices; called before each batch.
-    """
-
-    call: Callable[..., Any]
-    reseed: Callable[[int], object] = lambda seed: None
-
-
-OtherMethod = Callable[[Any, Any], AbstractContextManager[Applied]]
 
 
 def unet_of(pipe: Any) -> Any:
@@ -50,18 +34,15 @@ def finest_attention_downsample(unet: Any) -> int:
 
 
 @contextmanager
-def tomesd(pipe: Any, ratio: float) -> Iterator[Applied]:
+def tomesd(pipe: Any, ratio: float, seed: int) -> Iterator[None]:
     """Token merging at a ratio, by its own package."""
     unet = unet_of(pipe)
     # tomesd counts levels from the latent; its default of 1 would patch nothing in SDXL.
     tomesd_package.apply_patch(pipe, ratio=ratio, max_downsample=finest_attention_downsample(unet))
-
-    def reseed(seed: int) -> None:
-        device = next(unet.parameters()).device
-        unet._tome_info["args"]["generator"] = torch.Generator(device).manual_seed(seed)
-
+    device = next(unet.parameters()).device
+    unet._tome_info["args"]["generator"] = torch.Generator(device).manual_seed(seed)
     try:
-        yield Applied(pipe, reseed)
+        yield
     finally:
         tomesd_package.remove_patch(pipe)
         for module in unet.modules():
@@ -83,7 +64,7 @@ def forwards_kept(unet: Any) -> Iterator[None]:
 
 
 @contextmanager
-def deepcache(pipe: Any, interval: int) -> Iterator[Applied]:
+def deepcache(pipe: Any, interval: int, seed: int) -> Iterator[None]:
     """DeepCache with one computed step in `interval`, by its own package."""
     from DeepCache import DeepCacheSDHelper
 
@@ -92,16 +73,16 @@ def deepcache(pipe: Any, interval: int) -> Iterator[Applied]:
     with forwards_kept(pipe.unet):
         helper.enable()
         try:
-            yield Applied(pipe)
+            yield
         finally:
             helper.disable()
 
 
 @contextmanager
-def todo(pipe: Any, ratio: None) -> Iterator[Applied]:
+def todo(pipe: Any, ratio: None, seed: int) -> Iterator[None]:
     """ToDo (Smith et al. 2024): keys and values of every second token each way, in every step."""
     with apply_agentsd(pipe, recipe=Recipe(Downsample())):
-        yield Applied(pipe)
+        yield
 
 
 class _NoCore:
@@ -114,7 +95,7 @@ class _NoCore:
 
 
 @contextmanager
-def no_attention(pipe: Any, ratio: None, levels: int) -> Iterator[Applied]:
+def no_attention(pipe: Any, ratio: None, seed: int, levels: int) -> Iterator[None]:
     """No attention between the tokens of the finest levels: what no method on them can be faster than.
 
     Its images mean nothing.
@@ -124,13 +105,13 @@ def no_attention(pipe: Any, ratio: None, levels: int) -> Iterator[Applied]:
     for layer in layers:
         layer.set_processor(_NoCore())
     try:
-        yield Applied(pipe)
+        yield
     finally:
         for layer, processor in zip(layers, before, strict=True):
             layer.set_processor(processor)
 
 
-OTHER_PACKAGES: dict[str, OtherMethod] = {
+OTHER_PACKAGES: dict[str, Callable[[Any, Any, int], AbstractContextManager[None]]] = {
     "tomesd": tomesd,
     "todo": todo,
     "deepcache": deepcache,

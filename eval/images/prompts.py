@@ -13,7 +13,7 @@ from ..files import read_lines
 from ..settings import RunSettings, Settings, ShowSettings
 
 if TYPE_CHECKING:
-    from agentsd_demo.scenes import Triple
+    from agentsd_demo.scenes import SceneSplit, Triple
 
 SHIPPED = Path(__file__).with_name("prompts.txt")
 """Prompts for any model."""
@@ -60,15 +60,16 @@ def specs_to_show(settings: ShowSettings) -> list[ImageSpec]:
     """
     if settings.prompt:
         return from_prompts(settings.prompt, len(settings.prompt), settings.seed)
-    if settings.model != "demo":
-        return from_prompts(read_lines(SHIPPED), settings.images, settings.seed)
-    return _captions(settings.images, settings.seed)
+    return prompts_of(settings.model, settings.images, settings.seed)
 
 
-def _captions(images: int, seed: int) -> list[ImageSpec]:
+def prompts_of(model: str, images: int, seed: int, split: "SceneSplit | None" = None) -> list[ImageSpec]:
+    """Return images of the toy model's captions, all or a split of them; of prompts that ship for others."""
+    if model != "demo":
+        return from_prompts(read_lines(SHIPPED), images, seed)
     from agentsd_demo.scenes import triples
 
-    return from_triples(triples(), images, seed)
+    return from_triples(triples(split), images, seed)
 
 
 def note_unknown_words(pipe: Any, specs: Sequence[ImageSpec], settings: Settings, console: Console) -> None:
@@ -93,9 +94,9 @@ def unknown_words(tokenizer: Any, prompts: Sequence[str]) -> list[str]:
 
 
 def specs_of(settings: RunSettings) -> list[ImageSpec]:
-    """Return the images of a run: of its classes, its prompts, or the toy model's captions.
+    """Return the images of a run: of its classes, its prompts, or those of any run of the model.
 
-    Raises EvalError if a file is missing or empty, or if another model is given no prompts.
+    Raises EvalError if a file is missing or empty.
     """
     if settings.classes and settings.prompts:
         raise EvalError(f"give prompts ({settings.prompts}) or classes ({settings.classes}), not both")
@@ -110,8 +111,4 @@ def specs_of(settings: RunSettings) -> list[ImageSpec]:
     count = min(settings.images, settings.limit or settings.images)
     if settings.prompts:
         return from_prompts(read_lines(settings.prompts), count, settings.seed)
-    if settings.model != "demo":
-        raise EvalError(
-            f"the model {settings.model!r} has no prompts of its own: give --prompts or --classes FILE"
-        )
-    return _captions(count, settings.seed)
+    return prompts_of(settings.model, count, settings.seed)

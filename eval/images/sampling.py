@@ -96,10 +96,9 @@ def sample(
     latents = initial_latents(pipe, seeds, height, width).to(device, dtype)
     # For samplers that add noise at each step; another stream than the one of the initial noise.
     generators = [torch.Generator("cpu").manual_seed(2**32 + seed) for seed in seeds]
-    with method.applied(pipe) as applied:
-        applied.reseed(seeds[0])
+    with method.applied(pipe, seeds[0]):
         with Stopwatch(device) as watch:
-            output = applied.call(
+            output = pipe(
                 prompt=[spec.prompt for spec in specs],
                 height=height,
                 width=width,

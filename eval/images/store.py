@@ -127,20 +127,15 @@ class Store:
         """Write a batch's images, then its lines. Raises EvalError if the disk is full."""
         entries = []
         for spec, image in zip(specs, images, strict=True):
-            path = self.path(method, spec.index)
             content = png_bytes(image)
-            write_bytes(path, content)
+            write_bytes(self.path(method, spec.index), content)
             entry = Entry(
                 index=spec.index,
                 seed=spec.seed,
                 prompt=spec.prompt,
                 sha256=hashlib.sha256(content).hexdigest(),
-                batch=batch,
-                batch_images=len(specs),
-                seconds=seconds.wall,
-                cpu_seconds=seconds.cpu,
-                session=session,
                 maker=self._maker,
+                **_timing(batch, len(specs), seconds, session),
             )
             entries.append(entry)
         self._append(method, entries)
@@ -149,8 +144,7 @@ class Store:
         self, method: Method, batch: int, entries: Sequence[Entry], seconds: Seconds, session: str
     ) -> None:
         """Write another time for a batch whose images, of these entries, are kept as they are."""
-        change: dict[str, Any] = {"batch": batch, "batch_images": len(entries), "session": session}
-        change |= {"seconds": seconds.wall, "cpu_seconds": seconds.cpu}
+        change = _timing(batch, len(entries), seconds, session)
         self._append(method, [entry.model_copy(update=change) for entry in entries])
 
     def _append(self, method: Method, entries: Sequence[Entry]) -> None:
@@ -168,6 +162,11 @@ class Store:
     def image(self, method: Method, index: int) -> Image.Image:
         """Return an image, RGB."""
         return Image.open(self.path(method, index)).convert("RGB")
+
+
+def _timing(batch: int, images: int, seconds: Seconds, session: str) -> dict[str, Any]:
+    taken = {"seconds": seconds.wall, "cpu_seconds": seconds.cpu}
+    return {"batch": batch, "batch_images": images, "session": session, **taken}
 
 
 def _digest(path: Path) -> str | None:

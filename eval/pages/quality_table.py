@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import NormalDist
 from typing import Any
 
-from .rows import Column, Row, distance_name, figure, giga, method_text
+from .rows import Column, Row, distance_name, figure, filled, giga, method_text
 
 FEWEST = 30
 """Images of a row, below which a change and its noise are not told."""
@@ -127,12 +127,8 @@ def tables_of(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, lis
             Column("decoding, GB/img", figure("decoding_memory", ".2f")),
         ],
     }
-    first = Column("method", row_label)
-    filled = {
-        title: [c for c in columns if any(c.text(r) != "-" for r in rows)]
-        for title, columns in tables.items()
-    }
-    others = {title: [first, *columns] for title, columns in filled.items() if len(columns) > 0}
+    shown = {title: filled(rows, columns) for title, columns in tables.items()}
+    others = {title: [Column("method", row_label), *columns] for title, columns in shown.items() if columns}
     return {"the paper's table": paper_columns(features, scenes)} | others
 
 

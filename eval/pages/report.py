@@ -5,7 +5,6 @@ import csv
 import io
 import json
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from ..errors import EvalError
 from ..files import write_bytes
 from ..settings import ReportSettings
 from . import cost_table, quality_table, subject_table
-from .plots import frontier, id_of, is_baseline, is_placed, speeds
-from .rows import Column, Row, cells, method_text
+from .plots import id_of, is_baseline, plot_of
+from .rows import Column, Row, cells, distance_name, method_text
 
 _SIDE = 512  # pixels on a side of an image in the page, at most
 _RESULTS = {
@@ -71,43 +70,32 @@ def _whole_part(folder: Path, name: str, images: int, run: Row) -> dict[str, Any
 
 def _part(folder: Path, name: str, images: int, run: Row) -> dict[str, Any]:
     """Return what the page says of one results file."""
-    rows = _read_jsonl(folder / f"{name}.jsonl")
-    part = {
+    lines = (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    rows, settings = [json.loads(line) for line in lines], run["settings"]
+    part: dict[str, Any] = {
         "title": _RESULTS[name],
-        "model": run["settings"].get("arch") or run["settings"].get("model") or "several tables",
+        "model": settings.get("arch") or settings.get("model") or "several tables",
         "command": run["command"],
         "facts": _facts(run),
     }
     if name == "latency":
-        return part | {
-            "headline": _gain(rows, run["clock"]),
-            "tables": _latency_tables(rows, run["clock"]),
-            "plots": [_speeds(rows, run["clock"])],
-            "labels": list(dict.fromkeys(map(method_text, rows))),
-        }
-    if name == "subject":
+        tables = cost_table.tables_of(rows, run["clock"])
+        part["labels"] = list(dict.fromkeys(map(method_text, rows)))
+    elif name == "subject":
         tables = subject_table.tables_of(rows)
-        return part | {
-            "tables": [_table(title, rows, columns) for title, columns in tables.items()],
-            "image": _data_uri(folder / "subject.png", 1600),
+        part["image"] = _data_uri(folder / "subject.png", 1600)
+    else:
+        tables = quality_table.tables_of(rows, settings)
+        distance = distance_name(settings["features"], settings["model"] == "demo")
+        part |= {
+            "headline": _gain_and_loss(rows, run.get("clock", "CPU")),
+            "notes": [quality_table.note(settings["features"])],
+            "plot": _svg(plot_of(rows, "", distance)),
+            "labels": [quality_table.row_label(row) for row in rows],
+            "best": quality_table.row_label(best) if (best := _best(rows)) else None,
+            "grid": _grid(folder, name, rows, images),
         }
-    tables = quality_table.tables_of(rows, run["settings"])
-    keys = [
-        key for key in ("reference_distance", "baseline_distance") if any(is_placed(row, key) for row in rows)
-    ]
-    return part | {
-        "headline": _gain_and_loss(rows, run.get("clock", "CPU")),
-        "tables": [_table(title, rows, columns) for title, columns in tables.items()],
-        "notes": [quality_table.note(run["settings"]["features"])],
-        "plots": [_svg(frontier(rows, key=key)) for key in keys[:1]],
-        "labels": [quality_table.row_label(row) for row in rows],
-        "best": quality_table.row_label(best) if (best := _best(rows)) else None,
-        "grid": _grid(folder, name, rows, images),
-    }
-
-
-def _read_jsonl(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return part | {"tables": [_table(title, rows, columns) for title, columns in tables.items()]}
 
 
 def _table(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> dict[str, Any]:
@@ -117,18 +105,7 @@ def _table(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> dict[s
 
 def _row_name(row: Row) -> str:
     """Return what a row is shown and hidden by."""
-    if "variant" in row:
-        return subject_table.label_of(row)
-    return quality_table.row_label(row) if "label" in row else method_text(row)
-
-
-def _latency_tables(rows: list[Row], clock: str) -> list[dict[str, Any]]:
-    cases = [(case, list(shown)) for case, shown in groupby(rows, _case)]
-    return [_table(case, shown, cost_table.columns_of(shown, clock)) for case, shown in cases]
-
-
-def _case(row: Row) -> str:
-    return f"{row['scope']}, {row['size']} px, batch {row['batch']}"
+    return subject_table.label_of(row) if "variant" in row else quality_table.row_label(row)
 
 
 def _best(rows: Sequence[Row]) -> Row | None:
@@ -164,29 +141,9 @@ def _gain_and_loss(rows: Sequence[Row], clock: str) -> str | None:
     return " ".join(told)
 
 
-def _gain(rows: Sequence[Row], clock: str) -> str | None:
-    timed = [row for row in rows if row["method"] != "baseline" and row.get("speedup") is not None]
-    whole = [row for row in timed if row["scope"] == "pipeline"] or timed
-    if not whole:
+def _svg(figure: Figure | None) -> Markup | None:
+    if figure is None:
         return None
-    row = max(whole, key=lambda row: row["speedup"])
-    interval = f"{row['speedup']:.2f}x ({row['speedup_low']:.2f}-{row['speedup_high']:.2f})"
-    gain = f"{method_text(row)}: {interval} as fast as baseline ({clock} time; {_case(row)})."
-    return f"{gain} No loss is measured here."
-
-
-def _speeds(rows: Sequence[Row], clock: str) -> Markup:
-    """Return an SVG of each row's speed-up."""
-    shown = [row for row in rows if row.get("speedup") is not None]
-    several = len({_case(row) for row in shown}) > 1
-    labels = []
-    for row in shown:
-        backend = "" if row["backend"] == "sdpa" else f", {row['backend']}"
-        labels.append(f"{method_text(row)}{backend}" + (f", {_case(row)}" if several else ""))
-    return _svg(speeds(shown, labels, [id_of(method_text(row)) for row in shown], clock))
-
-
-def _svg(figure: Figure) -> Markup:
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None}, transparent=True)
     return Markup(text.getvalue()[text.getvalue().index("<svg") :])

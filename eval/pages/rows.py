@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,17 +66,22 @@ def distance_name(features: str | None, scenes: bool = True) -> str:
 
 
 def write_rows(
-    folder: Path, name: str, rows: Sequence[Row], tables: Sequence[Sequence[Column]], run: Row, note: str = ""
+    folder: Path,
+    name: str,
+    rows: Sequence[Row],
+    tables: Mapping[str, Sequence[Column]],
+    run: Row,
+    note: str = "",
 ) -> None:
     """Write `name`.jsonl, `name`.csv and `name`.md, and `run` to run.json; each is whole or not there.
 
-    `tables` are the columns of each table of the Markdown file, and `note` what stands below them.
+    `tables` are the columns of each table by its title, and `note` what stands below them.
     """
     run_file.update(folder, results={name: run})
     lines = [json.dumps(_json_values(row), ensure_ascii=False) for row in rows]
     write_bytes(folder / f"{name}.jsonl", ("\n".join(lines) + "\n").encode())
     write_csv(folder / f"{name}.csv", rows)
-    parts = [to_markdown(rows, columns) for columns in tables]
+    parts = [to_markdown(rows, columns) for columns in tables.values()]
     parts += [f"{note}\n"] if note else []
     parts.append(f"`{run['command']}`\n")
     write_bytes(folder / f"{name}.md", "\n".join(parts).encode())
@@ -88,8 +93,12 @@ def _json_values(row: Row) -> Row:
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Write rows as CSV."""
-    write_bytes(path, to_csv(rows).encode())
+    """Write rows as CSV, with every key of theirs as a column."""
+    text, keys = io.StringIO(), list(dict.fromkeys(key for row in rows for key in row))
+    writer = csv.DictWriter(text, keys, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_bytes(path, text.getvalue().encode())
 
 
 def write_singles(path: Path, rows: Sequence[Row]) -> None:
@@ -98,14 +107,9 @@ def write_singles(path: Path, rows: Sequence[Row]) -> None:
     write_csv(path, short)
 
 
-def to_csv(rows: Sequence[Row]) -> str:
-    """Return the rows with every key of theirs as a column."""
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, keys, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+def filled(rows: Sequence[Row], columns: Sequence[Column]) -> list[Column]:
+    """Return the columns in which a row has a figure."""
+    return [column for column in columns if any(column.text(row) != "-" for row in rows)]
 
 
 def cells(rows: Sequence[Row], columns: Sequence[Column]) -> list[list[str]]:
@@ -127,26 +131,34 @@ def _escaped(cell: str) -> str:
 
 
 def to_terminal(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> Table:
-    """Return a table to print."""
-    return make_table(title, [column.title for column in columns], cells(rows, columns))
-
-
-def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """Return a terminal table; the first column is text, the others are figures.
 
     Where the terminal is narrow, cells and heads are wrapped between words, then within them.
     """
+    lines = cells(rows, columns)
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
+        texts = [line[number] for line in lines]
         if number == 0:
-            longest = max((len(row[0]) for row in rows), default=0)
-            table.add_column(escape(column), overflow="fold", no_wrap=longest <= 18)
+            short = max(map(len, texts), default=0) <= 18
+            table.add_column(escape(column.title), overflow="fold", no_wrap=short)
         else:
-            word = max((len(word) for row in rows for word in row[number].split()), default=0)
-            table.add_column(escape(column), justify="right", overflow="fold", min_width=word)
-    for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
+            word = max((len(word) for text in texts for word in text.split()), default=0)
+            table.add_column(escape(column.title), justify="right", overflow="fold", min_width=word)
+    for line in lines:
+        table.add_row(*map(escape, line))
     return table
+
+
+def show(
+    console: Console, rows: Sequence[Row], tables: Mapping[str, Sequence[Column]], note: str, folder: Path
+) -> None:
+    """Print a run's tables, what stands below them, and where its files are."""
+    for title, columns in tables.items():
+        console.print(to_terminal(title, rows, columns))
+    if note:
+        console.print(note)
+    console.print(f"figures: {folder}", soft_wrap=True)
 
 
 def progress(console: Console, disable: bool = False) -> Progress:

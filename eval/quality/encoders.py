@@ -1,6 +1,6 @@
 """CLIP and DINO: how well an image fits its prompt, and how alike two images' subjects are."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,7 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModel, CLIPModel, CLIPProcessor
 
 from ..errors import EvalError
+from .features import Sources, open_image
 
 _BATCH = 16
 
@@ -24,9 +25,9 @@ def _load(kind: Any, processor: Any, model: str, device: torch.device, name: str
         ) from error
 
 
-def _batches(images: Sequence[Image.Image]) -> list[list[Image.Image]]:
-    every = [image.convert("RGB") for image in images]
-    return [every[start : start + _BATCH] for start in range(0, len(every), _BATCH)]
+def _batches(images: Sources) -> Iterator[list[Image.Image]]:
+    for start in range(0, len(images), _BATCH):
+        yield [open_image(image) for image in images[start : start + _BATCH]]
 
 
 @torch.inference_mode()
@@ -59,7 +60,7 @@ class ClipScore:
         return _embed(images, self._processor, self._model.device, forward)
 
     @torch.inference_mode()
-    def __call__(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> np.ndarray:
+    def __call__(self, images: Sources, prompts: Sequence[str]) -> np.ndarray:
         """Return the score of each image, (N,)."""
         scores = []
         for number, batch in enumerate(_batches(images)):

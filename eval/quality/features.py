@@ -17,11 +17,12 @@ from ..errors import EvalError
 from ..files import write_bytes
 from .fidelity import to_tensor
 
+SIDE = 224
+"""Pixels on a side that EfficientNet-Lite0 was trained on."""
 _BATCH = 16
 _BASIS = Path(__file__).with_name("basis.npy")
-BASIS_SHA256 = "c343aebe9d5e7fb5d07935b1996bdfe5b0c70360fa5b6591bcbf58ec03f75a6b"
-"""Of the basis of a FD, so that a figure is known to be of this one."""
 Sources = Sequence[Image.Image] | Sequence[Path]
+"""Images, or their files, which are opened as they are needed: 2,000 at 512 px would take 1.6 GB."""
 
 
 def user_cache() -> Path:
@@ -39,11 +40,18 @@ class Network:
 
     @torch.inference_mode()
     def __call__(self, images: Sequence[Image.Image]) -> np.ndarray:
-        """Return features (B, D), float32, of images of one size."""
-        if self.side:
-            size = (self.side, self.side)
-            images = [image.convert("RGB").resize(size, Image.Resampling.BICUBIC) for image in images]
-        return self._forward(torch.cat([to_tensor(image) for image in images])).float().cpu().numpy()
+        """Return features (B, D), float32, of images; of any size where the network brings them to one."""
+        if self.side is None and len({image.size for image in images}) > 1:
+            return np.concatenate([self([image]) for image in images])
+        return self._forward(network_input(images, self.side)).float().cpu().numpy()
+
+
+def network_input(images: Sequence[Image.Image], side: int | None) -> torch.Tensor:
+    """Return images as (B, 3, H, W) in 0..255, brought to so many pixels on a side (bicubic)."""
+    if side:
+        size = (side, side)
+        images = [image.convert("RGB").resize(size, Image.Resampling.BICUBIC) for image in images]
+    return torch.cat([to_tensor(image) for image in images])
 
 
 def load_network(name: str, device: torch.device) -> Network:
@@ -72,7 +80,7 @@ def _efficientnet_lite0(device: torch.device) -> Network:
     def forward(pixels: torch.Tensor) -> torch.Tensor:
         return model.extract_features((pixels.to(device) - 127) / 128).mean(dim=(2, 3))
 
-    return Network("efficientnet-lite0", 224, forward)
+    return Network("efficientnet-lite0", SIDE, forward)
 
 
 def _inception(device: torch.device) -> Network:
@@ -110,14 +118,17 @@ def features_of(
     crop: tuple[int, int] | None = None,
     report: Callable[[int], Any] = lambda count: None,
 ) -> np.ndarray:
-    """Return features (N, D), float32, in the order of the images (loaded, or paths), mapped from a file.
+    """Return features (N, D), float32, in the order of the images, mapped from a file.
 
     `crop` (height, width) brings real photographs to the size of generated ones: scaled so that it is
     covered (Lanczos), then cut from the centre. The result is kept in the folder `cache` under a hash of
     the images' content, the network and the crop; `report` is called with the number of images done.
     """
-    key = _content_key(sources, f"{network.name} {crop}")
-    path = cache / f"{network.name}-{key}.npy"
+    digest = hashlib.sha256(f"{network.name} {crop}".encode())
+    for source in sources:
+        pixels = source.tobytes() if isinstance(source, Image.Image) else source.read_bytes()
+        digest.update(hashlib.sha256(pixels).digest())
+    path = cache / f"{network.name}-{digest.hexdigest()[:24]}.npy"
     if path.exists():
         try:
             kept = np.load(path, mmap_mode="r")
@@ -128,8 +139,8 @@ def features_of(
     found = []
     with ThreadPoolExecutor() as threads:
         for start in range(0, len(sources), _BATCH):
-            images = list(threads.map(lambda one: _open(one, crop), sources[start : start + _BATCH]))
-            found.append(_by_size(network, images))
+            images = list(threads.map(lambda one: open_image(one, crop), sources[start : start + _BATCH]))
+            found.append(network(images))
             report(len(images))
     content = io.BytesIO()
     np.save(content, np.concatenate(found).astype("<f4"))
@@ -137,27 +148,13 @@ def features_of(
     return np.load(path, mmap_mode="r")
 
 
-def _by_size(network: Network, images: list[Image.Image]) -> np.ndarray:
-    """Return the features of each image; images of one size go through the network together."""
-    if network.side or len({image.size for image in images}) == 1:
-        return network(images)
-    return np.concatenate([network([image]) for image in images])
-
-
-def _open(source: Image.Image | Path, crop: tuple[int, int] | None) -> Image.Image:
+def open_image(source: Image.Image | Path, crop: tuple[int, int] | None = None) -> Image.Image:
+    """Return an image, RGB, of so many pixels. Raises EvalError if its file can't be read."""
     try:
         image = (source if isinstance(source, Image.Image) else Image.open(source)).convert("RGB")
     except OSError as error:
         raise EvalError(f"can't read the image {source}: {error}; remove it or put it right") from error
     return ImageOps.fit(image, (crop[1], crop[0]), Image.Resampling.LANCZOS) if crop else image
-
-
-def _content_key(sources: Sources, how: str) -> str:
-    digest = hashlib.sha256(how.encode())
-    for source in sources:
-        content = source.tobytes() if isinstance(source, Image.Image) else source.read_bytes()
-        digest.update(hashlib.sha256(content).digest())
-    return digest.hexdigest()[:24]
 
 
 def image_files(folder: Path) -> list[Path]:
@@ -171,28 +168,12 @@ def image_files(folder: Path) -> list[Path]:
     return files
 
 
-@cache
-def load_basis() -> np.ndarray:
-    """Return the shipped basis (48, 1280): the directions of greatest variance of features of length 1.
-
-    They are those of 4,096 scenes of all 857 concepts, each centred on their mean.
-
-    Raises:
-        ValueError: the file is not the one that this version was released with.
-    """
-    found = hashlib.sha256(_BASIS.read_bytes()).hexdigest()
-    if found != BASIS_SHA256:
-        raise ValueError(
-            f"{_BASIS} has SHA-256 {found[:12]}..., not {BASIS_SHA256[:12]}...: install agentsd-eval again"
-        )
-    return np.load(_BASIS).astype(np.float64)
-
-
-def project(features: np.ndarray, basis: np.ndarray) -> np.ndarray:
-    """Return features (N, D) in a basis (K, D), as (N, K)."""
-    return np.asarray(features, np.float64) @ basis.T
-
-
 def frechet_features(features: np.ndarray, network: str, scenes: bool) -> np.ndarray:
-    """Return what a FD is of: the features; of the toy model's scenes, in the basis made for them."""
-    return project(features, load_basis()) if scenes and network != "inception" else features
+    """Return what a FD is of: the features (N, D); of the toy model's scenes, in a basis, (N, 48).
+
+    The basis that ships (48, 1280) is the directions of greatest variance of features of length 1, of 4,096
+    scenes of all 857 concepts, each centred on their mean.
+    """
+    if not scenes or network == "inception":
+        return features
+    return np.asarray(features, np.float64) @ np.load(_BASIS).astype(np.float64).T

@@ -7,14 +7,10 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from .features import efficientnet_lite0
-from .fidelity import to_tensor
+from .features import SIDE, Sources, efficientnet_lite0, network_input, open_image
 
-SIDE = 224
-"""Pixels on a side that images are brought to, as the network was trained."""
 STAGES = (0, 2, 4, 10, 15)
 """Blocks of EfficientNet-Lite0 whose outputs are compared: the last ones at strides 2, 4, 8, 16 and 32."""
-NAME = "perceptual distance (EfficientNet-Lite0)"
 _BATCH = 16
 
 
@@ -28,9 +24,7 @@ class StageFeatures:
     @torch.inference_mode()
     def __call__(self, images: Sequence[Image.Image]) -> list[Tensor]:
         """Return a tensor (B, C, h, w) for each stage."""
-        size = (SIDE, SIDE)
-        large = [image.convert("RGB").resize(size, Image.Resampling.BICUBIC) for image in images]
-        pixels = (torch.cat([to_tensor(image) for image in large]).to(self._device) - 127) / 128
+        pixels = (network_input(images, SIDE).to(self._device) - 127) / 128
         return [F.normalize(stage, dim=1) for stage in self._stages(pixels)]
 
     def _stages(self, pixels: Tensor) -> Iterator[Tensor]:
@@ -56,9 +50,11 @@ def stage_distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
 class PerceptualFeatures:
     """Stage features of many images, in half precision: about 0.7 MB each."""
 
-    def __init__(self, features: StageFeatures, images: Sequence[Image.Image]) -> None:
-        parts = [features(images[start : start + _BATCH]) for start in range(0, len(images), _BATCH)]
-        self._parts = [[stage.half().cpu() for stage in stages] for stages in parts]
+    def __init__(self, features: StageFeatures, sources: Sources) -> None:
+        self._parts = []
+        for start in range(0, len(sources), _BATCH):
+            stages = features([open_image(one) for one in sources[start : start + _BATCH]])
+            self._parts.append([stage.half().cpu() for stage in stages])
 
     def distance(self, other: "PerceptualFeatures") -> list[float]:
         """Return the perceptual distance of each image to the other's of the same place; 0 if equal."""

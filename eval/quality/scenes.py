@@ -1,7 +1,6 @@
 """What an image of a scene shows beside what its prompt asks for, for the bundled toy model."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,18 +31,10 @@ def scene_reader(device: torch.device) -> ConceptReader:
     return ConceptReader(trained_concepts(), features, known)
 
 
-def read_scenes(
-    images: Sequence[Image.Image], asked: Sequence[Triple], reader: ConceptReader
-) -> list[dict[str, Any]]:
-    """Return for each image whether its concept and colour are right."""
-    rows = []
+def read_scenes(images: Sequence[Image.Image], asked: Sequence[Triple], reader: ConceptReader) -> list[bool]:
+    """Return for each image whether its concept is right."""
+    right = []
     for image, triple in zip(images, asked, strict=True):
         reading = read_scene(image)
-        concept, _ = reader.read(image, reading)
-        rows.append(
-            {
-                "right": reading.box is not None and concept == triple.concept,
-                "right_colour": reading.colour == triple.colour,
-            }
-        )
-    return rows
+        right.append(reading.box is not None and reader.read(image, reading)[0] == triple.concept)
+    return right

@@ -70,16 +70,14 @@ def command(settings: ComputedSettings, console: Console) -> None:
     for row in _rows():
         rows.append(row)
         console.print(row["label"])
-    results.write_rows(settings.out, "memory", rows, [COLUMNS], run, NOTE)
-    console.print(results.to_terminal("memory", rows, COLUMNS))
-    console.print(NOTE)
-    console.print(f"figures: {settings.out}", soft_wrap=True)
+    results.write_rows(settings.out, "memory", rows, {"memory": COLUMNS}, run, NOTE)
+    results.show(console, rows, {"memory": COLUMNS}, NOTE, settings.out)
 
 
 def _rows() -> Iterator[Row]:
     for case, config, size in CASES:
         for name, backend in METHODS:
-            method = parse_method(name, 0.4, Settings(), backend)
+            method = parse_method(name, 0.4, Settings(backend=backend))
             one, two = (sampling(method, size, images, config) for images in (1, 2))
             both = [max(run["denoising"], run["decoding"]) for run in (one, two)]
             yield {

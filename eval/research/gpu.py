@@ -28,7 +28,8 @@ from ..cost import latency
 from ..cost.memory import pipeline_memory
 from ..environment import describe_environment
 from ..errors import EvalError
-from ..images.models import set_scheduler
+from ..images.methods import Method, parse_method
+from ..images.models import scheduler_like
 from ..images.sampling import Stopwatch
 from ..settings import LatencySettings
 from .settings import GpuSettings
@@ -88,18 +89,19 @@ class Campaign:
         self.stage("runs, large", 40, self.measured, sizes=[self.large], **runs)
         self.stage("runs, small", 35, self.measured, sizes=[self.small], **runs)
         self.stage("table10", 25, self.table10)
-        self.stage(
-            "calls",
-            20,
-            self.measured,
-            arch="sd15",
-            scopes=["forward"],
-            sizes=[self.small, self.large],
-            batches=[1, 4] if self.on_gpu else [1],
-            backends=["sdpa", "unfused"],
-            methods=calls,
-            count=False,
-        )
+        for backend in ("sdpa", "unfused"):
+            self.stage(
+                "calls",
+                10,
+                self.measured,
+                arch="sd15",
+                scopes=["forward"],
+                sizes=[self.small, self.large],
+                batches=[1, 4] if self.on_gpu else [1],
+                backend=backend,
+                methods=calls,
+                count=False,
+            )
         self.stage("decoder", 5, self.decoder)
         self.stage("memory", 15, self.memory, "sd15", self.small, modes, ("unfused", "sdpa"))
         self.stage("kernels", 15, self.kernels, ("baseline", "agentsd", "tomesd", "todo"))
@@ -233,7 +235,7 @@ class Campaign:
         """
         asked = self.asked(**changes)
         pipe = self.pipe_of(asked.arch or "sd15")
-        set_scheduler(pipe, asked.scheduler)
+        pipe.scheduler = scheduler_like(pipe.scheduler, asked.scheduler)
         for case in latency.cases_of(asked, pipe):
             one = self.probe(pipe, case, asked)
             short = {"repeats": 1}
@@ -265,9 +267,9 @@ class Campaign:
             return 0.05
         return watch.seconds.wall
 
-    def method(self, name: str, settings: LatencySettings, backend: Any = "sdpa") -> latency.Method:
+    def method(self, name: str, settings: LatencySettings, backend: str = "sdpa") -> Method:
         """A method of the evaluation's, at the paper's usual ratio."""
-        return latency.parse_method(name, 0.4, settings, backend)
+        return parse_method(name, 0.4, settings.model_copy(update={"backend": backend}))
 
     def ceilings(self, stage: str) -> None:
         """What this card gives at most: matrix products and copies."""
@@ -292,7 +294,7 @@ class Campaign:
                 scopes=["forward"],
                 sizes=[self.small],
                 batches=[8 if self.on_gpu else 1],
-                backends=["unfused"],
+                backend="unfused",
                 methods=["tomesd", "agentsd"],
                 ratio=ratio,
                 count=False,
@@ -317,12 +319,12 @@ class Campaign:
     ) -> None:
         """Peaks of a run in GB, denoising and decoding apart, and what the allocator held in all."""
         pipe, settings = self.pipe_of(arch), self.asked(arch=arch, steps=9)
-        set_scheduler(pipe, settings.scheduler)
+        pipe.scheduler = scheduler_like(pipe.scheduler, settings.scheduler)
         for backend in backends:
             for name in names:
                 method = self.method(name, settings, backend)
 
-                def call(count: int, method: latency.Method = method) -> None:
+                def call(count: int, method: Method = method) -> None:
                     case = latency.Case("pipeline", size, count)
                     with torch.no_grad(), latency.applied(method, pipe, case, settings) as run:
                         run()
@@ -376,7 +378,7 @@ class Campaign:
     def waits(self, stage: str, names: Sequence[str]) -> None:
         """Where the host waits for the device in a run of each mode; whether two runs give the same image."""
         pipe, settings = self.pipe_of("sd15"), self.asked(arch="sd15")
-        set_scheduler(pipe, settings.scheduler)
+        pipe.scheduler = scheduler_like(pipe.scheduler, settings.scheduler)
         case = latency.Case("pipeline", self.small, 1)
         for name in names:
             images, told = [], []

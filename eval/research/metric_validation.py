@@ -14,7 +14,8 @@ from ..errors import EvalError
 from ..images.methods import Method, parse_method
 from ..pages import rows as results
 from ..pages.rows import Column, Row
-from ..quality.measure import Measured, Shown, measure
+from ..quality.features import open_image
+from ..quality.measure import Measured, Shown
 from ..quality.metrics import Z95, KernelDistance, standard_error
 from ..studies.table import make
 from .settings import ValidationSettings
@@ -35,22 +36,19 @@ def command(settings: ValidationSettings, console: Console) -> None:
     made = make(settings, methods, "metric-validation", console, costs=False)
     if made is None:
         return
-    if made.references.reference is None:
+    if made.judge.reference is None:
         raise EvalError("metric-validation: give --reference-steps")
     shown = [made.shown(method) for method in methods]
     for name, degradation in DEGRADATIONS.items():
-        shown.append(Shown(name, [degradation(image) for image in shown[0].images], made.metrics))
-    found = {one.key: measure(one, made.asked, made.references, made.metrics) for one in shown}
+        shown.append(Shown(name, [degradation(open_image(image)) for image in shown[0].images], made.judge))
+    found = {one.key: made.judge.measure(one, made.asked) for one in shown}
     pairs = pairs_of(found, chains | DEGRADED)
     facts = describe_run(settings, made.device)
-    results.write_rows(settings.out, "metric-validation", pairs, [COLUMNS], facts, NOTE)
+    tables = {f"what the metrics see, {len(made.asked)} images a row": COLUMNS}
+    results.write_rows(settings.out, "metric-validation", pairs, tables, facts, NOTE)
     singles = [single for measured in found.values() for single in measured.singles]
     results.write_singles(settings.out / "metric-validation-images.csv", singles)
-    console.print(
-        results.to_terminal(f"what the metrics see, {len(made.asked)} images a row", pairs, COLUMNS)
-    )
-    console.print(NOTE)
-    console.print(f"figures: {settings.out}", soft_wrap=True)
+    results.show(console, pairs, tables, NOTE, settings.out)
 
 
 def methods_of(settings: ValidationSettings) -> tuple[list[Method], dict[str, list[str]]]:

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,14 +18,14 @@ from agentsd.plan import FULL, OPERATOR, plan_run
 from agentsd.recipe import MODES, Phases, stages_of
 
 from ..cost.architectures import normal
-from ..cost.latency import Case, baseline_of, forward_call, load, row_of, speedup_of
+from ..cost.latency import Case, forward_call, load, row_of, speedup_of
 from ..environment import describe_run
 from ..errors import EvalError
 from ..files import check_writable
 from ..images.methods import Method, expand
 from ..images.sampling import Seconds, Stopwatch
-from ..pages.cost_table import columns_of
-from ..pages.rows import progress, to_terminal, write_rows
+from ..pages.cost_table import tables_of
+from ..pages.rows import Row, progress, show, write_rows
 from .settings import PricedSettings
 
 PROBED = 8
@@ -38,7 +39,7 @@ def command(settings: PricedSettings, console: Console) -> None:
     pipe = load(settings)
     device = pipe.unet.device
     run = describe_run(settings, device)
-    rows = []
+    rows: list[Row] = []
     sizes = settings.sizes or (pipe.unet.config.sample_size * pipe.vae_scale_factor,)
     with progress(console) as bars:
         task = bars.add_task("rounds", total=len(sizes) * settings.repeats)
@@ -50,10 +51,9 @@ def command(settings: PricedSettings, console: Console) -> None:
             seconds = {method: [of[i] for of in rounds] for i, method in enumerate(methods)}
             for method in methods:
                 row = row_of(method, case, settings.repeats, seconds[method])
-                baseline = baseline_of(methods, method.backend)
-                rows.append(row | speedup_of("speedup", seconds, baseline, method, device))
-            write_rows(settings.out, "latency", rows, [columns_of(rows, run["clock"])], run)
-    console.print(to_terminal("priced", rows, columns_of(rows, run["clock"])))
+                rows.append(row | speedup_of(seconds, method, device))
+            write_rows(settings.out, "latency", rows, tables_of(rows, run["clock"]), run)
+    show(console, rows, tables_of(rows, run["clock"]), "", settings.out)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def recipe_of(method: Method) -> Recipe | None:
     if method.interval is not None and len(method.parts) == 1:
         return Recipe(steps=StepCache(interval=method.interval, extrapolation_order=0, correct=False))
     mode = next((MODES[part] for part in method.parts if part in MODES), None)
-    recipe = method.recipe or mode
+    recipe = mode if isinstance(method.recipe, Path) else method.recipe or mode
     if method.parts and (recipe is None or len(method.parts) > 1):
         raise EvalError(
             f"{method.label}: a run is priced for the baseline, DeepCache and recipes; "

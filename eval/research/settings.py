@@ -22,7 +22,7 @@ class ValidationSettings(RunSettings):
     """Validate the metrics on known degradations: fewer steps, more merging, longer caches, blur, noise."""
 
     hidden: ClassVar[tuple[str, ...]] = (*RunSettings.hidden, "methods", "ratios", "fewer_steps")
-    unused: ClassVar[tuple[str, ...]] = ("methods", "ratios", "fewer_steps")
+    """Those without an option; the study has rows of its own."""
     scheduler: SchedulerName = "dpm++karras"
     steps: Steps = 25
     reference_steps: ReferenceSteps = 100
@@ -41,7 +41,6 @@ class PricedSettings(CostSettings):
 class ComputedSettings(CommandSettings):
     """Count the peak memory of runs of SD 1.5 and SDXL without allocating it."""
 
-    has_config: ClassVar[bool] = False
     out: Path = Path("runs/computed-memory")
     """Folder for memory.jsonl, .csv and .md."""
 
@@ -49,7 +48,6 @@ class ComputedSettings(CommandSettings):
 class GpuSettings(CommandSettings):
     """Ask a GPU what is not known yet, in minutes: times, memory, the gpu tests, DreamBooth's peak."""
 
-    has_config: ClassVar[bool] = False
     device: str | None = None
     """cuda, cuda:1, or cpu for a trial; else the first GPU."""
     tiny: bool = False

@@ -3,14 +3,12 @@
 import math
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from html import escape
 from typing import Any, get_args
 
 import gradio as gr
-import torch
 from PIL import Image
-from pydantic import ValidationError
 from rich.console import Console
 
 from agentsd.recipe import MODES
@@ -19,9 +17,10 @@ from ..errors import EvalError
 from ..images.choice import LABELS, STEPS, defaults_of, python_of, recipe_from
 from ..images.methods import Method
 from ..images.models import load_pipeline
-from ..images.prompts import ImageSpec, unknown_words
-from ..images.sampling import Seconds, sample, size_of, warm_up
+from ..images.prompts import ImageSpec, prompts_of, unknown_words
+from ..images.sampling import sample, size_of, warm_up
 from ..log import captured
+from ..presets import load_settings
 from ..quality.fidelity import psnr
 from ..settings import AppSettings, Scheduler
 
@@ -34,18 +33,8 @@ _THEME = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-mono
 _CSS = ".note { border-left: 4px solid #c4600c; padding: .4em .8em }"
 
 
-@dataclass(frozen=True)
-class Pair:
-    """The baseline's image and the recipe's, with what each took, and what is to be said of the run."""
-
-    images: tuple[Image.Image, Image.Image]
-    seconds: tuple[Seconds, Seconds]
-    calls: str
-    notes: list[str]
-
-
 class Pairs:
-    """Pairs of images made on one model, one at a time."""
+    """Pairs of images made on one model, one at a time: the baseline's and a recipe's."""
 
     def __init__(self, settings: AppSettings) -> None:
         """Load the model."""
@@ -57,42 +46,43 @@ class Pairs:
 
     def first_prompt(self) -> str:
         """Return the prompt that the page begins with."""
-        if self.settings.prompt is not None or self.settings.model != "demo":
-            return self.settings.prompt or "a photograph of a fox in the snow"
-        from agentsd_demo.scenes import triples
+        return self.settings.prompt or prompts_of(self.settings.model, 1, 0)[0].prompt
 
-        return triples()[0].caption
-
-    def make(self, prompt: str, mode: str, chosen: dict[str, Any], sampled: dict[str, Any]) -> Pair:
-        """Return a pair; raises EvalError for a bad setting."""
+    def make(
+        self, prompt: str, mode: str, chosen: dict[str, Any], sampled: dict[str, Any]
+    ) -> tuple[list[Image.Image], str, list[str]]:
+        """Return a pair, its figures as HTML, and what is to be said of it; EvalError for a bad setting."""
         if not prompt.strip():
             raise EvalError(f"prompt = {prompt!r}: write what the image is to show")
+        given = {**self.settings.model_dump(exclude_unset=True), **sampled}
+        settings = load_settings(AppSettings, None, given)
+        spec, size = ImageSpec(0, prompt, settings.seed), size_of(self._pipe, settings)
+        baseline = Method((), scheduler=settings.scheduler)
         try:
-            settings = AppSettings.model_validate({**self.settings.model_dump(), **sampled})
-            baseline = Method((), scheduler=settings.scheduler)
             own = replace(baseline, parts=(_CHOSEN,), recipe=recipe_from(mode, chosen))
-        except ValidationError as error:
-            wrong = [f"{one['loc'][0]} = {one['input']!r}: {one['msg']}" for one in error.errors()]
-            raise EvalError("\n".join(wrong)) from None
+            if size not in self._warm:
+                warm_up(self._pipe, baseline, [spec], settings)
+                self._warm.add(size)
+            calls: list[str] = []
+            with captured() as notes:
+                [left], before = sample(self._pipe, baseline, [spec], settings)
+                [right], after = sample(self._pipe, own, [spec], settings, calls.append)
         except (TypeError, ValueError) as error:
             raise EvalError(str(error)) from None
-        try:
-            return self._sampled(baseline, own, ImageSpec(0, prompt, settings.seed), settings)
         except RuntimeError as error:  # such as too little memory
-            size = " x ".join(map(str, size_of(self._pipe, settings)))
-            raise EvalError(f"{size} px: {error}\nA smaller size needs less memory.") from error
-
-    def _sampled(self, baseline: Method, own: Method, spec: ImageSpec, settings: AppSettings) -> Pair:
-        if (size := size_of(self._pipe, settings)) not in self._warm:
-            warm_up(self._pipe, baseline, [spec], settings)
-            self._warm.add(size)
-        calls: list[str] = []
-        with captured() as notes:
-            [left], left_seconds = sample(self._pipe, baseline, [spec], settings)
-            [right], right_seconds = sample(self._pipe, own, [spec], settings, calls.append)
-        if settings.model == "demo" and (words := unknown_words(self._pipe.tokenizer, [spec.prompt])):
+            raise EvalError(f"{error}\nA smaller size needs less memory.") from error
+        if settings.model == "demo" and (words := unknown_words(self._pipe.tokenizer, [prompt])):
             notes.append(f"the toy model was never taught {', '.join(map(repr, words))}")
-        return Pair((left, right), (left_seconds, right_seconds), calls[-1], notes)
+        gain = before.charged(self.device) / after.charged(self.device)
+        clock = " in CPU time" if self.device.type == "cpu" else ""
+        near = psnr(right, left)
+        loss = "the same image" if near == math.inf else f"{near:.1f} dB PSNR to the baseline"
+        figures = (
+            f"<p>baseline <b>{before.wall:.2f} s</b>, {escape(mode)} <b>{after.wall:.2f} s</b>: {gain:.2f}x "
+            f"as fast{clock}, {loss}. One image is no measurement.</p><p>each step of {escape(mode)}: "
+            f"<code class=calls>{escape(calls[-1])}</code></p>"
+        )
+        return [left, right], figures, notes
 
 
 def command(settings: AppSettings, console: Console) -> None:
@@ -169,15 +159,11 @@ def build(pairs: Pairs) -> gr.Blocks:
             chosen = dict(zip(LABELS, values[len(_SAMPLED) :], strict=True))
             yield {note: _note([]), slider: None, figures: ""}
             try:
-                pair = pairs.make(prompt, mode, chosen, sampled)
+                images, told, notes = pairs.make(prompt, mode, chosen, sampled)
             except EvalError as error:
                 yield {note: _note([str(error)])}
                 return
-            yield {
-                note: _note(pair.notes),
-                slider: tuple(map(_enlarged, pair.images)),
-                figures: figures_of(pair, mode, pairs.device),
-            }
+            yield {note: _note(notes), slider: tuple(map(_enlarged, images)), figures: told}
 
         asked = [mode, *numbers]
         shown = mode.input(show, mode, numbers, show_progress="hidden")
@@ -186,20 +172,6 @@ def build(pairs: Pairs) -> gr.Blocks:
         asked = [prompt, mode, *inputs, *numbers]
         gr.on([button.click, prompt.submit], run, asked, [note, slider, figures])
     return page
-
-
-def figures_of(pair: Pair, mode: str, device: torch.device) -> str:
-    """Return the seconds, the gain, the difference, and what each call was, as HTML."""
-    baseline, own = pair.seconds
-    gain = baseline.charged(device) / own.charged(device)
-    clock = " in CPU time" if device.type == "cpu" else ""
-    near = psnr(*reversed(pair.images))
-    loss = "the same image" if near == math.inf else f"{near:.1f} dB PSNR to the baseline"
-    return (
-        f"<p>baseline <b>{baseline.wall:.2f} s</b>, {escape(mode)} <b>{own.wall:.2f} s</b>: {gain:.2f}x as "
-        f"fast{clock}, {loss}. One image is no measurement.</p><p>each step of {escape(mode)}: "
-        f"<code class=calls>{escape(pair.calls)}</code></p>"
-    )
 
 
 def _note(lines: list[str]) -> Any:

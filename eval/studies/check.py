@@ -8,12 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from agentsd import Recipe
-
 from .. import run_file
-from ..errors import EvalError
 from ..files import write_bytes
-from ..images.prompts import SHIPPED
 from ..pages.plots import is_baseline
 from ..pages.quality_table import FEWEST, row_label
 from ..pages.report import write_report
@@ -30,7 +26,6 @@ _PATHS = ("model", "prompts", "classes", "reference", "clip")
 
 def command(settings: CheckSettings, console: Console) -> None:
     """Make the table, then the page and the file of results, and say which rows gain."""
-    settings = completed(settings)
     rows = table.show(settings, table.table_methods(settings), "check", console)
     if not rows:
         return
@@ -40,26 +35,6 @@ def command(settings: CheckSettings, console: Console) -> None:
     write_bytes(path, text.encode())
     console.print(f"page: {write_report(settings.out, SHOWN)}", soft_wrap=True)
     console.print(f"results, without images, prompts and paths: {path}", soft_wrap=True)
-
-
-def completed(settings: CheckSettings) -> CheckSettings:
-    """Return the settings with prompts for any model, and a row for each calibrated file.
-
-    Raises EvalError if a file is no recipe.
-    """
-    for path in settings.calibrated:
-        try:
-            Recipe.load(path)
-        except (OSError, ValueError) as error:
-            raise EvalError(str(error)) from error
-    named = {path.stem: path for path in settings.calibrated}
-    changes: dict[str, Any] = {
-        "named": settings.named | named,
-        "methods": tuple(dict.fromkeys([*settings.methods, *named])),
-    }
-    if settings.model != "demo" and not (settings.prompts or settings.classes):
-        changes["prompts"] = SHIPPED
-    return settings.model_copy(update=changes)
 
 
 def verdict(rows: Sequence[Row]) -> str:

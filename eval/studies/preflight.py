@@ -13,7 +13,7 @@ from ..images.methods import Method
 from ..images.prompts import ImageSpec
 from ..images.sampling import sample
 from ..images.store import Store
-from ..quality.features import image_files
+from ..quality.features import image_files, pytorch_fid
 from ..settings import RunSettings
 
 _PNG = 1.8  # bytes a pixel of a photograph takes as PNG
@@ -30,6 +30,8 @@ def check_settings(settings: RunSettings) -> None:
             "features = inception without a reference: there would be no FID; give --reference "
             "FOLDER_OF_REAL_IMAGES, or --features efficientnet-lite0 for a table without real images"
         )
+    if settings.features == "inception":
+        pytorch_fid()
 
 
 def check_disk(store: Store, methods: Sequence[Method], count: int, height: int, width: int) -> None:

@@ -1,9 +1,10 @@
 """What the study of a finetuned subject trains and draws: its trainings, rows, views and prompts."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from PIL import Image
 
@@ -12,55 +13,53 @@ from agentsd.dreambooth.config import DreamBoothConfig
 from agentsd.dreambooth.data import find_images, load_image
 
 from ..errors import EvalError
-from ..files import read_lines
-from ..images.methods import Method, parse_method
-from ..images.prompts import SHIPPED, ImageSpec, from_prompts, from_triples
-from ..images.store import Store
+from ..images.methods import Method
+from ..images.prompts import ImageSpec, from_prompts, prompts_of
 from ..settings import SubjectSettings
-
-if TYPE_CHECKING:
-    from agentsd_demo.scenes import Triple
-
 
 TRAININGS = ("baseline", "agents", "baseline-prior", "agents-prior")
 """Plain or with agents in every step, without or with prior preservation: the names of their folders, too."""
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A row: weights, and how they generate.
+class Variant(Method):
+    """A row: weights, and the method that generates with them.
 
     Attributes:
         weights: a training, or "before" it.
-        name: where agents run; the same without and with prior preservation.
-        method: what generates.
+        where: where agents run; the same without and with prior preservation.
+        unet: of these weights, once they are trained; None is the pipeline's own.
     """
 
-    weights: str
-    name: str
-    method: Method
+    weights: str = "before"
+    where: str = "before finetuning"
+    unet: Any = field(default=None, compare=False, repr=False)
 
     @property
     def prior(self) -> bool:
         """Whether its training preserved the prior."""
         return self.weights.endswith("-prior")
 
-    def store(self, settings: SubjectSettings) -> Store:
-        """Where its images are; rows of the same weights share it."""
-        return Store(settings.out / self.weights)
+    @property
+    def key(self) -> str:
+        """A folder name that differs wherever the images may differ."""
+        return f"{self.weights}-{super().key}"
+
+    @contextmanager
+    def applied(self, pipe: Any, seed: int = 0) -> Iterator[None]:
+        """Give `pipe` the weights and the method for the length of a block."""
+        before = pipe.unet
+        pipe.unet = self.unet or before
+        try:
+            with super().applied(pipe, seed):
+                yield
+        finally:
+            pipe.unet = before
 
 
 def training_config(training: str, settings: SubjectSettings) -> DreamBoothConfig:
     """Return the settings of a finetuning: `settings`, and the paper's (appendix B.4) for the rest."""
-    same = {
-        "instance_prompt",
-        "class_prompt",
-        "learning_rate",
-        "lr_scheduler",
-        "seed",
-        "guidance_scale",
-        "ratio",
-    }
+    same = "instance_prompt class_prompt learning_rate lr_scheduler seed guidance_scale ratio"
     own = {
         "pretrained_model_name_or_path": settings.model,
         "instance_data_dir": views_folder(settings),
@@ -78,33 +77,34 @@ def training_config(training: str, settings: SubjectSettings) -> DreamBoothConfi
         "report_to": None,
         "apply": "train+generate" if training.startswith("agents") else "none",
     }
-    return DreamBoothConfig.model_validate(settings.model_dump(include=same) | own)
+    return DreamBoothConfig.model_validate(settings.model_dump(include={*same.split()}) | own)
 
 
 def variants_of(settings: SubjectSettings) -> list[Variant]:
     """Return the rows: the model as it came, then those of Fig. 8, without and with prior preservation."""
-    baseline = parse_method("baseline", None, settings)
     every = training_config("agents", settings).recipe
     later = Merge(settings.ratio, ranking="layer", destinations="random")
     early = Recipe(Phases(every.operators[0], later), levels=1)
-    agents = {
-        recipe: Method(("agents",), settings.ratio, settings.backend, recipe=recipe)
-        for recipe in (early, every)
-    }
-    rows = [Variant("before", "before finetuning", baseline)]
+
+    def variant(weights: str, where: str, recipe: Recipe | None = None) -> Variant:
+        parts = ("agents",) if recipe else ()
+        ratio = settings.ratio if recipe else None
+        return Variant(parts, ratio, settings.backend, recipe, weights=weights, where=where)
+
+    rows = [variant("before", "before finetuning")]
     for prior in ("", "-prior"):
         rows += [
-            Variant(f"baseline{prior}", "baseline", baseline),
-            Variant(f"baseline{prior}", f"generate-only {Phases.early_frac:.0%}", agents[early]),
-            Variant(f"baseline{prior}", "generate-only 100%", agents[every]),
-            Variant(f"agents{prior}", "train+generate", agents[every]),
+            variant(f"baseline{prior}", "baseline"),
+            variant(f"baseline{prior}", f"generate-only {Phases.early_frac:.0%}", early),
+            variant(f"baseline{prior}", "generate-only 100%", every),
+            variant(f"agents{prior}", "train+generate", every),
         ]
     return rows
 
 
 def baseline_of(variant: Variant, variants: Sequence[Variant]) -> Variant:
     """Return the row to compare with: the row "baseline" of the same prior."""
-    return next(v for v in variants if v.name == "baseline" and v.prior == variant.prior)
+    return next(v for v in variants if v.where == "baseline" and v.prior == variant.prior)
 
 
 def views_folder(settings: SubjectSettings) -> Path:
@@ -128,21 +128,10 @@ def views_of(settings: SubjectSettings) -> list[Path]:
 
 
 def specs_of(settings: SubjectSettings) -> tuple[list[ImageSpec], list[ImageSpec]]:
-    """Return the subject's images, and those of other prompts."""
-    own = [ImageSpec(i, settings.instance_prompt, settings.seed + i) for i in range(settings.images)]
-    first = settings.seed + len(own)
-    if settings.model == "demo":
-        others = from_triples(seen_triples(), settings.other_prompts, first)
-    else:
-        others = from_prompts(read_lines(SHIPPED), settings.other_prompts, first)
+    """Return the subject's images, and those of other prompts, of the toy model what it was trained on."""
+    own = from_prompts([settings.instance_prompt], settings.images, settings.seed)
+    others = prompts_of(settings.model, settings.other_prompts, settings.seed + len(own), "seen")
     return own, [replace(spec, index=len(own) + spec.index) for spec in others]
-
-
-def seen_triples() -> "Sequence[Triple]":
-    """Return what the toy model was trained on."""
-    from agentsd_demo.scenes import triples
-
-    return triples("seen")
 
 
 def as_trained(path: Path, side: int) -> Image.Image:

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from ..images.prompts import ImageSpec
-from ..images.store import times_of
+from ..images.store import Store, times_of
 from ..pages.rows import Row
 from ..quality.encoders import ClipScore, Dino
 from ..quality.features import load_network
@@ -56,7 +56,7 @@ def _reader_of_concepts(device: torch.device) -> Callable[[Images, Sequence[Imag
 
     def right(images: Images, specs: Sequence[ImageSpec]) -> np.ndarray:
         asked = [spec.triple for spec in specs if spec.triple is not None]
-        return np.array([row["right"] for row in read_scenes(images, asked, reader)], dtype=float)
+        return np.array(read_scenes(images, asked, reader), dtype=float)
 
     return right
 
@@ -74,18 +74,22 @@ def similarity_among(views: np.ndarray) -> float:
 
 
 def rows_of(
-    figures: Mapping[Variant, Mapping[str, np.ndarray]], settings: SubjectSettings, device: torch.device
+    figures: Mapping[Variant, Mapping[str, np.ndarray]],
+    store: Store,
+    settings: SubjectSettings,
+    device: torch.device,
 ) -> list[Row]:
     """Return a row for each variant from its scores, one for each image in the order of the seeds.
 
-    It has means, standard errors, changes against `baseline_of` it paired by seed, and seconds.
+    It has means, standard errors, changes against `baseline_of` it paired by seed, and seconds beside those
+    of the first row, whose weights cost the same.
     """
-    taken = {variant: variant.store(settings).timings(variant.method) for variant in figures}
-    rows = []
+    rows: list[Row] = []
+    untrained = store.timings(next(iter(figures)))
     for variant, scores in figures.items():
         baseline = baseline_of(variant, [*figures])
         row: Row = {
-            "variant": variant.name,
+            "variant": variant.where,
             "prior": variant.prior,
             "images": settings.images,
             "other_images": settings.other_prompts,
@@ -96,5 +100,5 @@ def rows_of(
                 change = values - figures[baseline][name]
                 row[f"{name}_change"] = float(change.mean())
                 row[f"{name}_change_error"] = standard_error(change)
-        rows.append(row | times_of(taken[variant], taken[baseline], device))
+        rows.append(row | times_of(store.timings(variant), untrained, device))
     return rows

@@ -1,11 +1,10 @@
 """Table 10: images of every method, then a row of quality and cost for each."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from rich.console import Console
 
 from .. import run_file
 from ..cost.macs import macs
-from ..cost.memory import PipelineMemory, growth
+from ..cost.memory import growth
 from ..environment import describe_environment, describe_run
 from ..files import check_writable, write_bytes
 from ..images.generate import Share, fingerprint, generate
@@ -25,22 +24,11 @@ from ..images.prompts import ImageSpec, note_unknown_words, specs_of
 from ..images.sampling import sample, size_of
 from ..images.store import Store, times_of
 from ..pages import rows as results
-from ..pages.plots import fid_over_time, frontier, has_frontier, is_baseline, plot_bytes
+from ..pages.plots import is_baseline, plot_bytes, plot_of
 from ..pages.quality_table import note, tables_of
 from ..pages.rows import Row, distance_name, progress
-from ..quality.features import pytorch_fid
 from ..quality.gain import gain
-from ..quality.measure import (
-    Files,
-    Metrics,
-    References,
-    Shown,
-    floor_of,
-    load_metrics,
-    measure,
-    read_real,
-    row_of,
-)
+from ..quality.measure import Judge, Shown, row_of
 from ..quality.real import load_real
 from ..settings import RunSettings
 from .preflight import check_disk, check_memory, check_settings, measure_memory
@@ -62,16 +50,15 @@ def show(settings: RunSettings, methods: list[Method], name: str, console: Conso
     rows = run(settings, methods, name, console)
     if not rows:
         return rows
-    for title, columns in tables_of(rows, settings.model_dump()).items():
-        console.print(results.to_terminal(title, rows, columns))
-    console.print(note(settings.features))
+    remarks = [note(settings.features)]
     if settings.limit is not None:
-        console.print(forecast(rows, settings))
+        remarks.append(forecast(rows, settings))
     if len({row["makers"] for row in rows if row.get("makers")}) > 1:
-        console.print(
+        remarks.append(
             "The images are not all of one program and machine: `makers` in the rows, and run.json say whose."
         )
-    console.print(f"figures: {settings.out}", soft_wrap=True)
+    tables = tables_of(rows, settings.model_dump())
+    results.show(console, rows, tables, "\n".join(remarks), settings.out)
     return rows
 
 
@@ -99,15 +86,16 @@ class Made:
     asked: Sequence[ImageSpec]
     device: torch.device
     store: Store
-    metrics: Metrics
-    references: References
+    judge: Judge
     costs: list[Row]
     """What an image of each method costs beside time, if that was measured."""
 
     def shown(self, method: Method) -> Shown:
         """Return a method's images."""
-        baseline = self.references.baseline
-        return baseline if method.is_baseline else _shown(method, self.asked, self.store, self.metrics)
+        if method.is_baseline and self.judge.baseline is not None:
+            return self.judge.baseline
+        paths = [self.store.path(method, spec.index) for spec in self.asked]
+        return Shown(method.key, paths, self.judge)
 
 
 def run(settings: RunSettings, methods: list[Method], name: str, console: Console) -> list[Row]:
@@ -115,40 +103,29 @@ def run(settings: RunSettings, methods: list[Method], name: str, console: Consol
     made = make(settings, methods, name, console)
     if made is None:
         return []
-    rows, singles = [], []
+    rows, singles, baseline = [], [], None
     taken = [made.store.timings(method) for method in methods]
-    times = [times_of(ours, taken[0], made.device) for ours in taken]
     with progress(console) as bars:
-        task = bars.add_task("metrics", total=len(methods))
-        baseline = None
-        for method, cost, seconds in zip(methods, made.costs, times, strict=True):
-            measured = measure(made.shown(method), made.asked, made.references, made.metrics)
+        for method, cost, ours in bars.track(
+            list(zip(methods, made.costs, taken, strict=True)), description="metrics"
+        ):
+            measured = made.judge.measure(made.shown(method), made.asked)
             baseline = baseline or measured
-            rows.append(
-                identity(method) | cost | seconds | row_of(measured, baseline) | made.store.makers(method)
-            )
+            cost |= times_of(ours, taken[0], made.device)
+            rows.append(identity(method) | cost | row_of(measured, baseline) | made.store.makers(method))
             singles += measured.singles
-            bars.advance(task)
     add_gain(rows, singles)
-    if (real := made.references.real) and (floor := floor_of(real, len(made.asked), made.metrics)):
+    if floor := made.judge.floor(len(made.asked)):
         rows.append(floor)
     rows = [{key: row.get(key) for key in LEADING} | {"features": settings.features} | row for row in rows]
-    facts = describe_run(settings, made.device)
-    tables = list(tables_of(rows, settings.model_dump()).values())
+    facts, tables = describe_run(settings, made.device), tables_of(rows, settings.model_dump())
     results.write_rows(settings.out, name, rows, tables, facts, note(settings.features))
     results.write_singles(settings.out / f"{name}-images.csv", singles)
-    _plot(rows, settings, settings.out / f"{name}.png")
+    title = f"{settings.model}, {settings.steps} steps ({settings.scheduler}), {len(made.asked)} images a row"
+    plot = plot_of(rows, title, distance_name(settings.features, settings.model == "demo"))
+    if plot is not None:
+        write_bytes(settings.out / f"{name}.png", plot_bytes(plot))
     return rows
-
-
-def _plot(rows: Sequence[Row], settings: RunSettings, path: Path) -> None:
-    """Draw distance over cost; without reference images FID over seconds, as in the paper's Fig. 5."""
-    run = f"{settings.model}, {settings.steps} steps ({settings.scheduler}), {rows[0]['images']} images a row"
-    if has_frontier(rows):
-        write_bytes(path, plot_bytes(frontier(rows, run)))
-    elif any(row.get("fd") is not None for row in rows):
-        named = distance_name(settings.features, scenes=settings.model == "demo")
-        write_bytes(path, plot_bytes(fid_over_time(rows, run, named)))
 
 
 def make(
@@ -161,8 +138,6 @@ def make(
     """
     state, settings = _process(settings)
     check_settings(settings)
-    if settings.features == "inception":
-        pytorch_fid()
     check_writable(settings.out / f"{name}.jsonl")
     asked = specs_of(settings)
     pipe = load_pipeline(settings)
@@ -171,7 +146,7 @@ def make(
         note_unknown_words(pipe, asked, settings, console)
     height, width = size_of(pipe, settings)
     real = load_real(settings, height, width)
-    metrics = load_metrics(settings, pipe.unet.device)
+    judge = Judge(settings, pipe.unet.device)
     store = Store(settings.out, state.process_index)
     with state.main_process_first():
         store.claim(fingerprint(pipe, asked, settings), describe_environment(pipe.unet.device))
@@ -182,11 +157,10 @@ def make(
     check_disk(store, made, len(asked), height, width)
     check_memory(len(asked), 3 if reference else 2)
     taken: list[Row] = [{} for _ in methods]
-    read = None
     with progress(console, disable=not state.is_main_process) as bars:
         if state.is_main_process and real is not None:  # first: one of them may be broken
             task = bars.add_task("real images", total=len(real.images))
-            read = read_real(real, metrics, partial(bars.advance, task))
+            judge.read_real(real, partial(bars.advance, task))
         if state.is_main_process and costs:
             task = bars.add_task("memory and MACs", total=len(methods))
             for method, row in zip(methods, taken, strict=True):
@@ -199,16 +173,10 @@ def make(
         state.wait_for_everyone()
     if not state.is_main_process:
         return None
-    references = References(
-        _shown(methods[0], asked, store, metrics),
-        _shown(reference, asked, store, metrics) if reference else None,
-        read,
-    )
-    return Made(asked, pipe.unet.device, store, metrics, references, taken)
-
-
-def _shown(method: Method, asked: Sequence[ImageSpec], store: Store, metrics: Metrics) -> Shown:
-    return Shown(method.key, Files([store.path(method, spec.index) for spec in asked]), metrics)
+    found = Made(asked, pipe.unet.device, store, judge, taken)
+    judge.baseline = found.shown(methods[0])
+    judge.reference = found.shown(reference) if reference else None
+    return found
 
 
 def _process(settings: RunSettings) -> tuple[PartialState, RunSettings]:
@@ -246,13 +214,9 @@ def add_gain(rows: Sequence[Row], singles: Sequence[Row]) -> None:
             if len(curve) < 2 or cost is None or len(known) < len(curve):
                 continue
             distances = [np.array(found[one["key"]]) for one in curve]
-            value = gain(np.array(found[row["key"]]), cost, distances, known)
-            row |= {
-                f"{kind}_{name}": value.value,
-                f"{kind}_{name}_low": value.low,
-                f"{kind}_{name}_high": value.high,
-                f"{kind}_{name}_beyond": value.beyond,
-            }
+            figures = asdict(gain(np.array(found[row["key"]]), cost, distances, known))
+            row[f"{kind}_{name}"] = figures.pop("value")
+            row |= {f"{kind}_{name}_{key}": figure for key, figure in figures.items()}
 
 
 def identity(method: Method) -> Row:
@@ -269,10 +233,10 @@ def identity(method: Method) -> Row:
 
 def _cost_of_an_image(pipe: Any, method: Method, specs: Sequence[ImageSpec], settings: RunSettings) -> Row:
     """Return GB and MACs an image: what a method takes beside time, before any image is kept."""
-    memory: PipelineMemory | None = measure_memory(pipe, method, specs, settings)
+    memory = measure_memory(pipe, method, specs, settings)
     return {
-        "memory_per_image": None if memory is None else growth(memory.total),
-        "denoising_memory": None if memory is None else growth(memory.denoising),
-        "decoding_memory": None if memory is None else growth(memory.decoding),
+        "memory_per_image": memory and growth(memory.total),
+        "denoising_memory": memory and growth(memory.denoising),
+        "decoding_memory": memory and growth(memory.decoding),
         "macs": macs(lambda: sample(pipe, method, specs[:1], settings)),
     }
