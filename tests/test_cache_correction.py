@@ -111,19 +111,6 @@ def test_how_an_error_of_the_latent_moves_the_output(name):
             assert sampler.gain(i) == pytest.approx(ends[1] - ends[0], abs=1e-4)
 
 
-def test_the_response_is_that_of_a_first_order_sampler():
-    """DDIM's weights, written out (Song et al. 2021, Eq. 12)."""
-    scheduler = made("DDIM")
-    scheduler.set_timesteps(10)
-    response, kept = impulse_response(scheduler), scheduler.alphas_cumprod
-    for i, t in enumerate(scheduler.timesteps.tolist()):
-        now, then = kept[t], kept[t - 100] if t >= 100 else scheduler.final_alpha_cumprod
-        own = (1 - then) ** 0.5 - (then / now) ** 0.5 * (1 - now) ** 0.5
-        assert response.outputs[i + 1, i] == pytest.approx(float(own), abs=1e-5)
-        grown = response.latent[i + 1] / response.latent[i]
-        assert grown == pytest.approx(float((then / now) ** 0.5), rel=1e-4)
-
-
 def test_a_sampler_that_is_not_linear_is_not_corrected(make_pipeline, sample):
     pipe = make_pipeline(scheduler=ddim(thresholding=True))
     handle = apply_agentsd(pipe, recipe=Recipe(steps=StepCache()))

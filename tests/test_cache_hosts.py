@@ -9,7 +9,7 @@ import torch
 from cache_twin import Twin
 from callers import Off, ddim, draw, letters
 from logs import silent, warned
-from pipelines import FEATURES, HOSTS, MORE, build_host
+from pipelines import FEATURES, HOSTS, MORE, build_host, cases
 from recipes import AGENTS_THEN_KEYS
 from tiny import (
     BETAS,
@@ -66,7 +66,7 @@ def check(pipe, run, *more, rounds=1):
     return symbols
 
 
-@pytest.mark.parametrize("name", [*(name for name in HOSTS if name not in WHOLE), *MORE])
+@pytest.mark.parametrize("name", cases([*(name for name in HOSTS if name not in WHOLE), *MORE]))
 def test_host(build, name):
     pipe, run = build(name)
     assert set(check(pipe, run)) == set("Ff")

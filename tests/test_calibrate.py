@@ -20,13 +20,11 @@ from diffusers import (
     DDIMScheduler,
     EDMEulerScheduler,
     LCMScheduler,
-    StableDiffusionControlNetPipeline,
     UniPCMultistepScheduler,
 )
-from PIL import Image
 from random_state import untouched
 from recipes import AGENTS_CACHED, AGENTS_THEN_KEYS, STEP_CACHING
-from tiny import BETAS, make_controlnet, make_unet, may_skip, snapshot
+from tiny import BETAS, make_unet, may_skip, snapshot
 
 from agentsd import Downsample, Merge, Recipe, StepCache, apply_agentsd
 from agentsd.modules import FocusedLinear
@@ -174,15 +172,13 @@ def test_the_named_recipes_are_candidates():
     assert len(set(USUAL)) == len(USUAL) < 60
 
 
-def test_conditions_beside_the_prompt_are_passed_on(make_pipeline, tmp_path):
+def test_conditions_beside_the_prompt_are_passed_on(plain, tmp_path):
     """And what is measured under one is not taken for another."""
-    pipe = make_pipeline(cls=StableDiffusionControlNetPipeline, controlnet=make_controlnet())
     path = tmp_path / "measured"
-    arguments = {"speedup": 1.1, "candidates": CANDIDATES[:1], "height": 32, "width": 32, "resume": path}
-    for colour, count in (("grey", 1), ("red", 2)):
-        image = Image.new("RGB", (32, 32), colour)
+    arguments = {"speedup": 1.1, "candidates": CANDIDATES[:1], "resume": path} | SETTINGS
+    for words, count in (("rain", 1), ("snow", 2)):
         with untouched():  # the user's random state
-            assert calibrate(pipe, ["a cat"], image=image, **arguments, **SETTINGS) == CANDIDATES[0]
+            assert calibrate(plain, ["a cat"], negative_prompt=words, **arguments) == CANDIDATES[0]
         assert path.read_text().count("plain 0") == count
 
 

@@ -27,7 +27,8 @@ ROOT = Path(__file__).parents[1]
 
 def parameters(test: Any, name: str) -> list[str]:
     """What a test is parametrized with."""
-    return next(list(mark.args[1]) for mark in test.pytestmark if mark.args[0] == name)
+    given = next(mark.args[1] for mark in test.pytestmark if mark.args[0] == name)
+    return [one if isinstance(one, str) else one.values[0] for one in given]
 
 
 def hosts(tokenizer: Any) -> str:

@@ -10,14 +10,13 @@ import peft
 import pytest
 import torch
 from callers import Caller, Guided, equal, letters, outputs
-from diffusers.models.attention_processor import AttnProcessor2_0
 from logs import silent, warned
 from pipelines import LORA, ip_adapter_weights
 from recipes import EACH_KIND, STEP_CACHING
 from tiny import WIDTH, make_unet, may_skip
 from torch.utils._pytree import tree_leaves
 
-from agentsd import Downsample, Recipe, ResidualSharing, apply_agentsd
+from agentsd import apply_agentsd
 from agentsd.recipe import AGENTSD
 
 STEPS = 12
@@ -158,32 +157,6 @@ def test_a_hook_may_say_that_it_can_miss_calls():
         run(unet, caller)
     assert "corrected" in handle.summary()
     assert len(seen.shapes) > STEPS
-
-
-class Chunks(torch.nn.Module):
-    """Hands a layer its images one by one, as AnimateDiff's FreeNoise does its frames."""
-
-    agentsd_may_skip = True
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x, encoder_hidden_states, **more):
-        parts = zip(x.split(1), encoder_hidden_states.split(1), strict=True)
-        return (torch.cat([self.inner(one, encoder_hidden_states=text, **more)[0] for one, text in parts]),)
-
-
-def test_a_layer_that_gets_its_images_in_chunks_has_full_attention():
-    residual, layer = ResidualSharing(2, warmup_steps=2), "down_blocks.0.attentions.0"
-    apply_agentsd(unet := make_unet(), recipe=Recipe(Downsample(), residual=residual))
-    unet.down_blocks[0].attentions[0] = Chunks(unet.down_blocks[0].attentions[0])
-    with warned("tokens of 1 images where the latent's size gives 256 of 2; it was left untouched"):
-        made = run(unet)
-    apply_agentsd(twin := make_unet(), recipe=Recipe(Downsample(), residual=residual))
-    whole = type("Whole", (AttnProcessor2_0,), {"agentsd_may_skip": True})()
-    twin.get_submodule(layer).transformer_blocks[0].attn1.set_processor(whole)
-    torch.testing.assert_close(made, run(twin), rtol=0, atol=1e-5)
 
 
 def add_lora(unet):

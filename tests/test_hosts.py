@@ -6,7 +6,7 @@ import diffusers
 import pytest
 import torch
 from logs import silent
-from pipelines import HOSTS, build_host
+from pipelines import HOSTS, build_host, cases
 from recipes import AGENTS_THEN_KEYS
 from tiny import BETAS, WIDTH, make_text_encoder, make_unet, make_vae, sdxl_parts, sdxl_unet, watch_phases
 
@@ -21,7 +21,7 @@ def build(make_pipeline, tokenizer):
     return partial(build_host, make_pipeline, tokenizer, num_inference_steps=3)
 
 
-@pytest.mark.parametrize("name", HOSTS)
+@pytest.mark.parametrize("name", cases(HOSTS))
 def test_host(build, name):
     """Both phases run in every patched layer, the image changes, and all of it can be undone."""
     pipe, run = build(name)

@@ -17,7 +17,6 @@ from agentsd import Agents, Recipe, ResidualSharing, StepCache, apply_agentsd
 
 # Views, allocations and what is done on the host alone.
 NO_LAUNCH = {"_unsafe_view", "detach", "empty", "set_", "promote_types", "randint"}
-WAITS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")
 BASELINE = 726  # of a guided call
 COPY = 1  # of a timestep that is an integer
 LAST_LAYERS = 60  # of a cached call
@@ -143,10 +142,3 @@ def test_launches_of_a_correction(unet, cached):
     # cached step's output, in the own one, and in what mends it.
     errors = sum(n + 1 for n in range(1, cached)) + 2 * (cached + 1)
     assert counts[-1].total() == BASELINE + COPY + 1 + LAST_LAYERS + 3 + 1 + 3 * cached + errors
-
-
-@pytest.mark.parametrize("order", [0, 1])
-def test_no_call_waits_for_the_device_once_a_run_is_known(unet, order):
-    symbols, counts = run(unet, Recipe(steps=StepCache(2, extrapolation_order=order)), 10)
-    assert symbols == "FfFfFfFfFf"
-    assert not any(call[name] for call in counts[1:] for name in WAITS)

@@ -27,7 +27,6 @@ RECIPES = {
     "paper": AGENTSD,
     "step-caching": STEP_CACHING,
     "steps and attention": Recipe(AGENTS_THEN_KEYS.attention, steps=STEPS),
-    "an untrained module": Recipe(AgentModule()),
 }
 FIRST = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
 IN_PACKAGES = [pytest.param(name, marks=pytest.mark.quantized) for name in PACKAGES]

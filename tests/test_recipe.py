@@ -5,8 +5,7 @@ import json
 import math
 import os
 import pickle
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from tiny import make_unet
 from agentsd import ByDistance, Phases, Recipe, ResidualSharing, StepCache, apply_agentsd
 from agentsd.attention import Agents, Downsample, Merge, PooledAgents
 from agentsd.modules import AgentModule, AttnZero, FocusedLinear
-from agentsd.recipe import AGENTSD, MODES, OPERATORS
+from agentsd.recipe import AGENTSD, MODES
 
 POOLED = (PooledAgents(4), PooledAgents(16))
 
@@ -144,17 +143,6 @@ def test_a_file_by_hand_needs_no_settings_and_no_figures(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text('{"version": 1, "attention": {"early": "agents", "late": "full"}}')
     assert Recipe.load(path) == Recipe(Phases(Agents(), None))
-
-
-def test_ones_own_operator_is_read_and_written(tmp_path, monkeypatch):
-    @dataclass(frozen=True)
-    class Coarse(Downsample):
-        name: ClassVar[str] = "coarse"
-        stride: int = 4
-
-    monkeypatch.setitem(OPERATORS, "coarse", Coarse)
-    recipe = Recipe(Coarse(at_most=9))
-    assert Recipe.load(recipe.save(tmp_path)) == recipe
 
 
 def of(attention):
