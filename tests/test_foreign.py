@@ -10,13 +10,14 @@ import peft
 import pytest
 import torch
 from callers import Caller, Guided, equal, letters, outputs
+from diffusers.models.attention_processor import AttnProcessor2_0
 from logs import silent, warned
 from pipelines import LORA, ip_adapter_weights
 from recipes import EACH_KIND, STEP_CACHING
 from tiny import WIDTH, make_unet, may_skip
 from torch.utils._pytree import tree_leaves
 
-from agentsd import apply_agentsd
+from agentsd import Downsample, Recipe, apply_agentsd
 from agentsd.recipe import AGENTSD
 
 STEPS = 12
@@ -159,6 +160,44 @@ def test_a_hook_may_say_that_it_can_miss_calls():
     assert len(seen.shapes) > STEPS
 
 
+class Chunks(torch.nn.Module):
+    """Hands a layer its images one by one, as AnimateDiff's FreeNoise does its frames."""
+
+    agentsd_may_skip = True
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x, encoder_hidden_states, **more):
+        parts = zip(x.split(1), encoder_hidden_states.split(1), strict=True)
+        return (torch.cat([self.inner(one, encoder_hidden_states=text, **more)[0] for one, text in parts]),)
+
+
+def test_a_layer_that_gets_its_images_in_chunks_has_full_attention():
+    made = []
+    for chunked in (True, False):
+        apply_agentsd(unet := make_unet(), recipe=Recipe(Downsample()))
+        block = unet.down_blocks[0]
+        if chunked:
+            block.attentions[0] = Chunks(block.attentions[0])
+        else:
+            whole = type("Whole", (AttnProcessor2_0,), {"agentsd_may_skip": True})()
+            block.attentions[0].transformer_blocks[0].attn1.set_processor(whole)
+        with warned("it was left untouched" if chunked else "it is left untouched"):
+            made.append(run(unet))
+    torch.testing.assert_close(*made, rtol=0, atol=1e-5)
+
+
+def test_a_trace_is_the_models_own():
+    caller = Caller(STEPS)
+    apply_agentsd(unet := make_unet(), recipe=AGENTSD)
+    given = caller.latents[0], caller.timesteps[0], caller.text
+    with warned("is being traced"), torch.no_grad():
+        traced = torch.jit.trace(lambda *args: unet(*args, return_dict=False)[0], given, check_trace=False)
+        torch.testing.assert_close(traced(*given), caller(make_unet(), 0), rtol=0, atol=1e-5)
+
+
 def add_lora(unet):
     torch.manual_seed(1)
     unet.add_adapter(peft.LoraConfig(**LORA), "one")
@@ -206,6 +245,15 @@ def test_a_change_in_a_run_is_noticed(change):
     torch.testing.assert_close(made[7], expected[7], rtol=0, atol=1e-5)
     run(unet, Guided(STEPS), **more)
     assert "f" in letters(handle)
+
+
+def test_a_lora_scale_that_a_call_passes_is_part_of_it():
+    add_lora(unet := make_unet())
+    handle, caller = apply_agentsd(unet, recipe=STEP_CACHING), Guided(STEPS)
+    for i in range(STEPS):
+        caller(unet, i, cross_attention_kwargs={"scale": 1.0 if i < 6 else 0.5})
+    assert letters(handle)[3] == letters(handle)[5] == "f"
+    assert letters(handle)[6] == "F"  # which is planned to be cached
 
 
 EARLY, BY_TURNS, ONE = (lambda i: i < 5, lambda i: i % 2 == 0, lambda i: i == 7)

@@ -119,6 +119,16 @@ def test_a_layer(quantize, recipe, t):
     assert distance(given, first_layer(plain, t)) < 0.02
 
 
+def test_quantised_after_the_patch(quantize):
+    """As before it."""
+    made = []
+    for first in (True, False):
+        unet = quantize(wide_unet()) if first else wide_unet()
+        apply_agentsd(unet, recipe=AGENTS_THEN_KEYS)
+        made.append(call(unet if first else quantize(unet)))
+    assert torch.equal(*made)
+
+
 def test_a_digest_tells_weights_apart(quantize):
     """Also where a quantised tensor can't be flattened."""
     other = wide_unet()

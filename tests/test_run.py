@@ -5,8 +5,9 @@ import math
 import diffusers
 import pytest
 import torch
+from logs import silent, warned
 from recipes import AGENTS_THEN_KEYS
-from tiny import BETAS, watch_phases
+from tiny import BETAS, call, watch_phases
 
 from agentsd import Agents, ByDistance, Phases, PooledAgents, Recipe, apply_agentsd
 from agentsd.run import TRAINING_TIMESTEPS, Run, early_threshold, list_of
@@ -124,6 +125,15 @@ def test_a_pipeline_that_shares_the_unet_is_followed_by_its_own_scheduler(make_p
     seen.clear()
     sample(other, num_inference_steps=5)
     assert seen == ["agent"] * 2 + ["downsample"] * 3
+
+
+def test_a_timestep_off_every_list_is_told_once(pipe):
+    apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
+    pipe.scheduler.set_timesteps(5)
+    with warned("agentsd: timestep 555 is not one of the scheduler's"):
+        call(pipe.unet, 555)
+    with silent():
+        call(pipe.unet, 555)
 
 
 SHORT = Recipe(ByDistance((PooledAgents(4), None), (1000.0,)))
