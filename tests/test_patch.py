@@ -124,6 +124,20 @@ def test_half_precision_stays_near_float32(dtype, t):
     assert (half.float() - exact).abs().mean() < 0.03 * exact.abs().mean()
 
 
+def test_upcast_attention_takes_the_softmax_inputs_to_float32(monkeypatch):
+    seen = []
+
+    def spy(*inputs):
+        seen.append({x.dtype for x in inputs[:4]})
+        return agent_attention(*inputs)
+
+    monkeypatch.setattr("agentsd.attention.agents.agent_attention", spy)
+    for upcast, expected in ((False, {torch.bfloat16}), (True, {torch.float32})):
+        apply_agentsd(unet := make_unet(upcast_attention=upcast).bfloat16(), recipe=AGENTS_THEN_KEYS)
+        call(unet, dtype=torch.bfloat16)
+        assert seen.pop() == expected
+
+
 def test_an_image_does_not_depend_on_its_batch():
     """Nor on its place there: guidance's branches share cells, also one at a time, as a guider calls them."""
     latent, text = inputs()
