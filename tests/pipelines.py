@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import diffusers
+import pytest
 import torch
 from callers import draw
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
@@ -133,6 +134,16 @@ MORE = {  # ways to run some of them, for what is cached
     "guidance_rescale": lambda t: host(SD, None, scheduled("DPMSolverMultistep"), guidance_rescale=0.7),
     "two prompts, two images each": lambda t: host(SD, None, scheduled("DDIM"), **TWO),
 }
+
+
+ALIKE = {"SD 2.x", "SDXL img2img", "SDXL refiner", "img2img", "inpaint", "depth2img"}
+ALIKE |= {"SDXL, denoising_end", "guidance_rescale"}
+"""Those whose U-Net and calls are like another's: they are run with `-m slow`."""
+
+
+def cases(names):
+    """Parameters of a test of hosts."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE), id=name) for name in names]
 
 
 def build_host(make_pipeline, tokenizer, name, **settings):

@@ -49,15 +49,7 @@ def test_equation_9_against_a_float64_loop(k, scale):
     torch.testing.assert_close(agent_attention(*singles, k, scale).double(), expected, rtol=0, atol=2e-6)
 
 
-def test_gradients_are_those_of_the_formula():
-    rng = torch.Generator().manual_seed(0)
-    inputs = [
-        torch.randn(1, 2, n, 4, generator=rng, dtype=torch.float64, requires_grad=True) for n in (5, 5, 5, 2)
-    ]
-    assert torch.autograd.gradcheck(lambda *x: agent_attention(*x, 0.075, -0.15), inputs)
-
-
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     n=st.integers(1, 30),
     agents=st.integers(1, 9),

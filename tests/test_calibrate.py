@@ -1,30 +1,33 @@
-"""The recipe that calibration chooses, its metrics against runs of our own, and the file it goes on from."""
+"""The recipe that calibration chooses, its metrics against runs of our own, its file, and what it refuses."""
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 from contextlib import suppress
 
+import accelerate
 import pytest
 import torch
 from agentsd_eval.calibration import search
 from agentsd_eval.calibration.candidates import CANDIDATES as USUAL
+from agentsd_eval.calibration.runs import Runs
 from agentsd_eval.calibration.search import BETTER_SAMPLER, calibrate, distance_at, has_better_sampler
 from agentsd_eval.environment import cpu_model
 from calibrating import CANDIDATES, COUNTED, SETTINGS, STEPS, counted, distance, run
 from diffusers import (
     DDIMScheduler,
     EDMEulerScheduler,
-    StableDiffusionControlNetPipeline,
+    LCMScheduler,
     UniPCMultistepScheduler,
 )
-from logs import warned
-from PIL import Image
-from recipes import AGENTS_CACHED, STEP_CACHING
-from tiny import make_controlnet, may_skip, snapshot
+from random_state import untouched
+from recipes import AGENTS_CACHED, AGENTS_THEN_KEYS, STEP_CACHING
+from tiny import BETAS, make_unet, may_skip, snapshot
 
-from agentsd import Downsample, Recipe, apply_agentsd
+from agentsd import Downsample, Merge, Recipe, StepCache, apply_agentsd
+from agentsd.modules import FocusedLinear
 from agentsd.recipe import FAST
 
 
@@ -90,17 +93,11 @@ def test_validation_metrics_are_those_of_held_out_prompts(plain, calibrated):
     assert {"agentsd", "torch", "diffusers"} <= set(environment["versions"])
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "expected"),
-    [
-        (DDIMScheduler, {}, True),
-        (UniPCMultistepScheduler, {}, True),
-        (UniPCMultistepScheduler, {"use_karras_sigmas": True}, False),
-        (EDMEulerScheduler, {}, False),
-    ],
-)
-def test_a_better_sampler_is_another_on_the_same_noise_schedule(kind, changes, expected):
-    assert has_better_sampler(kind(**changes)) == expected
+def test_a_better_sampler_is_another_on_the_same_noise_schedule():
+    assert has_better_sampler(DDIMScheduler())
+    assert has_better_sampler(UniPCMultistepScheduler())
+    assert not has_better_sampler(UniPCMultistepScheduler(use_karras_sigmas=True))
+    assert not has_better_sampler(EDMEulerScheduler())
 
 
 @pytest.mark.parametrize(("speedup", "expected"), [(4, 0.4), (2, 0.2), (8 / 3, 0.3), (5, 0.4), (1.5, 0.2)])
@@ -111,7 +108,7 @@ def test_fewer_steps_are_compared_at_the_recipes_cost(speedup, expected):
 
 def test_another_goal_takes_the_same_runs(plain, known, figures):
     before, calls = snapshot(plain.unet), []
-    plain.scheduler.register_to_config(_use_default_values=["beta_end"])  # in each process in another order
+
     hook = plain.unet.conv_in.register_forward_hook(may_skip(lambda *args: calls.append(1)))
     limit = sorted(far for _, far in known.values())[-2] * 1.001
     found = calibrate(plain, ["a cat"], max_distance=limit, resume=figures, **COUNTED)
@@ -170,40 +167,19 @@ def test_seconds_may_be_the_cost(plain, monkeypatch):
     assert found.measured["search"]["speedup"] == pytest.approx(32 * STEPS / seconds)
 
 
-def test_the_named_recipes_are_candidates_and_none_does_nothing():
+def test_the_named_recipes_are_candidates():
     assert {AGENTS_CACHED, FAST, STEP_CACHING} <= set(USUAL)
     assert len(set(USUAL)) == len(USUAL) < 60
-    assert any(recipe.residual is not None and recipe.residual.interval > 1 for recipe in USUAL)
 
 
-def test_candidates_that_do_not_fit_are_left_out(plain):
-    odd = Recipe(Downsample(), levels=3)
-    found = calibrate(plain, ["a cat"], speedup=1.2, candidates=[odd, CANDIDATES[0]], **SETTINGS)
-    assert found == CANDIDATES[0]
-    with pytest.raises(ValueError, match="none of them fits the model"):
-        calibrate(plain, ["a cat"], speedup=1.2, candidates=[odd], **SETTINGS)
-
-
-def test_conditions_beside_the_prompt_are_passed_on(make_pipeline, tmp_path):
+def test_conditions_beside_the_prompt_are_passed_on(plain, tmp_path):
     """And what is measured under one is not taken for another."""
-    pipe, path = (
-        make_pipeline(cls=StableDiffusionControlNetPipeline, controlnet=make_controlnet()),
-        tmp_path / "m",
-    )
-    arguments = {"speedup": 1.1, "candidates": CANDIDATES[:1], "height": 32, "width": 32, "resume": path}
-    for colour, count in (("grey", 1), ("grey", 1), ("red", 2)):
-        image = Image.new("RGB", (32, 32), colour)
-        assert calibrate(pipe, ["a cat"], image=image, **arguments, **SETTINGS) == CANDIDATES[0]
+    path = tmp_path / "measured"
+    arguments = {"speedup": 1.1, "candidates": CANDIDATES[:1], "resume": path} | SETTINGS
+    for words, count in (("rain", 1), ("snow", 2)):
+        with untouched():  # the user's random state
+            assert calibrate(plain, ["a cat"], negative_prompt=words, **arguments) == CANDIDATES[0]
         assert path.read_text().count("plain 0") == count
-
-
-def test_a_recipe_serves_another_number_of_steps(plain, calibrated):
-    with apply_agentsd(plain, recipe=calibrated[1]) as handle:
-        run(plain, num_inference_steps=25, height=48, width=40)
-        assert "f" in handle.summary().split()[0]
-        with warned("a run of 6 steps"):
-            run(plain, num_inference_steps=6)
-        assert set(handle.summary().split()[0]) == {"F"}
 
 
 def test_what_was_stopped_goes_on(plain, calibrated, tmp_path):
@@ -226,8 +202,7 @@ def test_what_was_stopped_goes_on(plain, calibrated, tmp_path):
     assert part.read_text() == path.read_text()
 
 
-@pytest.mark.parametrize("change", ["seed", "prompts", "height", "scheduler", "weights"])
-def test_nothing_is_taken_from_measurements_of_something_else(plain, figures, change):
+def test_nothing_is_taken_from_measurements_of_something_else(plain, figures):
     class Run(Exception):
         pass
 
@@ -235,20 +210,17 @@ def test_nothing_is_taken_from_measurements_of_something_else(plain, figures, ch
         raise Run
 
     arguments = {"prompts": ["a cat"], "speedup": 1.3, "resume": figures, **COUNTED}
-    calibrate(plain, **arguments)
     plain.unet.conv_in.register_forward_hook(may_skip(run))
     calibrate(plain, **arguments)  # all is known
-    if change == "scheduler":
-        plain.scheduler.register_to_config(beta_end=0.013)
-    elif change == "weights":
-        torch.nn.init.ones_(plain.unet.conv_in.bias)
-    else:
-        arguments[change] = {"seed": 1, "prompts": ["a car"], "height": 64}[change]
+    for change in ({"seed": 1}, {"prompts": ["a car"]}, {"height": 64}):
+        with pytest.raises(Run):
+            calibrate(plain, **arguments | change)
+    torch.nn.init.ones_(plain.unet.conv_in.bias)
     with pytest.raises(Run):
         calibrate(plain, **arguments)
 
 
-@pytest.mark.parametrize("content", ["steps: 3\n", "[1]\n", "none", '{"of": {}}\n{}\n', '{"of": "a", "na'])
+@pytest.mark.parametrize("content", ["[1]\n", "none", '{"of": {}}\n{}\n', '{"of": "a", "na'])
 def test_a_file_of_another_kind_is_left_as_it_is(plain, tmp_path, content):
     path = tmp_path / "notes.txt"
     path.write_text(content)
@@ -257,3 +229,69 @@ def test_a_file_of_another_kind_is_left_as_it_is(plain, tmp_path, content):
     assert path.read_text() == content
     with pytest.raises(ValueError, match="Is a directory; pass a file's path"):
         calibrate(plain, ["a cat"], speedup=1.5, resume=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"speedup": None}, ValueError, "speedup=None, max_distance=None: give one goal"),
+        ({"max_distance": 0.1}, ValueError, "speedup=1.5, max_distance=0.1: give one goal"),
+        ({"speedup": 1.0}, ValueError, r"speedup=1\.0: pass more than 1"),
+        ({"speedup": None, "max_distance": -1}, ValueError, "max_distance=-1: pass more than 0"),
+        ({"prompts": []}, ValueError, r"prompts=\[\]: pass a list"),
+        ({"held_out": "a dog"}, ValueError, "held_out='a dog': pass a list"),
+        ({"held_out": ["a cat"]}, ValueError, r"held_out=\['a cat'\]: they are among the prompts"),
+        ({"cost": "flops"}, ValueError, "cost='flops': choose 'macs' or 'seconds'"),
+        ({"candidates": [Recipe(FocusedLinear())]}, ValueError, r"FocusedLinear\(.*: it is to be trained"),
+        ({"candidates": [Merge()]}, TypeError, r"Merge\(.* is a Merge: pass recipes"),
+        ({"reference_steps": 9}, ValueError, "reference_steps=9: pass more than num_inference_steps=25"),
+        ({"num_inference_steps": 5}, ValueError, "nothing can be cached .* a run of 5 steps has none"),
+        ({"timesteps": [1, 2]}, ValueError, r"timesteps=\[1, 2\]: leave it out"),
+    ],
+)
+def test_wrong_arguments_are_named_before_any_run(plain, monkeypatch, changes, error, message):
+    monkeypatch.setattr(type(plain), "__call__", lambda *args, **kwargs: pytest.fail("it was run"))
+    before = snapshot(plain.unet)
+    with pytest.raises(error, match=message):
+        calibrate(plain, **{"prompts": ["a cat"], "speedup": 1.5} | changes)
+    assert snapshot(plain.unet) == before
+
+
+def test_what_cannot_be_calibrated_is_refused_before_any_run(plain, make_plain, monkeypatch):
+    monkeypatch.setattr(type(plain), "__call__", lambda *args, **kwargs: pytest.fail("it was run"))
+    with pytest.raises(TypeError, match="is no pipeline with a `unet`"):
+        calibrate(plain.unet, ["a cat"], speedup=1.5)
+    with (
+        apply_agentsd(plain, recipe=AGENTS_THEN_KEYS),
+        pytest.raises(ValueError, match=r"call remove_agentsd\(pipe\) first"),
+    ):
+        calibrate(plain, ["a cat"], speedup=1.5)
+    few = make_plain(scheduler=LCMScheduler(**BETAS, steps_offset=1))
+    with pytest.raises(ValueError, match=r"nothing can be cached .* LCMScheduler is for few steps"):
+        calibrate(few, ["a cat"], speedup=1.5)
+    attn = plain.unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
+    plain_processor = attn.processor
+    attn.set_processor(type("Strange", (), {"__call__": lambda *args: None})())
+    with pytest.raises(ValueError, match=r"down_blocks.* has a Strange, which may have to see each call"):
+        calibrate(plain, ["a cat"], speedup=1.1)
+    attn.set_processor(plain_processor)
+    offloaded = make_plain()
+    accelerate.cpu_offload(offloaded.unet)
+    with pytest.raises(ValueError, match="kept elsewhere by sequential offloading: calibrate first"):
+        calibrate(offloaded, ["a cat"], speedup=1.5)
+    compiled = copy.copy(plain)
+    compiled.unet = make_unet()
+    compiled.unet.compile()
+    with pytest.raises(ValueError, match="calibrate first, and compile it afterwards"):
+        calibrate(compiled, ["a cat"], speedup=1.5)
+
+
+def test_a_goal_far_out_of_reach_is_told_after_the_boldest_candidate(plain, monkeypatch):
+    seen, compare = [], Runs.compare
+    monkeypatch.setattr(Runs, "compare", lambda *args: seen.append(args[1]) or compare(*args))
+    bold, careful = Recipe(steps=StepCache(4)), Recipe(steps=StepCache(2, warmup_steps=4))
+    before = snapshot(plain.unet)
+    with pytest.raises(ValueError, match=r"speedup=99 cannot be met .*: the greatest seen is \d\.\d\d"):
+        calibrate(plain, ["a cat", "a dog"], speedup=99, candidates=[careful, bold], **SETTINGS)
+    assert seen == [bold]
+    assert snapshot(plain.unet) == before

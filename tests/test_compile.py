@@ -5,13 +5,13 @@ The graph-counting backend runs the traced graph as it is.
 
 import pytest
 import torch
-from callers import RUN, Caller, Guided, ddim, letters, outputs
+from callers import RUN, Guided, ddim, letters, outputs
 from recipes import AGENTS_THEN_KEYS, STEP_CACHING
 from tiny import call, make_small_unet, make_unet, may_skip
 from torch._dynamo.testing import CompileCounter
 
-from agentsd import ByDistance, Phases, Recipe, ResidualSharing, StepCache, apply_agentsd, remove_agentsd
-from agentsd.attention import Agents, Downsample, Merge, PooledAgents
+from agentsd import Phases, Recipe, ResidualSharing, StepCache, apply_agentsd, remove_agentsd
+from agentsd.attention import Agents, Downsample, Merge
 from agentsd.modules import AgentModule
 from agentsd.recipe import AGENTSD
 
@@ -19,14 +19,10 @@ SHARED, CACHED = ResidualSharing(), StepCache(2, warmup_steps=4)
 RECIPES = {
     "paper": (AGENTSD, 2),  # early, late
     "agents, then keys": (AGENTS_THEN_KEYS, 2),
-    "pooled agents of merged tokens": (Recipe(Phases(PooledAgents(12, ratio=0.4), None)), 2),
     "agent module": (Recipe(Phases(AgentModule(), None)), 2),
     "steps": (STEP_CACHING, 2),  # F and f
-    "steps, order 0, two layers": (Recipe(steps=StepCache(3, extrapolation_order=0, layers=2)), 2),
     "steps and attention": (Recipe(Phases(Agents(), Downsample(), 0.4), steps=StepCache(2)), 4),
-    "shared keys": (Recipe(Downsample(), residual=SHARED), 3),  # full, kept, shared
-    "shared agents": (Recipe(Agents(), residual=SHARED), 4),  # and kept on a map that is there
-    "shared keys, cached": (Recipe(Downsample(), residual=SHARED, steps=CACHED), 4),
+    "shared agents": (Recipe(Agents(), residual=SHARED), 4),  # full, kept, shared, and kept on a map there
     "shared phases, cached": (Recipe(Phases(Agents(), Downsample()), residual=SHARED, steps=CACHED), 9),
 }
 ORDERS = {"paper": "apply, compile", "agents, then keys": "in place", "steps": "compile, apply"}
@@ -72,18 +68,6 @@ def test_fullgraph_with_a_graph_for_each_kind_of_call(name):
         assert counter.frame_count == graphs
         outputs(compiled, caller)
     assert counter.frame_count == graphs
-
-
-@pytest.mark.parametrize(
-    "last", [PooledAgents(32), pytest.param(Downsample(), marks=pytest.mark.slow)], ids=["pooled", "keys"]
-)
-def test_stages_by_distance_are_three_graphs_at_most(last):
-    recipe = Recipe(ByDistance((PooledAgents(4), PooledAgents(16), last), (0.6, 0.3)))
-    eager, unet, counter, caller = make_small_unet(), make_small_unet(), CompileCounter(), Caller(4)
-    caller.latents = caller.latents[:1] * torch.tensor([1, 1.5, 1.9, 2.0]).view(4, 1, 1, 1, 1)
-    apply_agentsd(eager, recipe=recipe)
-    near(outputs(patched(unet, recipe, "in place", counter), caller), outputs(eager, caller), atol=1e-5)
-    assert counter.frame_count <= 3
 
 
 def test_apply_and_remove_on_a_model_that_has_already_run_compiled():

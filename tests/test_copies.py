@@ -11,7 +11,7 @@ from logs import silent
 from recipes import AGENTS_THEN_KEYS, STEP_CACHING
 from tiny import call, make_unet
 
-from agentsd import ByDistance, Merge, PooledAgents, Recipe, StepCache, apply_agentsd, remove_agentsd
+from agentsd import ByDistance, PooledAgents, Recipe, StepCache, apply_agentsd, remove_agentsd
 from agentsd.apply import handle_of
 from agentsd.modules import AgentModule
 
@@ -32,9 +32,8 @@ WAYS = {
 @pytest.mark.parametrize(
     ("recipe", "way"),
     [
-        *((AGENTS_THEN_KEYS, way) for way in WAYS),
+        (AGENTS_THEN_KEYS, "deepcopy"),
         (Recipe(AgentModule()), "torch.save"),
-        (Recipe(Merge(ranking="layer"), levels=3), "pickle"),
         (Recipe(ByDistance((PooledAgents(4), PooledAgents(16)), (0.5,))), "pickle"),
     ],
 )
@@ -54,11 +53,11 @@ def test_a_copy_of_a_patched_unet_has_a_patch_of_its_own(recipe, way):
     assert torch.equal(call(unet), patched)
 
 
-@pytest.mark.parametrize(("way", "after"), [("deepcopy", 0), *((way, 3) for way in WAYS)])
-def test_a_copy_in_the_middle_of_a_run_begins_one_of_its_own(way, after):
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_in_the_middle_of_a_run_begins_one_of_its_own(way):
     recipe, caller = Recipe(steps=StepCache(2)), Guided()
     handle = apply_agentsd(unet := make_unet(), recipe=recipe)
-    for i in range(after):
+    for i in range(3):
         caller(unet, i)
     twin = WAYS[way](unet)
     with torch.no_grad():
@@ -68,7 +67,7 @@ def test_a_copy_in_the_middle_of_a_run_begins_one_of_its_own(way, after):
     again = Guided()
     assert equal(outputs(twin, again), outputs(expected, again))
     assert handle_of(twin).summary() == handle_of(expected).summary()
-    assert handle.summary().startswith("FfF"[:after] or "no call")
+    assert handle.summary().startswith("FfF")
     remove_agentsd(twin)
     assert not any("forward" in vars(module) for module in twin.modules())
     assert not hasattr(twin, "_reset_stateful_cache")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from callers import Guided, deep_unet
+from callers import Guided
 from recipes import STEP_CACHING
 from tiny import make_controlnet, make_small_unet, make_unet
 from torch import Tensor
@@ -106,27 +106,19 @@ def test_the_stand_in_overwrites_what_the_call_before_gave():
     assert kept.isnan().all()
 
 
-SLOW = [
-    *(
-        (name, make_small_unet, blocks)
-        for name in ("order 0", "paper", "default")
-        for blocks in (False, True)
-    ),
-    ("default", deep_unet, True),
-]
+SLOW = [(name, blocks) for name in ("order 0", "paper", "default") for blocks in (False, True)]
 
 
 @pytest.mark.parametrize(
-    ("name", "build", "blocks"),
+    ("name", "blocks"),
     [
-        ("sharing", make_small_unet, False),
-        ("sharing", make_small_unet, True),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+        ("sharing", False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("sharing", True), *SLOW]),
     ],
 )
-def test_compiled_as_a_whole_or_its_blocks(name, build, blocks):
+def test_compiled_as_a_whole_or_its_blocks(name, blocks):
     """Blocks of one call are one generation: layers of a level share the map that one of them made."""
-    eager, unet, backend = build(), build(), OverwrittenOutputs()
+    eager, unet, backend = make_small_unet(), make_small_unet(), OverwrittenOutputs()
     for model in (eager, unet):
         patch(model, recipe=RECIPES[name])
     expected = run(eager)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from functools import partialmethod
 from pathlib import Path
@@ -19,7 +18,7 @@ from recipes import STEP_CACHING
 from sampling import SAMPLERS
 
 import agentsd
-from agentsd import Recipe, apply_agentsd
+from agentsd import apply_agentsd
 from agentsd.apply import handle_of
 from agentsd.recipe import AGENTSD, MODES
 
@@ -28,7 +27,8 @@ ROOT = Path(__file__).parents[1]
 
 def parameters(test: Any, name: str) -> list[str]:
     """What a test is parametrized with."""
-    return next(list(mark.args[1]) for mark in test.pytestmark if mark.args[0] == name)
+    given = next(mark.args[1] for mark in test.pytestmark if mark.args[0] == name)
+    return [one if isinstance(one, str) else one.values[0] for one in given]
 
 
 def hosts(tokenizer: Any) -> str:
@@ -136,15 +136,6 @@ def test_the_app_py_of_a_hosted_space_reaches_the_apps_settings(monkeypatch: Any
     error = capsys.readouterr().err
     assert "port" in error
     assert "65535" in error
-
-
-def test_the_recipes_file_of_the_page_is_read() -> None:
-    page = (ROOT / "docs/reference/recipe.md").read_text(encoding="utf-8")
-    [written] = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
-    [block] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(block.partition("recipe.save")[0], names)
-    assert Recipe.from_mapping(json.loads(written)) == names["recipe"]
 
 
 def test_the_modes_of_the_page_are_those_of_the_code() -> None:

@@ -1,11 +1,6 @@
 """A DreamBooth run: trains, saves, resumes, and comes back as a pipeline."""
 
 import errno
-import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -13,14 +8,16 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from diffusers import StableDiffusionPipeline
 from PIL import Image
+from random_state import untouched
+from tiny import call, make_unet
 
 from agentsd import Agents, Recipe, apply_agentsd
 from agentsd.dreambooth import training
-from agentsd.dreambooth.checkpoints import find_checkpoint, list_checkpoints, step_of
+from agentsd.dreambooth.checkpoints import find_checkpoint, list_checkpoints
 from agentsd.dreambooth.config import DreamBoothConfig
 from agentsd.dreambooth.step import diffusion_loss
 from agentsd.dreambooth.training import Run
-from agentsd.modules import AgentModule, FocusedLinear
+from agentsd.modules import AgentModule
 
 IN_EVERY_STEP = Recipe(
     Agents(at_most=None, agent_ratio=0.95, ranking="layer", destinations="random"), levels=1
@@ -77,30 +74,27 @@ def test_calls_that_leave_something_out_are_refused(settings):
         settings(steps={"interval": 2})
 
 
-def test_a_run_trains_saves_and_says_how_to_apply(settings, model_folder):
-    config = settings(validation_prompt="a sks cat", validation_steps=2)
-    folder = Run(config).train()
-    assert not equal(weights(folder), weights(model_folder))
-    assert Image.open(folder / "grid.png").size == (64, 32)
-    assert (folder / "validation-2.png").exists()
-    pipe = StableDiffusionPipeline.from_pretrained(folder)
-    assert apply_agentsd(pipe, recipe=folder).recipe == IN_EVERY_STEP
-
-
-def test_the_three_ways_to_apply_differ_as_they_should(settings, tmp_path):
+def test_the_three_ways_to_apply_differ_as_they_should(settings, model_folder, tmp_path):
     results = {}
     for apply in ("train+generate", "generate", "none"):
-        out = tmp_path / apply
-        Run(settings(apply=apply, output_dir=out)).train()
+        out, more = tmp_path / apply, {"validation_prompt": "a sks cat", "validation_steps": 2}
+        with untouched():  # the user's random state
+            Run(settings(apply=apply, output_dir=out, **more)).train()
+        assert (out / "validation-2.png").exists()
         results[apply] = weights(out), (out / "grid.png").read_bytes(), (out / "agentsd.json").exists()
     assert equal(results["generate"][0], results["none"][0])
+    assert not equal(results["generate"][0], weights(model_folder))
     assert not equal(results["generate"][0], results["train+generate"][0])
     assert results["generate"][1] != results["none"][1]
     assert [results[apply][2] for apply in results] == [True, True, False]
+    pipe = StableDiffusionPipeline.from_pretrained(folder := tmp_path / "train+generate")
+    assert Image.open(folder / "grid.png").size == (64, 32)
+    assert apply_agentsd(pipe, recipe=folder).recipe == IN_EVERY_STEP
 
 
 def test_a_resumed_run_ends_with_the_same_weights(settings, tmp_path):
     rate = {"lr_scheduler": "constant_with_warmup", "lr_warmup_steps": 4, "checkpointing_steps": 2}
+    rate["checkpoints_total_limit"] = 1
     whole = Run(settings(max_train_steps=4, output_dir=tmp_path / "whole", **rate)).train()
     first = settings(max_train_steps=2, output_dir=tmp_path / "parts", **rate)
     Run(first).train()
@@ -111,37 +105,9 @@ def test_a_resumed_run_ends_with_the_same_weights(settings, tmp_path):
     assert run.resume.name == "checkpoint-2"
     assert not list(run.resume.glob("custom_checkpoint*"))  # those would be unpickled
     assert equal(weights(run.train()), weights(whole))
-
-
-@pytest.mark.slow
-def test_a_killed_run_ends_with_the_same_weights(settings, tmp_path):
-    """kill -9, at moments that differ, until the run is through."""
-    steps = {"max_train_steps": 6, "checkpointing_steps": 1}
-    whole = Run(settings(output_dir=tmp_path / "whole", **steps)).train()
-    killed = settings(output_dir=tmp_path / "killed", resume_from_checkpoint="latest", **steps)
-    (tmp_path / "run.yaml").write_text(killed.model_dump_json())  # JSON is YAML
-    command = [sys.executable, "-m", "agentsd.dreambooth", "--config", str(tmp_path / "run.yaml")]
-    kills = 0
-    for wanted in (2, 4, None):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while process.poll() is None:
-            have = list_checkpoints(killed.output_dir) if killed.output_dir.exists() else []
-            if wanted and have and step_of(have[-1]) >= wanted:
-                process.kill()
-                kills += process.wait() == -signal.SIGKILL
-            time.sleep(0.01)
-    assert kills == 2
-    assert process.returncode == 0
-    assert equal(weights(killed.output_dir), weights(whole))
-
-
-def test_a_full_disk_is_said_before_training(settings, monkeypatch):
-    config = settings()
-    usage = shutil.disk_usage("/")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**5))
-    with pytest.raises(OSError, match=r"out has 0\.0 GB free, and the run needs .* GB.*--output_dir"):
-        Run(config).train()
-    assert not (config.output_dir / "model_index.json").exists()
+    assert [path.name for path in list_checkpoints(tmp_path / "parts")] == ["checkpoint-4"]
+    with pytest.raises(ValueError, match=r"checkpoint-2.*there: checkpoint-4"):
+        find_checkpoint(tmp_path / "parts", "checkpoint-2")
 
 
 def test_a_disk_that_fills_up_loses_no_checkpoint(settings, monkeypatch):
@@ -181,42 +147,35 @@ def test_gradients_that_are_not_finite_end_the_run(settings, monkeypatch):
     assert [path.name for path in list_checkpoints(config.output_dir)] == ["checkpoint-2"]
 
 
-def test_checkpoints_are_limited_and_found_by_name(settings):
-    config = settings(max_train_steps=4, checkpointing_steps=1, checkpoints_total_limit=2)
-    folder = Run(config).train()
-    assert [p.name for p in list_checkpoints(folder)] == ["checkpoint-3", "checkpoint-4"]
-    assert find_checkpoint(folder, "checkpoint-3") == folder / "checkpoint-3"
-    with pytest.raises(ValueError, match=r"checkpoint-2.*there: checkpoint-3, checkpoint-4"):
-        find_checkpoint(folder, "checkpoint-2")
-    shutil.rmtree(folder)
-    assert find_checkpoint(folder, "latest") is None
-
-
-def test_lora_weights_load_and_leave_the_model_alone(settings, model_folder):
-    folder = Run(settings(lora_rank=2)).train()
-    assert not (folder / "unet").exists()
-    pipe = StableDiffusionPipeline.from_pretrained(model_folder)
-    pipe.load_lora_weights(folder)
-    apply_agentsd(pipe, recipe=folder)
-    assert pipe("a sks cat", num_inference_steps=2, output_type="latent").images.isfinite().all()
-
-
-@pytest.mark.parametrize("changes", [{"train_text_encoder": True}, {"mixed_precision": "bf16"}])
-def test_other_ways_to_train(settings, model_folder, tmp_path, changes):
+def test_the_text_encoder_trains_too_in_half_precision(settings, model_folder, tmp_path):
     more = {"class_data_dir": tmp_path / "classes", "class_prompt": "a cat", "num_class_images": 2}
-    more |= {"with_prior_preservation": True, "gradient_checkpointing": True}
-    folder = Run(settings(max_train_steps=1, gradient_accumulation_steps=2, **more, **changes)).train()
+    more |= {"with_prior_preservation": True, "gradient_checkpointing": True, "mixed_precision": "bf16"}
+    more |= {"max_train_steps": 1, "gradient_accumulation_steps": 2, "train_text_encoder": True}
+    folder = Run(settings(**more)).train()
     trained, baseline = (StableDiffusionPipeline.from_pretrained(f) for f in (folder, model_folder))
     assert trained.unet.dtype == torch.float32
-    moved = not equal(trained.text_encoder.state_dict(), baseline.text_encoder.state_dict())
-    assert moved == ("train_text_encoder" in changes)
+    assert not equal(trained.text_encoder.state_dict(), baseline.text_encoder.state_dict())
 
 
-@pytest.mark.parametrize(("attention", "operator"), [("module", AgentModule()), ("focused", FocusedLinear())])
-def test_trainable_attention_is_trained_and_comes_back(settings, model_folder, attention, operator):
-    folder = Run(settings(attention=attention)).train()
+def test_lora_layers_start_as_pefts(settings, model_folder):
+    """And are what is saved."""
+    unet = make_unet()
+    before = call(unet)
+    with untouched():
+        training._add_lora(unet, 4, seed=0)
+    drawn = torch.cat([weight.flatten() for name, weight in unet.named_parameters() if "lora_A" in name])
+    assert float(drawn.std()) == pytest.approx(1 / 4, rel=0.05)  # "gaussian": a deviation of 1 / rank
+    assert torch.equal(call(unet), before)  # lora_B is zero
+    folder = Run(settings(lora_rank=2, max_train_steps=1)).train()
+    assert not (folder / "unet").exists()
+    StableDiffusionPipeline.from_pretrained(model_folder).load_lora_weights(folder)
+
+
+def test_trainable_attention_is_trained_and_comes_back(settings, model_folder):
+    with untouched():
+        folder = Run(settings(attention="module")).train()
     pipe = StableDiffusionPipeline.from_pretrained(folder)
-    recipe = Recipe(operator, levels=1)
+    recipe = Recipe(AgentModule(), levels=1)
     start = apply_agentsd(StableDiffusionPipeline.from_pretrained(model_folder), recipe=recipe)
     untrained = [p.clone() for p in start.parameters()]
     handle = apply_agentsd(pipe, recipe=folder)

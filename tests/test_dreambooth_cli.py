@@ -8,24 +8,19 @@ from agentsd.dreambooth.cli import dreambooth
 
 BAD = [
     (["--instance_data_dir", "nowhere"], "nowhere is not a folder"),
-    (["--instance_data_dir", "EMPTY"], "has no image"),
     (["--instance_data_dir", "BROKEN"], "broken.png cannot be read"),
     (["--resolution", "33"], "resolution=33"),
-    (["--ratio", "1.5"], "ratio=1.5"),
     (["--scale", "0.54"], "scale=0.54"),
     (["--with_prior_preservation"], "needs class_data_dir"),
     (["--resume_from_checkpoint", "checkpoint-7"], "there: none"),
     (["--lora_rank", "4", "--train_text_encoder"], "leave out train_text_encoder"),
-    (["--config", "UNKNOWN"], "max_steps"),
 ]
 
 
 @pytest.mark.parametrize(("options", "message"), BAD)
 def test_bad_input_is_said_before_anything_is_loaded(options, message, photographs, tmp_path):
-    for name in ("EMPTY", "BROKEN"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "BROKEN").mkdir()
     (tmp_path / "BROKEN" / "broken.png").write_bytes(b"no image")
-    (tmp_path / "UNKNOWN").write_text("max_steps: 3\n")
     options = [str(tmp_path / o) if (tmp_path / o).exists() else o for o in options]
     base = ["--pretrained_model_name_or_path", "no/model", "--instance_prompt", "a sks cat"]
     base += ["--instance_data_dir", str(photographs), "--output_dir", str(tmp_path / "out")]
@@ -50,8 +45,6 @@ BOMB = "a: &a [1, 1]\nb: [*a, *a]\n"
 
 def test_what_is_missing_is_told_as_options():
     assert told_by([]) == f"error: {MISSING}, or as lines of a YAML file, with --config\n"
-    told = told_by(["--instance_prompt", "a sks cat"])
-    assert told.startswith("error: --pretrained_model_name_or_path, --instance_data_dir missing: give each")
 
 
 @pytest.mark.parametrize(
@@ -67,10 +60,8 @@ def test_what_is_missing_is_told_as_options():
         ),
         (b"[" * 5000, "FILE is nested too deeply"),
         (b"#" * 1_000_001, "FILE is larger than 1,000,000 bytes"),
-        (b"when: 2026-13-45\n", "FILE is not valid YAML: month must be in 1..12"),
         (b"ratio: x\n", "FILE: ratio='x': Input should be a valid number"),
         (b"max_steps: 3\n", "FILE: max_steps: there is no such setting; --help lists them"),
-        (b"1: 2\n", "FILE: 1"),
         (None, "error: FILE: No such file or directory\n"),
     ],
 )

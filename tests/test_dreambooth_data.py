@@ -1,14 +1,11 @@
 """DreamBooth's images, its loss, and the users' files that it leaves as they are."""
 
-import io
-import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import diffusers
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from devices import LikeMPS
 from PIL import Image
@@ -16,7 +13,7 @@ from tiny import BETAS, make_unet, make_vae
 
 from agentsd import Agents, Recipe, apply_agentsd
 from agentsd.dreambooth.config import DreamBoothConfig
-from agentsd.dreambooth.data import Batch, SubjectImages, find_images, image_paths, load_image
+from agentsd.dreambooth.data import Batch, SubjectImages, find_images, image_paths
 from agentsd.dreambooth.images import fill_class_folder
 from agentsd.dreambooth.step import TARGETS, diffusion_loss
 from agentsd.dreambooth.training import Run
@@ -56,12 +53,10 @@ def folder(settings):
 class Painter:
     """In place of a pipeline: an image whose grey level is the seed."""
 
-    def __init__(self, before=lambda: None):
-        self.unet, self.before = make_unet(), before
-        self.scheduler = diffusers.DDIMScheduler(**BETAS)
+    def __init__(self):
+        self.unet, self.scheduler = make_unet(), diffusers.DDIMScheduler(**BETAS)
 
     def __call__(self, prompt, generator, **settings):
-        self.before()
         return type("Output", (), {"images": [grey(generator.initial_seed())]})()
 
 
@@ -73,8 +68,8 @@ def levels(folder):
     return {path.name: Image.open(path).convert("L").getpixel((0, 0)) for path in image_paths(folder)}
 
 
-def fill(settings, count, pipe=None):
-    fill_class_folder(pipe or Painter(), DreamBoothConfig(**settings, num_class_images=count), lambda: None)
+def fill(settings, count):
+    fill_class_folder(Painter(), DreamBoothConfig(**settings, num_class_images=count), lambda: None)
 
 
 def test_a_class_folder_is_filled_and_nothing_is_written_over(settings, folder):
@@ -90,44 +85,6 @@ def test_a_class_folder_is_filled_and_nothing_is_written_over(settings, folder):
     assert made["class-00003.png"] == 77
     fill(settings, 5)
     assert levels(folder) == made
-
-
-def test_images_of_every_kind_count(settings, folder):
-    for n, suffix in enumerate((".jpg", ".JPEG", ".webp", ".bmp", ".PNG")):
-        grey(n).save(folder / f"photo{suffix}")
-    fill(settings, 5)
-    assert len(list(folder.iterdir())) == 5
-
-
-def test_an_image_that_comes_while_one_is_drawn_stays(settings, folder):
-    def intrude():
-        if not (folder / "class-00000.png").exists():
-            grey(99).save(folder / "class-00000.png")
-
-    fill(settings, 3, Painter(intrude))
-    assert levels(folder)["class-00000.png"] == 99
-    assert sorted(levels(folder).values()) == [1, 2, 99]
-    assert not [name for name in os.listdir(folder) if "partial" in name]
-
-
-def test_a_link_that_leads_nowhere_is_gone_round(settings, folder):
-    (folder / "class-00000.png").symlink_to(folder / "nothing.txt")
-    fill(settings, 2)
-    assert (folder / "class-00000.png").is_symlink()
-    assert (folder / "class-00001.png").exists()
-
-
-def test_a_disk_that_is_full_leaves_no_half_image(settings, folder, monkeypatch):
-    fill(settings, 1)
-
-    class Full(io.BytesIO):
-        def getvalue(self):
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("agentsd.dreambooth.images.io.BytesIO", Full)
-    with pytest.raises(OSError, match="No space"):
-        fill(settings, 2)
-    assert list(levels(folder)) == ["class-00000.png"]
 
 
 def test_two_processes_fill_one_folder(settings, folder):
@@ -147,11 +104,6 @@ def test_images_are_drawn_by_step(settings):
     assert a.pixels.shape == (4, 3, 16, 16)
     assert a.input_ids[:, 0].tolist() == [0, 0, 1, 1]
     assert not all(torch.equal(other.pixels, a.pixels) for other in others)
-
-
-def test_a_transparent_image_stands_on_white(tmp_path):
-    Image.new("RGBA", (20, 30), (255, 0, 0, 0)).save(tmp_path / "a.png")
-    assert load_image(tmp_path / "a.png", 8).eq(1).all()
 
 
 class Encoder(torch.nn.Module):
@@ -189,11 +141,10 @@ def test_what_a_model_predicts_is_what_it_is_trained_on(kind):
     assert torch.equal(*losses)
 
 
-@pytest.mark.parametrize("kind", TARGETS)
-def test_a_step_runs_where_there_is_no_float64(kind):
+def test_a_step_runs_where_there_is_no_float64():
     """Forward and backward of agent attention in training, as on a Mac."""
     apply_agentsd(unet := make_unet().train(), recipe=AS_THE_PAPER_TRAINS)
-    schedule = diffusers.DDPMScheduler(**BETAS, prediction_type=kind)
+    schedule = diffusers.DDPMScheduler(**BETAS, prediction_type="v_prediction")
     found, text = [], torch.ones(2, 3, 16)
     for around in (nullcontext, LikeMPS):
         rng = torch.Generator("cpu").manual_seed(1)
@@ -236,28 +187,6 @@ def test_a_model_that_predicts_something_else_is_refused(settings, monkeypatch):
     assert not settings["class_data_dir"].exists()
 
 
-def test_only_the_forward_runs_in_autocast(settings, monkeypatch):
-    """Else half-precision copies of the weights live until the optimizer's step."""
-    seen = []
-
-    def noted(name, function):
-        def call(*args, **more):
-            seen.append((name, torch.is_autocast_enabled("cpu")))
-            return function(*args, **more)
-
-        return call
-
-    monkeypatch.setattr(Accelerator, "backward", noted("backward", Accelerator.backward))
-    monkeypatch.setattr(torch.optim.AdamW, "step", noted("step", torch.optim.AdamW.step))
-    monkeypatch.setattr("agentsd.dreambooth.training.diffusion_loss", noted("forward", diffusion_loss))
-    more = {"max_train_steps": 1, "mixed_precision": "bf16", "with_prior_preservation": False}
-    more |= {"num_validation_images": 1, "use_8bit_adam": False}
-    run = Run(DreamBoothConfig(**settings | more))
-    assert not run.accelerator.log_with  # report_to is "none"
-    run.train()
-    assert seen == [("forward", True), ("backward", False), ("step", False)]
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there half precision trains")
 def test_half_precision_is_refused_where_nothing_scales_it(settings):
     with pytest.raises(ValueError, match="needs a CUDA device: pass 'bf16' or 'no'"):
@@ -265,10 +194,9 @@ def test_half_precision_is_refused_where_nothing_scales_it(settings):
     assert not settings["output_dir"].exists()
 
 
-@pytest.mark.parametrize("resume", [None, "latest"])
-def test_an_output_folder_with_something_in_it_is_refused(settings, resume):
+def test_an_output_folder_with_something_in_it_is_refused(settings):
     settings["output_dir"].mkdir()
     (settings["output_dir"] / "model_index.json").write_text("{}")
     with pytest.raises(ValueError, match=r"holds model_index\.json.*choose another folder"):
-        Run(DreamBoothConfig(**settings, resume_from_checkpoint=resume))
+        Run(DreamBoothConfig(**settings))
     assert (settings["output_dir"] / "model_index.json").read_text() == "{}"

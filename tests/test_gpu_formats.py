@@ -28,7 +28,7 @@ def test_channels_last_gives_the_same_images_and_stays_so():
     assert all(state.is_contiguous(memory_format=torch.channels_last) for state in channels_last)
 
 
-@pytest.mark.parametrize(("operator", "replaced"), [(Agents(), False), (Merge(), True), (Downsample(), True)])
+@pytest.mark.parametrize(("operator", "replaced"), [(Agents(), False), (Downsample(), True)])
 def test_attention_in_place_of_torchs(monkeypatch, operator, replaced):
     """SageAttention's has no `scale`: the two softmaxes of agents, which need one, stay torch's own."""
     unet, calls, torchs = make_unet(), [], F.scaled_dot_product_attention

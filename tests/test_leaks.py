@@ -2,16 +2,15 @@
 
 import gc
 import sys
-import tracemalloc
 import weakref
 from functools import partial
 
 import pytest
 import torch
-from callers import Caller, Guided, Host, ddim, inputs
+from callers import Guided, Host, ddim, inputs
 from logs import logged
 from recipes import AGENTS_THEN_KEYS, STEP_CACHING
-from tiny import call, kept, make_small_unet, make_unet, may_skip, snapshot
+from tiny import kept, make_small_unet, may_skip, snapshot
 
 from agentsd import Downsample, Recipe, ResidualSharing, StepCache, apply_agentsd
 from agentsd.recipe import AGENTSD
@@ -59,27 +58,26 @@ def enter(unet, handle, latent, t, text):
 
 SERVERS = {
     "a scheduler a request": lambda number, scheduler: scheduler.timesteps,
-    "one that breaks off": lambda number, scheduler: scheduler.timesteps[: 1 + number % 8],
     "one timestep, for ever": lambda number, scheduler: [999] * 9,
     "off the list": lambda number, scheduler: [float(f"{number % 999}.{number % 7 + 1}5")] * 9,
 }
 
 
 @pytest.mark.parametrize(
-    ("recipe", "server"), [*zip((STEP_CACHING, RESIDUALS, AGENTSD, STEP_CACHING), SERVERS, strict=True)]
+    ("recipe", "server"), [*zip((STEP_CACHING, RESIDUALS, AGENTSD), SERVERS, strict=True)]
 )
 def test_nothing_grows_in_thousands_of_calls(recipe, server):
     """The model's own work is left out: it leaves nothing but what it hands to the layers."""
     host, figures = Host(make_small_unet()), []
     handle = apply_agentsd(host, recipe=recipe)
     with logged() as messages:
-        for number in range(350):
+        for number in range(150):
             if number % 10 == 0 or server.startswith("a scheduler"):
                 host.scheduler = ddim(9)
             latent, text = inputs(number % 5)
             for t in SERVERS[server](number, host.scheduler):
                 enter(host.unet, handle, latent, t, text)
-            if number in (100, 340):
+            if number in (60, 140):
                 gc.collect()
                 again = partial(enter, host.unet, handle, latent, t, text)
                 again()
@@ -91,27 +89,11 @@ def test_nothing_grows_in_thousands_of_calls(recipe, server):
     assert len(messages) < 8
 
 
-def test_patching_again_and_again_keeps_nothing():
-    unet = make_small_unet()
-    for _ in range(20):
-        apply_agentsd(unet, recipe=AGENTSD)
-    gc.collect()
-    tracemalloc.start()
-    try:
-        first = tracemalloc.get_traced_memory()[0]
-        for _ in range(100):
-            apply_agentsd(unet, recipe=AGENTSD)
-        gc.collect()
-        assert tracemalloc.get_traced_memory()[0] - first < 30_000
-    finally:
-        tracemalloc.stop()
-
-
 @pytest.mark.parametrize("recipe", [CACHED, AGENTS_THEN_KEYS])
 def test_many_runs_leave_no_hook_and_no_tensor(recipe):
     unet, caller = make_small_unet(), Guided(steps=8, size=(8, 8))
     before, counts = snapshot(unet), []
-    for i in range(20):
+    for i in range(15):
         if i % 5 == 0:
             handle = apply_agentsd(unet, recipe=recipe)
         for j in range(8 if i % 3 else 5):  # a third of them break off
@@ -124,10 +106,9 @@ def test_many_runs_leave_no_hook_and_no_tensor(recipe):
     assert len(set(counts[1:])) == 1
 
 
-@pytest.mark.parametrize("recipe", [CACHED, AGENTS_THEN_KEYS])
-def test_no_reference_cycle_holds_the_model(recipe):
-    unet, caller = make_unet(), Guided()
-    handle = apply_agentsd(unet, recipe=recipe)
+def test_no_reference_cycle_holds_the_model():
+    unet, caller = make_small_unet(), Guided()
+    handle = apply_agentsd(unet, recipe=CACHED)
     for i in range(4):
         caller(unet, i)
     gone = weakref.ref(unet)
@@ -137,32 +118,6 @@ def test_no_reference_cycle_holds_the_model(recipe):
         assert gone() is None
     finally:
         gc.enable()
-
-
-def test_no_tensor_is_kept_between_calls():
-    handle = apply_agentsd(unet := make_unet(), recipe=AGENTS_THEN_KEYS)
-    call(unet)
-    for site, layer in zip(handle._layers.attention_layers, handle._layers.processors, strict=True):
-        assert layer.block_input is None
-        assert layer.group.plan is None
-        assert site.attn.processor is layer.fallback
-
-
-def test_a_run_dies_with_its_scheduler():
-    """Without a word to the handle: when the next run begins."""
-    host, caller = Host(unet := make_unet()), Caller(12)
-    host.scheduler = caller.scheduler
-    apply_agentsd(host, recipe=STEP_CACHING)
-    gone = weakref.ref(caller.text)
-    for i in range(6):
-        caller(unet, i)
-    host.scheduler = (later := Caller(12, seed=1)).scheduler
-    del caller
-    gc.collect()
-    assert gone() is not None
-    later(unet, 0)
-    gc.collect()
-    assert gone() is None
 
 
 def test_states_are_let_go_when_a_run_ends_or_breaks_off(make_pipeline, sample):

@@ -1,13 +1,11 @@
 """Pooled agents, and their number by how far the latent moves."""
 
-import pytest
 import torch
 from tiny import call, make_unet
 
-from agentsd import Agents, ByDistance, Downsample, PooledAgents, Recipe, apply_agentsd
+from agentsd import ByDistance, Downsample, PooledAgents, Recipe, apply_agentsd
 from agentsd.attention.by_distance import LatentDistance
 from agentsd.attention.pooling import Pool, pool_tokens
-from agentsd.plan import Call
 
 
 def latents(*moves):
@@ -67,29 +65,15 @@ def test_every_token_an_agent_of_pooled_queries():
             assert torch.equal(call(unet), baseline) == plain
 
 
-@pytest.mark.parametrize("late", [None, Downsample()])
-def test_the_last_stage_is_the_later_phase(pipe, sample, late):
+def test_the_last_stage_is_the_later_phase(pipe, sample):
     baseline = sample(pipe)
     # all distances pass a threshold of 1000 times the first: only the calls without one run agents
     early = PooledAgents(4, ratio=0.4)
-    with apply_agentsd(pipe, recipe=Recipe(ByDistance((early, late), (1000.0,)))):
+    with apply_agentsd(pipe, recipe=Recipe(ByDistance((early, Downsample()), (1000.0,)))):
         short = sample(pipe)
-    with apply_agentsd(pipe, recipe=Recipe(ByDistance((early, late), (0.0,)))):
+    with apply_agentsd(pipe, recipe=Recipe(ByDistance((early, Downsample()), (0.0,)))):
         throughout = sample(pipe)
     with apply_agentsd(pipe, recipe=Recipe(early)):
         assert torch.equal(sample(pipe), throughout)
     assert not torch.equal(short, baseline)
     assert not torch.equal(short, throughout)
-
-
-def test_merged_agents_follow_the_distance_too(pipe, sample):
-    stages = tuple(Agents(stride=2, at_most=n, destinations="first") for n in (4, 16))
-    with apply_agentsd(pipe, recipe=Recipe(ByDistance(stages, (0.0,)))):
-        few = sample(pipe)
-    with apply_agentsd(pipe, recipe=Recipe(ByDistance(stages, (1000.0,)))):
-        many = sample(pipe)
-    with apply_agentsd(pipe, recipe=Recipe(stages[0])) as handle:
-        assert torch.equal(sample(pipe), few)
-        plan = handle._layers.groups[0].make_plan(Call(torch.empty(2, 4, 16, 16), 999.0, 0), (16, 16), {})
-        assert plan.partition.dst.numel() == 4  # cells of 8 x 8
-    assert not torch.equal(few, many)

@@ -12,7 +12,7 @@ from agentsd.attention import matching
 from agentsd.attention.matching import Ranking, rank_tokens, sample_destinations, split_grid
 from agentsd.attention.merging import join, make_merge_map, merge, merge_rows, unmerge
 
-GRIDS = [(8, 8, 2), (8, 8, 4), (9, 13, 4), (33, 25, 2), (7, 4, 3)]
+GRIDS = [(8, 8, 2), (9, 13, 4), (7, 4, 3)]
 
 
 @pytest.mark.parametrize(("height", "width", "stride"), GRIDS)
@@ -38,7 +38,7 @@ def test_cells_are_a_function_of_seed_layer_and_step_alone():
 
 
 @pytest.mark.parametrize(("height", "width", "stride"), GRIDS)
-@pytest.mark.parametrize("share", [0.1, 0.4, 0.74])
+@pytest.mark.parametrize("share", [0.1, 0.74])
 def test_merge_and_unmerge_are_those_of_the_tomesd_package(height, width, stride, share):
     """tomesd, given the same random cells, merges the same tokens into the same places."""
     n_tokens = height * width
@@ -65,22 +65,6 @@ def test_merge_and_unmerge_are_those_of_the_tomesd_package(height, width, stride
     torch.testing.assert_close(unmerge(merge(x, cut), cut), their_unmerge(their_merge(x)), rtol=0, atol=1e-6)
 
 
-def test_sources_are_ordered_by_similarity_to_their_best_destination():
-    metric = torch.randn(3, 30, 8, generator=torch.Generator().manual_seed(0))
-    partition = split_grid(5, 6, 3, sample_destinations(5, 6, 3, (0, 0, 1.0)))
-    ranking = rank_tokens(metric, partition)
-    for image, points in enumerate(metric.double()):
-        unit = points / points.norm(dim=1, keepdim=True)
-        ranked = partition.src[ranking.order[image]]
-        scores = [max(float(unit[s] @ unit[d]) for d in partition.dst) for s in ranked]
-        assert scores == sorted(scores, reverse=True)
-        assert set(ranked.tolist()) == set(partition.src.tolist())
-        matched = partition.dst[ranking.match[image]]
-        pairs = zip(partition.src, matched, strict=True)
-        best = [max(float(unit[s] @ unit[d]) for d in partition.dst) for s in partition.src]
-        assert [float(unit[s] @ unit[d]) for s, d in pairs] == pytest.approx(best, abs=1e-6)
-
-
 def test_score_matrix_in_slices_gives_the_same_ranking(monkeypatch):
     metric = torch.randn(2, 256, 16, generator=torch.Generator().manual_seed(0))
     partition = split_grid(16, 16, 4, sample_destinations(16, 16, 4, None))
@@ -91,9 +75,8 @@ def test_score_matrix_in_slices_gives_the_same_ranking(monkeypatch):
     assert torch.equal(whole.match, sliced.match)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_zero_norm_tokens_are_alike_to_none(dtype):
-    metric = torch.randn(1, 64, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+def test_zero_norm_tokens_are_alike_to_none():
+    metric = torch.randn(1, 64, 8, generator=torch.Generator().manual_seed(0)).half()
     metric[0, 5:9] = 0
     partition = split_grid(8, 8, 2, sample_destinations(8, 8, 2, None))
     ranking = rank_tokens(metric, partition)
@@ -103,7 +86,7 @@ def test_zero_norm_tokens_are_alike_to_none(dtype):
     assert not best & {5, 7}  # sources among the zero tokens rank below likeness
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     height=st.integers(1, 17),
     width=st.integers(1, 17),
@@ -158,31 +141,15 @@ def test_merging_by_hand():
     assert back.flatten().tolist() == [21, 21, 20, 22, 22, 22, 31, 32, 31, 32, 31, 30]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("r", "further"), [(3, 4), (0, 4), (1, 2)])
-def test_two_maps_are_merged_in_one_pass(r, further, dtype):
-    x, maps = X.to(dtype), [make_merge_map(RANKING, n, dtype) for n in (r, further)]
+@pytest.mark.parametrize(("r", "further"), [(3, 4), (0, 4)])
+def test_two_maps_are_merged_in_one_pass(r, further):
+    x, maps = X, [make_merge_map(RANKING, n) for n in (r, further)]
     expected = [merge(x, each) for each in maps]
     joined, *parts = join(*maps)
     for part, each in zip(parts, expected, strict=True):
         assert torch.equal(merge(x, part), each)
     assert torch.equal(merge_rows(x, joined), torch.cat([part.flatten(0, 1) for part in expected]))
     assert torch.equal(unmerge(expected[0], joined), unmerge(expected[0], maps[0]))
-
-
-@pytest.mark.parametrize("r", [0, 1, 4, 99])
-def test_a_cut_takes_at_most_all_sources_and_keeps_the_mass(r):
-    cut = make_merge_map(RANKING, r)
-    merged = merge(X, cut)
-    assert merged.shape[1] == max(6 - r, 2)
-    # every token is counted once: what is unmerged, weighted by how often it was copied, sums to the whole
-    torch.testing.assert_close(unmerge(merged, cut).sum(1), X.sum(1))
-
-
-def test_merging_is_differentiable():
-    x = torch.randn(2, 6, 3, dtype=torch.float64, requires_grad=True)
-    cut = make_merge_map(RANKING, 3)
-    assert torch.autograd.gradcheck(lambda x: unmerge(merge(x, cut), cut), x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -193,9 +160,3 @@ def test_half_precision_sums_are_taken_in_float32_whatever_was_ranked(dtype):
     ranking = Ranking(order, torch.zeros_like(order), src, torch.tensor([0]))
     x = torch.ones(1, n, 1, dtype=torch.float16)
     assert merge(x, make_merge_map(ranking, n, dtype)).item() == 1
-
-
-def test_the_example_beside_the_index_algebra():
-    order, match = torch.tensor([[2, 1, 0]]), torch.zeros(1, 3, dtype=torch.int64)
-    found = make_merge_map(Ranking(order, match, torch.tensor([0, 2, 3]), torch.tensor([1])), 1)
-    assert [part.tolist() for part in found] == [[1, 2, 0, 2], [2, 0, 1, 3], [0, 1, 2, 4], [1, 1, 0.5, 0.5]]

@@ -5,8 +5,6 @@ from itertools import product
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from agentsd.attention.formula import agent_attention
 from agentsd.attention.pooling import agent_grid, pool_agents
@@ -19,7 +17,6 @@ from agentsd.modules import (
     FocusedLinearAttention,
     attnzero_attention,
     focused_attention,
-    focused_map,
 )
 from agentsd.modules.agent import resize_agents
 
@@ -128,8 +125,8 @@ def test_each_core_is_its_formula(kind, height, width):
     torch.testing.assert_close(singles.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("dtype", "k"), [(torch.float32, 0.075), (torch.float64, 0.09375)])
-def test_a_new_agent_core_is_the_training_free_form(dtype, k):
+def test_a_new_agent_core_is_the_training_free_form():
+    dtype, k = torch.float32, 0.075
     query, key, value = qkv(8, 12, dtype)
     agents = pool_agents(query, 8, 12, *agent_grid(9, 8, 12))
     expected = agent_attention(query, key, value, agents, k, -0.15)
@@ -143,21 +140,6 @@ def test_a_new_agent_core_is_the_training_free_form(dtype, k):
         assert (module.convolution is not None) == convolution
 
 
-def test_from_scratch_starts_as_the_paper_trains():
-    module = AgentAttention(8, 40, grid=(32, 32), from_scratch=True)
-    tables = torch.cat([p.flatten() for n, p in module.named_parameters() if "_bias." in n])
-    assert tables.std().item() == pytest.approx(0.02, rel=0.03)
-    assert module.convolution.conv.weight.count_nonzero() == 320 * 9
-
-
-def test_bias_tables_are_exact_at_their_grid_and_bounded_at_twice_its_size():
-    bias = core("agent", grid=(3, 3)).gather_bias  # with blocks of 3 x 3 nothing is resized
-    assert torch.equal(bias(3, 3), (bias.row + bias.column + bias.block).flatten(2))
-    double = bias(6, 6)
-    assert double.shape == (HEADS, 6, 36)
-    assert double.abs().max() <= sum(part.abs().max() for part in bias.parameters())
-
-
 def test_agent_grids_and_pooling():
     grids = {(49, 64, 64): (7, 7), (256, 64, 64): (16, 16), (15, 64, 64): (4, 3), (49, 2, 200): (1, 49),
              (99, 4, 5): (4, 5), (256, 96, 64): (19, 13), (1, 9, 9): (1, 1)}  # fmt: skip
@@ -166,37 +148,7 @@ def test_agent_grids_and_pooling():
     torch.testing.assert_close(pool_agents(*given), pooled(*given), rtol=0, atol=1e-15)
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 8.5])
-def test_the_focused_map_keeps_the_norm_and_sharpens(p):
-    x = torch.tensor([[3.0, 4.0, -7.0], [0.0, -1.0, -2.0]], dtype=torch.float64)
-    y = focused_map(x, p)
-    assert y[0].norm().item() == pytest.approx(5)
-    assert (y[0, 1] / y[0, 0]).item() == pytest.approx((4 / 3) ** p)
-    assert y[0, 2] == 0
-    assert y[1].count_nonzero() == 0
-
-
-@pytest.mark.parametrize("kind", CORES)
-def test_cost_is_linear_in_the_tokens(kind):
-    """FLOPs double with the width; the plain kernel, since the counter does not know the CPU's fused one."""
-
-    def flops(width):
-        module, inputs = core(kind), qkv(8, width)
-        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            module(*inputs, 8, width)
-        return counter.get_total_flops()
-
-    assert flops(32) == 2 * flops(16) > 0
-
-
-@pytest.mark.parametrize("kind", CORES)
-def test_gradients(kind):
-    """Of the inputs and of every parameter, which gradcheck moves in place."""
-    module = core(kind)
-    leaves = (*(x.requires_grad_() for x in qkv(3, 2, batch=1)), *module.parameters())
-    assert torch.autograd.gradcheck(lambda *x: module(*x[:3], 3, 2), leaves, fast_mode=True)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CORES)
 def test_compiles_to_one_graph(kind):
     torch.compiler.reset()
@@ -208,9 +160,7 @@ def test_compiles_to_one_graph(kind):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize(
-    ("dtype", "size"), [(torch.bfloat16, 300), (torch.float16, 300), (torch.float32, 1e5), (torch.float32, 0)]
-)
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float16, 300), (torch.float32, 1e5), (torch.float32, 0)])
 @pytest.mark.parametrize("kind", CORES)
 def test_large_and_absent_features_stay_finite(kind, dtype, size):
     """Forward and backward; values stay moderate, since an average of them must fit."""
@@ -220,14 +170,6 @@ def test_large_and_absent_features_stay_finite(kind, dtype, size):
     out.float().square().mean().backward()
     assert out.dtype == dtype
     assert all(x.isfinite().all() for x in (out, *(leaf.grad for leaf in (*inputs, *module.parameters()))))
-
-
-@pytest.mark.parametrize("kind", CORES)
-def test_autocast_agrees_with_single_precision(kind):
-    module, inputs = core(kind, torch.float32), qkv(dtype=torch.float32)
-    expected = module(*inputs, *GRID)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(module(*inputs, *GRID).float(), expected, rtol=0.05, atol=0.1)
 
 
 @pytest.mark.parametrize(
@@ -263,24 +205,11 @@ def test_operators_build_the_cores_that_their_settings_say():
     assert (cells.rows, cells.cols, cells.convolution) == (4, 2, None)
     assert cells.gather_bias.row.shape == (HEADS, 8, 16, 1)
     assert AgentModule().build(HEADS, DIM, (3, 3)).rows == 1
-    assert isinstance(FocusedLinear().build(HEADS, DIM, GRID), FocusedLinearAttention)
     assert FocusedLinear(convolution=False).build(HEADS, DIM, GRID).convolution is None
     assert isinstance(AttnZero().build(HEADS, DIM, GRID), AttnZeroAttention)
 
 
-def test_modules_start_as_torchs_do():
-    """From the same numbers as a convolution of torch's own would draw."""
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        expected = FocusedLinearAttention(2, 4).state_dict()
-    module = FocusedLinearAttention(2, 4)
-    module.reset(torch.Generator().manual_seed(3))
-    state = module.state_dict()
-    assert state.keys() == expected.keys()
-    assert all(torch.equal(state[name], expected[name]) for name in state)
-
-
-@pytest.mark.parametrize(("old", "new"), [(9, 25), (25, 9), (12, 20)])
+@pytest.mark.parametrize(("old", "new"), [(9, 25), (25, 9)])
 def test_agent_biases_are_resized_to_other_agents(old, new):
     """The oracle is torch's interpolation of one plane at a time."""
     grid = (8, 8)
@@ -294,10 +223,3 @@ def test_agent_biases_are_resized_to_other_agents(old, new):
                 plane, size=(large.rows, large.cols), mode="bilinear"
             ).flatten()
             torch.testing.assert_close(made[head, :, y, x], expected)
-
-
-@pytest.mark.parametrize("size", [(3, 3), (5, 9), (8, 8), (12, 7)])
-def test_the_number_of_agents_tells_their_grid(size):
-    for count in range(1, 50):
-        module = AgentAttention(1, 2, grid=size, agents=count, bias=False, convolution=False)
-        assert agent_grid(module.rows * module.cols, *size) == (module.rows, module.cols)

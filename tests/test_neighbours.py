@@ -1,7 +1,5 @@
 """Features of the host that load, replace or rebuild processors around the patch, in any order."""
 
-import random
-
 import pytest
 import torch
 from callers import draw
@@ -13,8 +11,6 @@ from agentsd import apply_agentsd, remove_agentsd
 from agentsd.attention.processor import AgentAttnProcessor
 
 HALF = AGENTS_THEN_KEYS.with_settings(early_frac=0.5)
-# Each of these sets every processor anew; two at a time break a baseline pipeline too.
-REPLACE = {"IP-Adapter", "fused QKV", "attention slicing", "unfused attention"}
 
 
 @pytest.fixture
@@ -29,15 +25,11 @@ def new_pipe(make_pipeline):
 
 
 def run(pipe):
-    """Latents after four steps, half of them early."""
+    """Latents after two steps, one of them early."""
     inputs = {}
     if any("IPAdapter" in type(p).__name__ for p in pipe.unet.attn_processors.values()):
         inputs["ip_adapter_image_embeds"] = [torch.ones(2, 1, WIDTH)]
-    return draw(pipe, num_inference_steps=4, **inputs)
-
-
-def kinds(pipe):
-    return {name: type(p) for name, p in pipe.unet.attn_processors.items()}
+    return draw(pipe, num_inference_steps=2, **inputs)
 
 
 def same(a, b):
@@ -73,6 +65,10 @@ def test_feature_and_patch_in_either_order(new_pipe, name):
     assert same(run(twin), patched)
     remove_agentsd(twin)
     assert torch.equal(run(twin), plain)
+    for module in twin.unet.modules():
+        assert not any("agentsd" in key for key in vars(module))
+    kept = getattr(twin.unet, "original_attn_processors", None) or {}
+    assert not any(isinstance(p, AgentAttnProcessor) for p in kept.values())
 
 
 def test_lora_scaled_switched_and_fused_under_the_patch(new_pipe):
@@ -91,33 +87,3 @@ def test_lora_scaled_switched_and_fused_under_the_patch(new_pipe):
         change(twin)
         with apply_agentsd(twin, recipe=AGENTS_THEN_KEYS):
             assert same(run(pipe), run(twin))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_no_order_of_loading_and_patching_strands_a_pipeline(new_pipe, seed):
-    """A twin lives through the same features without agentsd; after removal nothing tells them apart."""
-    rng = random.Random(seed)
-    pipe, twin = new_pipe(), new_pipe()
-    on, patched = set(), False
-    for _ in range(10):
-        step = rng.choice(["agentsd", "agentsd", *FEATURES])
-        if step == "agentsd":
-            remove_agentsd(pipe) if patched else apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
-            patched = not patched
-            continue
-        if step in REPLACE and (on & REPLACE) - {step}:
-            continue
-        for each in (pipe, twin):
-            (FEATURES[step].off if step in on else FEATURES[step].on)(each)
-        on ^= {step}
-        if rng.random() < 0.3:
-            with apply_agentsd(twin, recipe=AGENTS_THEN_KEYS):
-                expected = run(twin)
-            assert same(run(pipe), expected if patched else run(twin)), on
-    remove_agentsd(pipe)
-    assert torch.equal(run(pipe), run(twin)), on
-    assert kinds(pipe) == kinds(twin)
-    for module in pipe.unet.modules():
-        assert not any("agentsd" in key for key in vars(module))
-    kept = getattr(pipe.unet, "original_attn_processors", None) or {}
-    assert not any(isinstance(p, AgentAttnProcessor) for p in kept.values())

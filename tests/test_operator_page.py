@@ -16,19 +16,13 @@ PAGE = Path(__file__).parents[1] / "CONTRIBUTING.md"
 LIMIT = 60
 
 
-@pytest.fixture(scope="module")
-def text():
-    """The block under the heading."""
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    """The block under the heading as a module of its own; what it registers is forgotten afterwards."""
     section = PAGE.read_text(encoding="utf-8").split("\n## Adding an operator\n")[1].split("\n## ")[0]
     [block] = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     assert 20 < len(block.splitlines()) <= LIMIT
-    return block
-
-
-@pytest.fixture
-def page(text, tmp_path, monkeypatch):
-    """The block as a module of its own; what it registers is forgotten afterwards."""
-    (tmp_path / "operator_of_the_page.py").write_text(text, encoding="utf-8")
+    (tmp_path / "operator_of_the_page.py").write_text(block, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(recipe, "OPERATORS", dict(recipe.OPERATORS))
     yield importlib.import_module("operator_of_the_page")
@@ -53,7 +47,7 @@ def averaged_attention(attn, x, height, width, stride):
     return out @ weights["to_out.0.weight"].T + weights["to_out.0.bias"]
 
 
-@pytest.mark.parametrize(("size", "stride"), [((16, 16), 2), ((15, 13), 2), ((7, 16), 3)])
+@pytest.mark.parametrize(("size", "stride"), [((15, 13), 2), ((7, 16), 3)])
 def test_a_layer_attends_to_averages(page, size, stride):
     unet = make_unet()
     attn = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
@@ -82,20 +76,3 @@ def test_it_is_an_operator_like_the_packages_own(page, tmp_path):
         page.AverageKeys(1)
     with pytest.raises(TypeError, match="stride='2' is a str: pass a int"):
         page.AverageKeys("2")
-
-
-def test_types_are_checked_without_postponed_annotations_too(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(recipe, "OPERATORS", dict(recipe.OPERATORS))
-    eager = text.replace("from __future__ import annotations\n", "").replace("-> AverageKeysPlan", "")
-    namespace = {"__name__": __name__}
-    exec(compile(eager, "eager", "exec"), namespace)
-    with pytest.raises(TypeError, match="stride='2' is a str: pass a int"):
-        namespace["AverageKeys"]("2")
-
-
-def test_the_architecture_names_files_that_exist():
-    section = PAGE.read_text(encoding="utf-8").split("\n## Architecture\n")[1].split("\n## ")[0]
-    names = set(re.findall(r"`([a-z/_]+\.py)`", section))
-    assert len(names) >= 10
-    package = PAGE.parent / "agentsd"
-    assert not [name for name in names if not (package / name).exists() and not list(package.rglob(name))]

@@ -1,6 +1,7 @@
-"""A patch: what it does to a layer, when, and that its removal leaves no trace."""
+"""A patch: what it does to a layer, when, that its removal leaves no trace, and one patch upon another."""
 
-import inspect
+import gc
+import weakref
 from dataclasses import replace
 
 import diffusers
@@ -8,21 +9,19 @@ import pytest
 import tomesd
 import torch
 from callers import inputs
-from diffusers.models.attention import BasicTransformerBlock
-from diffusers.models.attention_processor import (
-    Attention,
-    AttnProcessor,
-    AttnProcessor2_0,
-    PAGIdentitySelfAttnProcessor2_0,
-)
+from diffusers.models.attention_processor import PAGIdentitySelfAttnProcessor2_0
 from logs import warned
-from recipes import AGENTS_THEN_KEYS
+from recipes import AGENTS_THEN_KEYS, STEP_CACHING
 from tiny import call, make_sdxl_unet, make_unet, snapshot, watch_phases
 
 from agentsd import Agents, Downsample, Merge, Phases, Recipe, apply_agentsd, remove_agentsd
+from agentsd.apply import handle_of
+from agentsd.attention import ranking
 from agentsd.attention.formula import agent_attention
 from agentsd.attention.matching import rank_tokens, sample_destinations, split_grid
 from agentsd.attention.merging import make_merge_map, merge, unmerge
+from agentsd.attention.operator import GridContext
+from agentsd.recipe import AGENTSD
 
 
 def cells(how):
@@ -55,8 +54,8 @@ def test_nothing_to_do_is_bit_identical_to_baseline(pipe, sample):
         assert not torch.equal(sample(pipe), baseline)
 
 
-@pytest.mark.parametrize("ratio", [0.2, 0.5])
-def test_token_merging_alone_is_the_tomesd_packages(pipe, sample, ratio):
+def test_token_merging_alone_is_the_tomesd_packages(pipe, sample):
+    ratio = 0.5
     baseline = sample(pipe)
     tomesd.apply_patch(pipe, ratio=ratio, use_rand=False)
     their_call, theirs = call(pipe.unet), sample(pipe)
@@ -82,10 +81,10 @@ def test_one_layer_is_equation_9_on_the_blocks_own_tensors(ratio):
     assert handle.layer_names[0] == "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
 
     x, attn = seen["x"], block.attn1
-    ranking = rank_tokens(x, split_grid(16, 16, 4, sample_destinations(16, 16, 4, (5, 0, 999.0))))
-    cut = make_merge_map(ranking, int(256 * ratio))
+    ranked = rank_tokens(x, split_grid(16, 16, 4, sample_destinations(16, 16, 4, (5, 0, 999.0))))
+    cut = make_merge_map(ranked, int(256 * ratio))
     with torch.no_grad():
-        tokens, agents = (merge(block.norm1(x), c) for c in (cut, make_merge_map(ranking, 240)))
+        tokens, agents = (merge(block.norm1(x), c) for c in (cut, make_merge_map(ranked, 240)))
         assert agents.shape[1] == 16
         projected = attn.to_q(tokens), attn.to_k(tokens), attn.to_v(tokens), attn.to_q(agents)
         q, k, v, a = (rows.unflatten(2, (2, 8)).transpose(1, 2) for rows in projected)
@@ -104,7 +103,7 @@ def test_the_finest_attention_level_is_counted_from_the_model():
     assert len(apply_agentsd(make_unet(), recipe=replace(AGENTS_THEN_KEYS, levels=2)).layer_names) == 3 + 3
 
 
-@pytest.mark.parametrize("case", [(65, 49, 1), (17, 16, 2), (9, 30, 3), (4, 4, 2), (3, 3, 1)])
+@pytest.mark.parametrize("case", [(65, 49, 1), (9, 30, 3), (3, 3, 1)])
 def test_any_size_and_batch(case):
     *size, batch = case
     unet = make_unet()
@@ -115,8 +114,7 @@ def test_any_size_and_batch(case):
         assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("t", [999, 1])
+@pytest.mark.parametrize(("dtype", "t"), [(torch.bfloat16, 999), (torch.float16, 1)])
 def test_half_precision_stays_near_float32(dtype, t):
     unet = make_unet()
     apply_agentsd(unet, recipe=cells("first"))
@@ -129,26 +127,15 @@ def test_half_precision_stays_near_float32(dtype, t):
 def test_upcast_attention_takes_the_softmax_inputs_to_float32(monkeypatch):
     seen = []
 
-    def spy(query, *rest):
-        seen.append(query.dtype)
-        return agent_attention(query, *rest)
+    def spy(*inputs):
+        seen.append({x.dtype for x in inputs[:4]})
+        return agent_attention(*inputs)
 
     monkeypatch.setattr("agentsd.attention.agents.agent_attention", spy)
-    for upcast in (False, True):
-        unet = make_unet(upcast_attention=upcast).to(torch.bfloat16)
-        apply_agentsd(unet, recipe=replace(AGENTS_THEN_KEYS, levels=1))
+    for upcast, expected in ((False, {torch.bfloat16}), (True, {torch.float32})):
+        apply_agentsd(unet := make_unet(upcast_attention=upcast).bfloat16(), recipe=AGENTS_THEN_KEYS)
         call(unet, dtype=torch.bfloat16)
-    assert set(seen[:3]) == {torch.bfloat16}
-    assert set(seen[3:]) == {torch.float32}
-
-
-def test_same_seed_same_bits(pipe, sample):
-    """No global generator, no call counter."""
-    apply_agentsd(pipe, recipe=cells("random"))
-    torch.manual_seed(1)
-    first = sample(pipe)
-    torch.manual_seed(2)
-    assert torch.equal(sample(pipe), first)
+        assert seen.pop() == expected
 
 
 def test_an_image_does_not_depend_on_its_batch():
@@ -163,7 +150,7 @@ def test_an_image_does_not_depend_on_its_batch():
     torch.testing.assert_close(swapped.flip(0), together, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("kind", ["PNDM", "EulerAncestralDiscrete", "HeunDiscrete", "UniPCMultistep", "LCM"])
+@pytest.mark.parametrize("kind", ["EulerAncestralDiscrete", "HeunDiscrete"])
 def test_phases_in_a_run_of_each_scheduler(pipe, sample, kind):
     """The scheduler is swapped after the patch; the early calls are counted from what the layers do."""
     phases = watch_phases(apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS))
@@ -214,8 +201,6 @@ def test_bad_input_changes_nothing(make, settings, error, message):
 
 
 def test_a_model_with_no_layer_to_patch_is_refused():
-    with pytest.raises(TypeError, match="NoneType has no U-Net"):
-        remove_agentsd(None)
     unet = make_unet(
         down_block_types=("DownBlock2D",) * 3, up_block_types=("UpBlock2D",) * 3, mid_block_type=None
     )
@@ -235,41 +220,104 @@ def test_tomesd_and_strange_processors_are_refused(pipe):
     assert isinstance(attn.processor, PAGIdentitySelfAttnProcessor2_0)
 
 
-def test_the_processor_that_was_there_does_the_later_steps(pipe, sample):
-    recipe = Recipe(Phases(Agents(0.5), Merge(0.5, destinations="first"), early_frac=0))
-    baseline = sample(pipe)
-    pipe.unet.set_attn_processor(AttnProcessor())
-    handle = apply_agentsd(pipe, recipe=recipe)
-    assert {type(one.fallback) for one in handle._layers.processors} == {AttnProcessor}
-    with_unfused = sample(pipe)
+BY_LEVEL, BY_LAYER = [64, 256], [64] * 3 + [256] * 3
+"""The tokens of each ranking of a call: of two levels, and of their six layers."""
+
+
+@pytest.mark.parametrize(
+    ("phases", "early", "late"),
+    [
+        (replace(AGENTSD, levels=2).attention, BY_LAYER, BY_LAYER),
+        (Phases(Agents(), Downsample()), BY_LEVEL, []),
+        (Phases(Agents(), Merge(ranking="layer")), BY_LEVEL, BY_LAYER),
+    ],
+)
+def test_each_phase_ranks_as_it_says(monkeypatch, phases, early, late):
+    """Once for each level and call or in each of the layers, whichever stands beside it."""
+    ranked, rank = [], ranking.rank_tokens
+    monkeypatch.setattr(ranking, "rank_tokens", lambda m, *rest: ranked.append(m.shape[1]) or rank(m, *rest))
+    apply_agentsd(unet := make_unet(), recipe=Recipe(phases, levels=2))
+    for t, expected in ((999, early), (1, late)):
+        ranked.clear()
+        call(unet, t)
+        assert sorted(ranked) == expected
+
+
+def test_a_recipe_takes_the_levels_there_are():
+    one_level = make_unet(
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D", "CrossAttnUpBlock2D"),
+        mid_block_type=None,
+    )
+    assert len(apply_agentsd(one_level, recipe=AGENTS_THEN_KEYS).layer_names) == 3
+    with pytest.raises(ValueError, match="levels=2"):
+        apply_agentsd(one_level, recipe=replace(AGENTS_THEN_KEYS, levels=2))
+
+
+@pytest.mark.parametrize(("side", "agents"), [(16, 4 * 4), (65, 16 * 16), (96, 19 * 19)])
+def test_agents_are_bounded(side, agents):
+    """In the paper's mode they are not."""
+    plan = AGENTSD.attention.stages[0].plan(GridContext((side, side), 1, "cpu", (0, 0, 999.0)))
+    assert plan.partition.dst.numel() == (side // 4) ** 2
+    plan = Agents().plan(GridContext((side, side), 1, "cpu", (0, 0, 999.0)))
+    assert plan.partition.dst.numel() == agents
+    tokens = torch.randn(1, side * side, 2, generator=torch.Generator().manual_seed(0))
+    plan.rank(tokens)
+    assert merge(tokens, plan.maps.agents).shape == (1, agents, 2)
+
+
+def test_apply_twice_equals_once_and_takes_the_new_settings(pipe, sample):
+    before = snapshot(pipe.unet)
+    first = apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
+    once = sample(pipe)
+    other = apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS.with_settings(ratio=0.7))
+    assert not torch.equal(sample(pipe), once)
+    first.remove()  # was replaced: must not touch the patch in force
+    assert handle_of(pipe) is other
+    apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
+    assert torch.equal(sample(pipe), once)
     remove_agentsd(pipe)
-    pipe.unet.set_attn_processor(AttnProcessor2_0())
-    apply_agentsd(pipe, recipe=recipe)
-    torch.testing.assert_close(sample(pipe), with_unfused, rtol=0, atol=1e-4)
-    assert not torch.allclose(with_unfused, baseline, atol=1e-3)
+    assert snapshot(pipe.unet) == before
 
 
-def test_the_host_internals_that_the_patch_stands_on():
-    """A canary: fails loudly when a new diffusers release moves what the patch relies on."""
-    parameters = list(inspect.signature(AttnProcessor2_0.__call__).parameters)
-    assert parameters[1:5] == ["attn", "hidden_states", "encoder_hidden_states", "attention_mask"]
-    assert hasattr(Attention, "set_processor")
+def test_a_block_inside_another_puts_the_outer_patch_back(pipe, sample):
+    before, baseline = snapshot(pipe.unet), sample(pipe)
+    with apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS) as outer:
+        first = sample(pipe)
+        with apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS.with_settings(ratio=0.6)) as inner:
+            second = sample(pipe)
+            with apply_agentsd(pipe, recipe=Recipe(Phases(Merge(), None))):
+                third = sample(pipe)
+            assert handle_of(pipe) is inner
+            assert torch.equal(sample(pipe), second)
+        assert handle_of(pipe) is outer
+        assert torch.equal(sample(pipe), first)
+    assert snapshot(pipe.unet) == before
+    assert torch.equal(sample(pipe), baseline)
+    assert not any(torch.equal(a, b) for a, b in [(first, second), (second, third), (third, baseline)])
+
+
+def test_plain_patches_in_a_row_keep_no_older_one_alive():
+    """Only what a `with` block puts back is kept."""
     unet = make_unet()
-    names = list(inspect.signature(type(unet).forward).parameters)
-    assert names[1:3] == ["sample", "timestep"]
-    blocks = [m for m in unet.modules() if isinstance(m, BasicTransformerBlock)]
-    assert blocks
-    for block in blocks:
-        assert not block.only_cross_attention
-        assert hasattr(block, "norm1")
-        attn = block.attn1
-        for name in (
-            "to_q", "to_k", "to_v", "to_out", "heads", "norm_q", "norm_k", "upcast_attention",
-            "upcast_softmax", "rescale_output_factor", "processor", "fused_projections",
-        ):  # fmt: skip
-            assert hasattr(attn, name), name
-        # agent attention replaces these layers' whole forward: they must do nothing that it does not
-        assert attn.spatial_norm is None
-        assert attn.group_norm is None
-        assert not attn.residual_connection
-        assert type(attn.processor) is AttnProcessor2_0
+    handles = [apply_agentsd(unet, recipe=AGENTS_THEN_KEYS.with_settings(seed=seed)) for seed in range(5)]
+    oldest = weakref.ref(handles[0])
+    del handles
+    gc.collect()
+    assert oldest() is None
+    with (
+        apply_agentsd(unet, recipe=AGENTS_THEN_KEYS.with_settings(seed=7)),
+        apply_agentsd(unet, recipe=AGENTS_THEN_KEYS.with_settings(seed=8)),
+    ):
+        pass
+    assert handle_of(unet).recipe.seed == 4
+
+
+def test_an_outer_handle_that_is_gone_does_not_come_back():
+    clean = snapshot(unet := make_unet())
+    for away in (lambda outer: outer.remove(), lambda outer: outer.__exit__(None, None, None)):
+        outer = apply_agentsd(unet, recipe=AGENTSD)
+        with apply_agentsd(unet, recipe=STEP_CACHING):
+            away(outer)
+        assert handle_of(unet) is None
+        assert snapshot(unet) == clean

@@ -9,7 +9,7 @@ import diffusers
 import pytest
 import torch
 from callers import Host
-from recipes import AGENTS_CACHED, STEP_CACHING
+from recipes import AGENTS_CACHED
 from tiny import BETAS, make_unet
 
 import agentsd
@@ -68,7 +68,7 @@ def everywhere(recipe):
 AGENTS = everywhere(AGENTS_CACHED).with_settings(early_frac=1.0)
 
 
-@pytest.mark.parametrize("recipe", [STEP_CACHING, everywhere(FAST), AGENTS], ids=["steps", "fast", "agents"])
+@pytest.mark.parametrize("recipe", [everywhere(FAST), AGENTS], ids=["fast", "agents"])
 def test_a_cached_call(recipe):
     """One with agents has their arithmetic besides."""
     files, moves = path_of_a_cached_call(recipe)

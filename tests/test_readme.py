@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import runpy
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -32,13 +31,6 @@ def test_a_figure_that_differs_is_put_right() -> None:
     first, second = re.findall(r"-->([^<]+)<!--=-->", FIGURES["written"](text))
     assert first == "1.00"
     assert re.fullmatch(r"\d\.\d\d \(\d\.\d\d-\d\.\d\d\)", second)
-
-
-def test_a_link_leads_to_the_runs_table_from_any_page() -> None:
-    text = "<!--=link benchmark-64-demo-->?<!--=-->"
-    assert "(eval/results/benchmark-64-demo/table.md)" in FIGURES["written"](text)
-    below = FIGURES["written"](text, ROOT / "docs/how_to/page.md")
-    assert "(../../eval/results/benchmark-64-demo/table.md)" in below
 
 
 def test_every_row_of_the_tables_is_one_that_some_run_has() -> None:
@@ -100,19 +92,6 @@ def test_every_other_figure_names_what_it_can_be_read_from(page: str) -> None:
     assert not bare
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_no_line_of_a_paragraph_begins_with_a_comment(page: str) -> None:
-    """Markdown takes such a line for HTML, which ends the paragraph."""
-    lines = ["", *(ROOT / page).read_text(encoding="utf-8").splitlines()]
-    split = [
-        line
-        for before, line in pairwise(lines)
-        if re.match(r"(\s|- )*<!--", line)
-        and (not re.fullmatch(r"\s*(<!--.*?-->)+", line) or not re.match(r"$|[#|!]|<!--|\s*```", before))
-    ]
-    assert not split
-
-
 def test_it_is_read_in_a_minute() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 100
@@ -134,17 +113,3 @@ def test_images_are_light_and_say_what_they_show(page: str) -> None:
     images = re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", text)
     assert not [link for alt, link in images if len(alt) < 20]
     assert sum(((ROOT / page).parent / link).stat().st_size for _, link in images) < 1_000_000
-
-
-OLD = re.compile(
-    r"\b(stock|full calls?|cheap calls?|half calls?|whole calls?|worth having|multiply-adds|pictures?|judged?"
-    r"|rivals?|kernel distances?|converged|x1000|the embedded model|planned anew|stays? whole)\b"
-)
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_it_speaks_in_the_words_of_the_field(page: str) -> None:
-    """Those of the glossary; code and the tests' own names apart."""
-    text = FIGURES["unmarked"]((ROOT / page).read_text(encoding="utf-8"))
-    prose = re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.DOTALL)
-    assert not OLD.findall(prose)

@@ -5,18 +5,17 @@ import json
 import math
 import os
 import pickle
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from recipes import AGENTS_THEN_KEYS, STEP_CACHING
+from recipes import AGENTS_THEN_KEYS
 from tiny import make_unet
 
 from agentsd import ByDistance, Phases, Recipe, ResidualSharing, StepCache, apply_agentsd
 from agentsd.attention import Agents, Downsample, Merge, PooledAgents
 from agentsd.modules import AgentModule, AttnZero, FocusedLinear
-from agentsd.recipe import AGENTSD, FAST, MODES, OPERATORS
+from agentsd.recipe import AGENTSD, MODES
 
 POOLED = (PooledAgents(4), PooledAgents(16))
 
@@ -32,56 +31,35 @@ def test_defaults_are_the_papers():
     assert (PooledAgents().k, PooledAgents().scale) == (0.0, -0.5)
 
 
-def test_fast_has_no_agents_and_caches_steps():
-    assert FAST.operators == [Downsample(4, at_most=None)]
-    assert FAST.steps == StepCache(2, warmup_steps=3, late_interval=6)
-    assert MODES == {"agentsd": AGENTSD, "fast": FAST}
-
-
 @pytest.mark.parametrize(
     ("kind", "name", "value", "error", "way_out"),
     [
         (Agents, "ratio", 1.0, ValueError, r"\[0, 1\)"),
-        (Merge, "ratio", 1.0, ValueError, r"\[0, 1\)"),
-        (PooledAgents, "ratio", 1.0, ValueError, r"\[0, 1\)"),
         (Agents, "ratio", -0.1, ValueError, r"\[0, 1\)"),
         (Agents, "ratio", math.nan, ValueError, "finite"),
         (Agents, "ratio", "0.4", TypeError, "pass a float"),
         (Agents, "ratio", True, TypeError, "pass a float"),
-        (Agents, "ratio", None, TypeError, "pass a float"),
         (Agents, "k", -1, ValueError, "0 to 1000"),
-        (Agents, "k", math.inf, ValueError, "finite"),
-        (AgentModule, "k", -1, ValueError, "0 to 1000"),
         (Agents, "scale", 0.54, ValueError, "exponent of the head width"),
-        (PooledAgents, "scale", 0.54, ValueError, "exponent of the head width"),
         (Agents, "agent_ratio", 0, ValueError, r"\(0, 1\)"),
         (Agents, "stride", 1, ValueError, "2 or more"),
-        (Merge, "stride", 0, ValueError, "2 or more"),
         (Downsample, "stride", 2.0, TypeError, "pass a int"),
         (Agents, "at_most", 0, ValueError, "1 or more, or None"),
-        (Downsample, "at_most", -1, ValueError, "1 or more, or None"),
         (Agents, "ranking", "model", ValueError, "'level' or 'layer'"),
-        (Merge, "ranking", 1, TypeError, "pass a str"),
         (Agents, "destinations", "last", ValueError, "'first'"),
         (PooledAgents, "count", 0, ValueError, "1 or more, or None"),
-        (PooledAgents, "count", 4.5, TypeError, "pass a int"),
-        (AgentModule, "count", 0, ValueError, "1 or more, or None"),
         (FocusedLinear, "convolution", "no", TypeError, "pass a bool"),
         (Recipe, "levels", 0, ValueError, "1 "),
-        (Recipe, "levels", 1.0, TypeError, "pass a int"),
         (Recipe, "seed", -1, ValueError, r"2\*\*63"),
         (Recipe, "measured", 3, ValueError, "figures by name"),
         (Recipe, "steps", 3, TypeError, r"pass StepCache\(\) or None"),
         (StepCache, "interval", 0, ValueError, "pass 2"),
-        (StepCache, "interval", 2.5, TypeError, "pass a int"),
         (StepCache, "extrapolation_order", 2, ValueError, r"pass 0 \(keep\) or 1"),
         (StepCache, "warmup_steps", 0, ValueError, "pass 1 or more"),
         (StepCache, "layers", 0, ValueError, "pass 1"),
         (ResidualSharing, "interval", 0, ValueError, "pass 2"),
-        (ResidualSharing, "warmup_steps", 0, ValueError, "pass 1 or more"),
         (ResidualSharing, "extrapolation_order", 2, ValueError, "pass 0"),
         (ResidualSharing, "least_tokens", -1, ValueError, "pass 0"),
-        (AgentModule, "bias", "biases", TypeError, "pass a bool"),
     ],
 )
 def test_bad_value_names_itself_and_the_way_out(kind, name, value, error, way_out):
@@ -97,28 +75,18 @@ def test_bad_value_names_itself_and_the_way_out(kind, name, value, error, way_ou
         (lambda: Phases(Agents(), None, 1.5), ValueError, r"early_frac=1\.5.*\[0, 1\]"),
         (lambda: Phases(Agents(), None, None), TypeError, "early_frac=None.*pass a float"),
         (lambda: Phases(Agents(), Agents()), ValueError, "early and late are both Agents.*pass that alone"),
-        (lambda: Phases(None, None), ValueError, "early and late are both None"),
-        (lambda: Phases("agents", None), TypeError, "early='agents' is a str: pass an operator"),
         (lambda: Phases(Agents(), AGENTS_THEN_KEYS), TypeError, "late=Recipe.* is a Recipe: pass an oper"),
-        (lambda: Phases(Agents, None), TypeError, "early=<class.* is a type: pass an operator"),
         (lambda: ByDistance(POOLED, 0.5), ValueError, "thresholds=0.5: pass a list or a tuple"),
         (lambda: ByDistance((4, None), (0.5,)), TypeError, "stages=4 is a int: pass an operator"),
         (lambda: ByDistance(POOLED, (0.6, 0.3)), ValueError, "thresholds make 3: name so many"),
         (lambda: ByDistance((*POOLED, None), (0.3, 0.6)), ValueError, "pass falling shares"),
-        (lambda: ByDistance(POOLED, (-0.5,)), ValueError, "pass falling shares"),
-        (lambda: ByDistance(POOLED, (math.nan,)), ValueError, "pass falling shares"),
-        (lambda: ByDistance(POOLED, ("0.5",)), ValueError, "pass falling shares"),
         (lambda: ByDistance((None, None), (0.5,)), ValueError, "they are all the same"),
         (lambda: PooledAgents(destinations="first"), ValueError, "and destinations are of merged tokens"),
         (lambda: Recipe("paper"), TypeError, "'paper' is a str: pass Phases"),
         (lambda: Recipe(), ValueError, "the recipe would do nothing"),
         (lambda: Recipe(levels=1), ValueError, "attention=None patches no level"),
         (lambda: Recipe(Phases(AgentModule(), AttnZero())), ValueError, "one trained module"),
-        (
-            lambda: Recipe(residual=ResidualSharing(), steps=StepCache()),
-            ValueError,
-            "of attention's operators",
-        ),
+        (lambda: Recipe(residual=ResidualSharing(), steps=StepCache()), ValueError, "attention's operators"),
     ],
 )
 def test_a_recipe_of_no_sense_is_refused(make, error, message):
@@ -141,12 +109,9 @@ def test_numpy_numbers_and_integers_are_numbers(tmp_path):
         *MODES.values(),
         Recipe(Phases(None, Merge(0.7, destinations="first"), 0.25), levels=3, seed=7),
         Recipe(ByDistance((PooledAgents(4), PooledAgents(16), None), (0.6, 0.3))),
-        Recipe(ByDistance((PooledAgents(4, ratio=0.4), PooledAgents(16, ratio=0.4)), (0.6,))),
         Recipe(Phases(FocusedLinear(convolution=False), Agents(at_most=None))),
-        Recipe(Phases(AgentModule(bias=False), None)),
-        Recipe(steps=StepCache()),
         Recipe(steps=StepCache(3, extrapolation_order=0, warmup_steps=2, layers=2)),
-        Recipe(Merge(0.5), steps=StepCache(late_interval=4)),
+        Recipe(Downsample(), residual=ResidualSharing(3, least_tokens=9), steps=StepCache()),
     ],
 )
 def test_saved_and_loaded(tmp_path, recipe):
@@ -154,14 +119,6 @@ def test_saved_and_loaded(tmp_path, recipe):
     assert path == tmp_path / "agentsd.json"
     assert Recipe.load(path) == Recipe.load(tmp_path) == Recipe.load(str(tmp_path)) == recipe
     assert Recipe.from_mapping(recipe.to_mapping()) == recipe
-
-
-def test_a_recipe_is_hashed_copied_and_pickled():
-    for recipe in (AGENTS_THEN_KEYS, STEP_CACHING, Recipe(Merge(0.5), measured={"error": 0.1})):
-        for twin in (copy.deepcopy(recipe), pickle.loads(pickle.dumps(recipe))):
-            assert twin == recipe
-            assert hash(twin) == hash(recipe)
-            assert twin.measured == recipe.measured
 
 
 def test_a_file_holds_what_differs_and_reads_back_the_same(tmp_path):
@@ -178,27 +135,14 @@ def test_a_file_holds_what_differs_and_reads_back_the_same(tmp_path):
         "levels": 1,
         "measured": {"error": 0.01, "cost": "time"},
     }
-    assert Recipe.load(path) == Recipe.load(str(path)) == recipe
-    assert Recipe.load(path).measured == {"error": 0.01, "cost": "time"}
+    for twin in (Recipe.load(str(path)), copy.deepcopy(recipe), pickle.loads(pickle.dumps(recipe))):
+        assert (twin, hash(twin), twin.measured) == (recipe, hash(recipe), recipe.measured)
 
 
 def test_a_file_by_hand_needs_no_settings_and_no_figures(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text('{"version": 1, "attention": {"early": "agents", "late": "full"}}')
     assert Recipe.load(path) == Recipe(Phases(Agents(), None))
-    path.write_text('{"version": 1, "attention": {"merge": null}}')
-    assert Recipe.load(path) == Recipe(Merge())
-
-
-def test_ones_own_operator_is_read_and_written(tmp_path, monkeypatch):
-    @dataclass(frozen=True)
-    class Coarse(Downsample):
-        name: ClassVar[str] = "coarse"
-        stride: int = 4
-
-    monkeypatch.setitem(OPERATORS, "coarse", Coarse)
-    recipe = Recipe(Coarse(at_most=9))
-    assert Recipe.load(recipe.save(tmp_path)) == recipe
 
 
 def of(attention):
@@ -209,23 +153,16 @@ def of(attention):
     ("content", "message"),
     [
         ('{"attention": ', r"mine.json is no recipe: Expecting value: line 1.*Recipe.save\(path\) writes"),
-        ("", "mine.json is no recipe: Expecting value"),
-        ("{}", "mine.json: version None of a recipe is not read here, only 1"),
         ("[1]", "mine.json is no recipe: it holds a list"),
         ("[" * 100_000, "mine.json is no recipe"),
-        ({"attention": "agents"}, "version None of a recipe is not read here"),
         ({"version": 2}, "version 2 of a recipe is not read here, only 1"),
         ({"version": 1}, "mine.json: attention=None: the recipe would do nothing"),
         ({"version": 1, "ratio": 0.3}, "mine.json: 'ratio' is unknown; the settings are attention, levels"),
         ({"version": 1, "steps": 3}, "steps: 3 is no mapping of its settings, such as {interval: 2}"),
         (of({"agents": {"rato": 0.3}}), "'rato' is unknown; the settings are agent_rat"),
         (of({"agents": {"ratio": 3}}), "mine.json: ratio=3: pass a share"),
-        (of({"agents": {"ratio": "x"}}), "ratio='x' is a str: pass a float"),
-        (of({"agents": 3}), "agents: 3 is no mapping of its settings"),
         (of({"agents": {}, "merge": {}}), "name one of agents, pooled_agents"),
         (of({"early": "agents", "lat": "merge"}), "'lat' is unknown; the settings are"),
-        (of({"early": "agents", "late": "agents"}), "early and late are both"),
-        (of({"stages": ["agents", "full"]}), "thresholds"),
         (of({"stages": 3, "thresholds": [0.5]}), "stages=3: pass a list or a tuple"),
         (of("agent"), "\\['agent'\\]: name one of agents, pooled_agents, merge"),
         (of(5), "5: name an operator"),
@@ -256,10 +193,7 @@ def test_a_missing_file_says_how_to_make_one(tmp_path):
     [
         ({"mode": "quick"}, "mode='quick': choose 'agentsd' or 'fast'"),
         ({"mode": "fast", "ratio": 0.3}, "ratio=0.3: this recipe has no ratio"),
-        ({"mode": "fast", "early_frac": 0.3}, "early_frac=0.3: this recipe has no early_frac"),
-        ({"early_frac": 1.5}, r"early_frac=1\.5.*\[0, 1\]"),
         ({"seed": -1}, r"seed=-1.*2\*\*63"),
-        ({"mode": None}, "mode=None: choose"),
         ({"k": 1e308}, r"k=1e\+308: pass 0 to 1000"),
         ({"k": 0.1, "early_frac": 0}, "k=0.1: early_frac=0 runs no agents"),
         *(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from agentsd_demo import load_pipeline
 from agentsd_demo.data import load_references
-from agentsd_demo.reading import ConceptReader, fit_background, read_scene
+from agentsd_demo.reading import ConceptReader, read_scene
 from agentsd_demo.scenes import COLOURS, SIDES, Triple, compose, random_scene, scene_caption, triples
 from agentsd_demo.training.accuracy import efficientnet_lite0
 from agentsd_demo.training.reading import shares, spread
@@ -24,10 +24,10 @@ def test_a_scene_is_a_pure_function_of_its_seed():
     assert (scene.triple, scene.box) == (Triple("star", "3d", "purple"), (49, 49, 45))
 
 
-@pytest.mark.parametrize("size", [64, 96, 128])
+@pytest.mark.parametrize("size", [64, 128])
 def test_the_sprite_is_in_its_box_and_the_rest_is_background(size):
     sprite = next(r.sprite for r in load_references() if (r.concept, r.style) == ("fox face", "3d"))
-    for seed in range(5):
+    for seed in range(3):
         scene = compose(FOX, seed, size)
         left, top, side = scene.box
         assert min(left, top) >= 0
@@ -56,22 +56,12 @@ def test_a_background_is_of_the_colour_that_the_caption_names(colour):
         name: colorsys.hsv_to_rgb(hue, sum(saturation) / 2, sum(value) / 2)
         for name, (hue, saturation, value) in COLOURS.items()
     }
-    for seed in range(20):
+    for seed in range(5):
         scene = compose(Triple("fox face", "3d", colour), seed, 96)
         pixels = np.asarray(scene.image, float) / 255
         corners = np.stack([pixels[y, x] for y in (0, -1) for x in (0, -1)])
         found = min(middles, key=lambda name: np.abs(corners.mean(0) - middles[name]).sum())
         assert found == colour
-
-
-def test_places_fill_the_canvas():
-    """Uniform places: the spread of the sprite's centre is what integers drawn evenly have."""
-    boxes = np.asarray([compose(FOX, seed, 96).box for seed in range(300)], float)
-    centre = boxes[:, :2] + boxes[:, 2:] / 2
-    sides = np.arange(SIDES[0], SIDES[1] + 1)
-    variance = np.mean([((96 - side + 1) ** 2 - 1) / 12 for side in sides])
-    np.testing.assert_allclose(centre.std(0), variance**0.5, rtol=0.12)
-    assert abs(boxes[:, 2].mean() - sides.mean()) < 1.5
 
 
 def test_held_out_triples_are_a_quarter_and_pairs_are_those_of_the_references():
@@ -105,10 +95,9 @@ def reader() -> ConceptReader:
     return ConceptReader(("fox face", "star", "red apple"), efficientnet_lite0(), views=2)
 
 
-@pytest.mark.parametrize("size", [64, 96, 128])
-def test_a_composed_scene_is_read_as_what_it_shows(reader, size):
-    asked = [t for t in triples(concepts=("fox face", "star", "red apple")) if t.colour != "white"][::3]
-    scenes = [compose(triple, f"test/{i}", size) for i, triple in enumerate(asked)]
+def test_a_composed_scene_is_read_as_what_it_shows(reader):
+    asked = [t for t in triples(concepts=("fox face", "star", "red apple")) if t.colour != "white"][::5]
+    scenes = [compose(triple, f"test/{i}", (64, 96, 128)[i % 3]) for i, triple in enumerate(asked)]
     for scene in scenes:
         found = read_scene(scene.image)
         left, top, side = scene.box
@@ -134,11 +123,3 @@ def test_an_empty_background_has_no_sprite_and_the_spread_is_that_of_the_centres
     scenes = [compose(FOX, seed) for seed in range(40)]
     centres = np.asarray([(left + side / 2, top + side / 2) for left, top, side in (s.box for s in scenes)])
     assert spread([scene.image for scene in scenes]) == pytest.approx(centres.std(0).mean(), rel=0.05)
-
-
-def test_the_background_is_fitted_where_the_sprite_touches_the_rim():
-    scene = next(s for s in (compose(FOX, seed) for seed in range(99)) if s.box[0] == 0)
-    pixels = np.asarray(scene.image, float)
-    found = fit_background(pixels)
-    away = np.abs(found - pixels).max(-1)[:, 70:]
-    assert away.max() < 3
