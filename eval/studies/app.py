@@ -1,11 +1,11 @@
-"""A page in the browser: baseline and a recipe side by side, from one seed on one model."""
+"""A page in the browser: baseline, a recipe and fewer steps side by side, from one seed on one model."""
 
 import math
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from html import escape
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import gradio as gr
 from PIL import Image
@@ -30,11 +30,24 @@ _SHOWN = 512  # pixels on a side that a smaller image is enlarged to
 _SAMPLED = ("seed", "width", "height", "steps", "guidance_scale", "scheduler")
 _TITLE = "AgentSD for diffusers"
 _THEME = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
-_CSS = ".note { border-left: 4px solid #c4600c; padding: .4em .8em }"
+_CSS = ".note { border-left: 4px solid #c4600c; padding: .4em .8em } .figures td { padding-right: 1em }"
+
+
+class Shown(NamedTuple):
+    """What the page shows of one press of the button."""
+
+    baseline: Image.Image
+    own: Image.Image
+    fewer: Image.Image
+    """Of as many plain steps as take the recipe's time."""
+    steps: int
+    figures: str
+    """HTML."""
+    notes: list[str]
 
 
 class Pairs:
-    """Pairs of images made on one model, one at a time: the baseline's and a recipe's."""
+    """Images made on one model, one at a time: the baseline's, a recipe's, and those of fewer steps."""
 
     def __init__(self, settings: AppSettings) -> None:
         """Load the model."""
@@ -42,16 +55,15 @@ class Pairs:
         self._pipe = load_pipeline(settings.model_copy(update={"scheduler": "model"}))
         self._warm: set[tuple[int, int]] = set()
         self.device = self._pipe.unet.device
+        self._clock = " in CPU time" if self.device.type == "cpu" else ""
         self.size = size_of(self._pipe, settings)
 
     def first_prompt(self) -> str:
         """Return the prompt that the page begins with."""
         return self.settings.prompt or prompts_of(self.settings.model, 1, 0)[0].prompt
 
-    def make(
-        self, prompt: str, mode: str, chosen: dict[str, Any], sampled: dict[str, Any]
-    ) -> tuple[list[Image.Image], str, list[str]]:
-        """Return a pair, its figures as HTML, and what is to be said of it; EvalError for a bad setting."""
+    def make(self, prompt: str, mode: str, chosen: dict[str, Any], sampled: dict[str, Any]) -> Shown:
+        """Return the three images with their figures, and what is to be said; EvalError for a bad setting."""
         if not prompt.strip():
             raise EvalError(f"prompt = {prompt!r}: write what the image is to show")
         given = {**self.settings.model_dump(exclude_unset=True), **sampled}
@@ -59,7 +71,8 @@ class Pairs:
         spec, size = ImageSpec(0, prompt, settings.seed), size_of(self._pipe, settings)
         baseline = Method((), scheduler=settings.scheduler)
         try:
-            own = replace(baseline, parts=(_CHOSEN,), recipe=recipe_from(mode, chosen))
+            recipe = recipe_from(mode, chosen)
+            own = replace(baseline, parts=(_CHOSEN,), recipe=recipe)
             if size not in self._warm:
                 warm_up(self._pipe, baseline, [spec], settings)
                 self._warm.add(size)
@@ -67,22 +80,32 @@ class Pairs:
             with captured() as notes:
                 [left], before = sample(self._pipe, baseline, [spec], settings)
                 [right], after = sample(self._pipe, own, [spec], settings, calls.append)
+                gain = before.charged(self.device) / after.charged(self.device)
+                steps = max(1, round(settings.steps / max(gain, 1)))
+                [plain], free = sample(self._pipe, replace(baseline, steps=steps), [spec], settings)
         except (TypeError, ValueError) as error:
             raise EvalError(str(error)) from None
         except RuntimeError as error:  # such as too little memory
             raise EvalError(f"{error}\nA smaller size needs less memory.") from error
         if settings.model == "demo" and (words := unknown_words(self._pipe.tokenizer, [prompt])):
             notes.append(f"the toy model was never taught {', '.join(map(repr, words))}")
-        gain = before.charged(self.device) / after.charged(self.device)
-        clock = " in CPU time" if self.device.type == "cpu" else ""
-        near = psnr(right, left)
-        loss = "the same image" if near == math.inf else f"{near:.1f} dB PSNR to the baseline"
+        if recipe.residual is not None and "f" in calls[-1] and "attention" not in calls[-1]:
+            notes.append(
+                f"on this size {mode} is step caching alone; its cached steps approximate attention, too, "
+                f"from {recipe.residual.least_tokens:,} tokens on (the toy model at 96 px, SD 1.5 at 384 px)"
+            )
+        rows = [
+            ("baseline", f"{before.wall:.2f} s", "", ""),
+            (mode, f"{after.wall:.2f} s", f"{gain:.2f}x as fast{self._clock}", _likeness(right, left)),
+            (f"{steps} plain steps", f"{free.wall:.2f} s", "", _likeness(plain, left)),
+        ]
+        cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
         figures = (
-            f"<p>baseline <b>{before.wall:.2f} s</b>, {escape(mode)} <b>{after.wall:.2f} s</b>: {gain:.2f}x "
-            f"as fast{clock}, {loss}. One image is no measurement.</p><p>each step of {escape(mode)}: "
+            f"<table class=figures><tr>{'</tr><tr>'.join(cells)}</tr></table>"
+            f"<p>One image is no measurement.</p><p>each step of {escape(mode)}: "
             f"<code class=calls>{escape(calls[-1])}</code></p>"
         )
-        return [left, right], figures, notes
+        return Shown(left, right, plain, steps, figures, notes)
 
 
 def command(settings: AppSettings, console: Console) -> None:
@@ -125,7 +148,9 @@ def build(pairs: Pairs) -> gr.Blocks:
             with gr.Column(scale=2, min_width=300):
                 prompt = gr.Textbox(pairs.first_prompt(), label="prompt", lines=2)
                 mode = gr.Radio(list(MODES), value=settings.recipe, label="mode")
-                button = gr.Button("Make both images", variant="primary")
+                sides = [(f"{height * n // 2} px", height * n // 2) for n in (2, 3, 4)]
+                size = gr.Radio(sides, value=height, label="size", visible=height == width)
+                button = gr.Button("Make the images", variant="primary")
                 with gr.Accordion("Sampling", open=False), gr.Row():
                     whole = {"seed": settings.seed, "width": width, "height": height, "steps": settings.steps}
                     inputs: list[Any] = [
@@ -138,7 +163,9 @@ def build(pairs: Pairs) -> gr.Blocks:
             with gr.Column(scale=3, min_width=300):
                 note = gr.HTML(visible=False)
                 label = "left: baseline, right: AgentSD"
-                slider = gr.ImageSlider(label=label, format="png", interactive=False, buttons=["fullscreen"])
+                kept: Any = {"format": "png", "interactive": False, "buttons": ["fullscreen"]}
+                slider = gr.ImageSlider(label=label, **kept)
+                plain = gr.ImageSlider(label="left: baseline, right: fewer steps", **kept)
                 figures = gr.HTML()
                 line = gr.Code(
                     python_of(settings.recipe, {}), "python", lines=3, label="the same in Python",
@@ -157,21 +184,34 @@ def build(pairs: Pairs) -> gr.Blocks:
         def run(prompt: str, mode: str, *values: Any) -> Iterator[dict[Any, Any]]:
             sampled = dict(zip(_SAMPLED, values, strict=False))
             chosen = dict(zip(LABELS, values[len(_SAMPLED) :], strict=True))
-            yield {note: _note([]), slider: None, figures: ""}
+            yield {note: _note([]), slider: None, plain: None, figures: ""}
             try:
-                images, told, notes = pairs.make(prompt, mode, chosen, sampled)
+                shown = pairs.make(prompt, mode, chosen, sampled)
             except EvalError as error:
                 yield {note: _note([str(error)])}
                 return
-            yield {note: _note(notes), slider: tuple(map(_enlarged, images)), figures: told}
+            left, right, fewer = map(_enlarged, shown[:3])
+            told = f"left: baseline, right: {shown.steps} plain steps, which take about as long"
+            yield {
+                note: _note(shown.notes),
+                slider: (left, right),
+                plain: gr.ImageSlider((left, fewer), label=told),
+                figures: shown.figures,
+            }
 
         asked = [mode, *numbers]
         shown = mode.input(show, mode, numbers, show_progress="hidden")
         shown.then(say, asked, line, show_progress="hidden")
         gr.on([part.change for part in asked], say, asked, line, show_progress="hidden")
         asked = [prompt, mode, *inputs, *numbers]
-        gr.on([button.click, prompt.submit], run, asked, [note, slider, figures])
+        gr.on([button.click, prompt.submit], run, asked, [note, slider, plain, figures])
+        size.input(lambda side: [side, side], size, inputs[1:3], show_progress="hidden")
     return page
+
+
+def _likeness(image: Image.Image, baseline: Image.Image) -> str:
+    near = psnr(image, baseline)
+    return "the same image" if near == math.inf else f"{near:.1f} dB PSNR to the baseline"
 
 
 def _note(lines: list[str]) -> Any:
