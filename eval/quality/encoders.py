@@ -53,11 +53,13 @@ class ClipScore:
 
     def embed(self, images: Sequence[Image.Image]) -> np.ndarray:
         """Return the embedding of each image, (N, D)."""
-
-        def forward(pixels: torch.Tensor) -> torch.Tensor:
-            return self._model.visual_projection(self._model.vision_model(pixels).pooler_output)
-
-        return _embed(images, self._processor, self._model.device, forward)
+        model = self._model
+        return _embed(
+            images,
+            self._processor,
+            model.device,
+            lambda pixels: model.visual_projection(model.vision_model(pixels).pooler_output),
+        )
 
     @torch.inference_mode()
     def __call__(self, images: Sources, prompts: Sequence[str]) -> np.ndarray:
@@ -84,8 +86,7 @@ class Dino:
 
     def __call__(self, images: Sequence[Image.Image]) -> np.ndarray:
         """Return the features of each image, (N, D)."""
-
-        def forward(pixels: torch.Tensor) -> torch.Tensor:
-            return self._model(pixels).last_hidden_state[:, 0]
-
-        return _embed(images, self._processor, self._model.device, forward)
+        model = self._model
+        return _embed(
+            images, self._processor, model.device, lambda pixels: model(pixels).last_hidden_state[:, 0]
+        )

@@ -59,7 +59,17 @@ def load_network(name: str, device: torch.device) -> Network:
 
     Raises EvalError if its package or weights can't be loaded.
     """
-    return _inception(device) if name == "inception" else _efficientnet_lite0(device)
+    if name != "inception":
+        lite = efficientnet_lite0(device)
+        return Network(name, SIDE, lambda x: lite.extract_features((x.to(device) - 127) / 128).mean((2, 3)))
+    try:  # it resizes to 299x299 itself, bilinearly
+        model = pytorch_fid().InceptionV3([3]).eval().to(device)
+    except OSError as error:
+        raise EvalError(
+            f"pytorch-fid couldn't download its weights ({error}): put "
+            f"pt_inception-2015-12-05-6726825d.pth in {torch.hub.get_dir()}/checkpoints"
+        ) from None
+    return Network(name, None, lambda x: model(x.to(device) / 255)[0].flatten(1))
 
 
 @cache
@@ -72,31 +82,6 @@ def efficientnet_lite0(device: torch.device) -> Any:
     model = EfficientNet.from_name("efficientnet-lite0").eval()
     model.load_state_dict(weights)
     return model.to(device)
-
-
-def _efficientnet_lite0(device: torch.device) -> Network:
-    model = efficientnet_lite0(device)
-
-    def forward(pixels: torch.Tensor) -> torch.Tensor:
-        return model.extract_features((pixels.to(device) - 127) / 128).mean(dim=(2, 3))
-
-    return Network("efficientnet-lite0", SIDE, forward)
-
-
-def _inception(device: torch.device) -> Network:
-    """Return pytorch-fid's Inception v3; it resizes to 299x299 itself, bilinearly."""
-    try:
-        model = pytorch_fid().InceptionV3([3]).eval().to(device)
-    except OSError as error:
-        raise EvalError(
-            f"pytorch-fid couldn't download its weights ({error}): put "
-            f"pt_inception-2015-12-05-6726825d.pth in {torch.hub.get_dir()}/checkpoints"
-        ) from None
-
-    def forward(pixels: torch.Tensor) -> torch.Tensor:
-        return model(pixels.to(device) / 255)[0].flatten(1)
-
-    return Network("inception", None, forward)
 
 
 def pytorch_fid() -> Any:
