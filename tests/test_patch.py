@@ -21,6 +21,7 @@ from agentsd.attention.formula import agent_attention
 from agentsd.attention.matching import rank_tokens, sample_destinations, split_grid
 from agentsd.attention.merging import make_merge_map, merge, unmerge
 from agentsd.attention.operator import GridContext
+from agentsd.layers import PatchedLayers
 from agentsd.recipe import AGENTSD
 
 
@@ -198,6 +199,26 @@ def test_bad_input_changes_nothing(make, settings, error, message):
     with pytest.raises(error, match=message):
         apply_agentsd(target, **settings)
     assert before is None or snapshot(target) == before
+
+
+def test_an_application_that_breaks_off_leaves_the_patch_that_was_there(monkeypatch):
+    clean = snapshot(unet := make_unet())
+    outer = apply_agentsd(unet, recipe=AGENTS_THEN_KEYS)
+    patched, attach, calls = call(unet), PatchedLayers.attach, []
+
+    def break_off(self):
+        attach(self)
+        calls.append(self)
+        if len(calls) == 1:
+            raise MemoryError
+
+    monkeypatch.setattr(PatchedLayers, "attach", break_off)
+    with pytest.raises(MemoryError):
+        apply_agentsd(unet, recipe=STEP_CACHING)
+    assert handle_of(unet) is outer
+    assert torch.equal(call(unet), patched)
+    outer.remove()
+    assert snapshot(unet) == clean
 
 
 def test_a_model_with_no_layer_to_patch_is_refused():
