@@ -178,7 +178,7 @@ def test_a_layer_that_gets_its_images_in_chunks_has_full_attention():
 
 def test_a_trace_is_the_models_own():
     caller = Caller(STEPS)
-    apply_agentsd(unet := make_unet(), recipe=AGENTSD)
+    apply_agentsd(unet := make_unet().requires_grad_(False), recipe=AGENTSD)
     given = caller.latents[0], caller.timesteps[0], caller.text
     with warned("is being traced"), torch.no_grad():
         traced = torch.jit.trace(lambda *args: unet(*args, return_dict=False)[0], given, check_trace=False)
@@ -230,8 +230,6 @@ def test_a_change_in_a_run_is_noticed(change):
     expected = run(baseline, Guided(STEPS), after=lambda i: i == 6 and alter(baseline), **more)
     assert (letters(handle)[5], letters(handle)[7]) == ("f", "F")  # both are planned as cached
     torch.testing.assert_close(made[7], expected[7], rtol=0, atol=1e-5)
-    run(unet, Guided(STEPS), **more)
-    assert "f" in letters(handle)
 
 
 def test_a_lora_scale_that_a_call_passes_is_part_of_it():
