@@ -21,6 +21,8 @@ def printed(cell: Any) -> str:
     """The text of a cell's outputs. Seconds and folders differ from run to run, and blanks with them."""
     texts = []
     for output in cell.get("outputs", []):
+        if output.get("name") == "stderr":  # warnings of this machine's packages
+            continue
         data = output.get("data", {})
         texts.append(output.get("text") or data.get("text/markdown") or data.get("text/plain", ""))
     return re.sub(r"[ \t]+", " ", SECONDS.sub("?", "\n".join(texts)))
