@@ -86,7 +86,6 @@ def in_peft(unet):
 WRAPPERS = {
     "PEFT": in_peft,
     "DataParallel": torch.nn.DataParallel,
-    "compiled": lambda unet: torch.compile(unet, backend="eager"),
     "PEFT, DataParallel": lambda unet: torch.nn.DataParallel(in_peft(unet)),
 }
 
