@@ -252,8 +252,10 @@ def apply_agentsd(
     changed = {name: value for name, value in given.items() if not _equal(value, usual[name].default)}
     recipe, trained = _recipe_of(recipe, mode, changed)
     unet = find_model(pipe)
-    handle = AgentSDHandle(recipe, pipe, unet, trained)
     outer: AgentSDHandle | None = getattr(unet, "_agentsd", None)
+    if outer is not None:
+        outer._hook.undo_interrupted()  # else its processors look like another package's
+    handle = AgentSDHandle(recipe, pipe, unet, trained)
     if outer is not None:
         outer._detach(unet)
     try:

@@ -134,12 +134,15 @@ class Hook:
         self.runs.end()
 
     def clean(self) -> None:
-        """Leave the U-Net as it was, and keep nothing of any thread's run.
-
-        What a call was at when it was interrupted (Ctrl-C) is undone. Where a call of another thread is still
-        under way, its own end does this.
-        """
+        """Leave the U-Net as it was, and keep nothing of any thread's run."""
         self.runs.clear()
+        self.undo_interrupted()
+
+    def undo_interrupted(self) -> None:
+        """Undo what a call was at when it was interrupted (Ctrl-C), under which torch runs no hook.
+
+        Where a call of another thread is still under way, its own end does this.
+        """
         if self._is_in_other_call():
             return
         if self.skipped is not None:

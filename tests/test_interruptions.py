@@ -99,9 +99,6 @@ def test_an_exception_in_a_call_leaves_the_next_run_clean(make_pipeline, sample,
     assert whole(pipe.unet)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=ValueError, reason="the layers' processors are taken for another package's"
-)
 def test_another_recipe_can_be_applied_after_an_interruption():
     apply_agentsd(unet := make_small_unet(), recipe=AGENTS_THEN_KEYS)
     plant(unet, "up_blocks.1", KeyboardInterrupt)
