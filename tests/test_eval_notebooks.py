@@ -18,16 +18,22 @@ SECONDS = re.compile(r"-?\d+(?:\.\d+)?(?= s\b)|/tmp/\w+")
 
 
 def printed(cell: Any) -> str:
-    """The text of a cell's outputs. Seconds and folders differ from run to run, and blanks with them."""
+    """The words of a cell's outputs. Seconds and folders differ from run to run, and blanks with them."""
     texts = []
     for output in cell.get("outputs", []):
         if output.get("name") == "stderr":  # warnings of this machine's packages
             continue
         data = output.get("data", {})
         texts.append(output.get("text") or data.get("text/markdown") or data.get("text/plain", ""))
-    # bitsandbytes says so by itself on a CPU, where it is installed
-    lines = [line for line in "\n".join(texts).splitlines() if "kernels-community" not in line]
-    return re.sub(r"[ \t]+", " ", SECONDS.sub("?", "\n".join(lines)))
+    return words("\n".join(texts))
+
+
+def words(text: str) -> str:
+    """A text without what packages say by themselves: rich of ipywidgets, bitsandbytes of a CPU."""
+    text = re.sub(
+        r"\S+ UserWarning: .*?warnings\.warn\([^\n]*|[^\n]*kernels-community[^\n]*", "", text, flags=re.S
+    )
+    return re.sub(r"\s+", " ", SECONDS.sub("?", text)).strip()
 
 
 def differs(now: str, shown: str) -> bool:
@@ -49,6 +55,11 @@ def differs(now: str, shown: str) -> bool:
 )
 def test_what_differs(now: str, shown: str, expected: bool) -> None:
     assert differs(now, shown) == expected
+
+
+def test_what_packages_say_is_left_out() -> None:
+    said = "/rich/live.py:260: UserWarning: install for\nJupyter support\n warnings.warn('install')\n"
+    assert words(f"before 1.2 s\n{said}\nFailed kernels-community: No\nafter") == "before ? s after"
 
 
 @pytest.mark.slow
