@@ -162,7 +162,7 @@ def build(pairs: Pairs) -> gr.Blocks:
                     numbers = [gr.Number(min_width=200, **_shown(settings.recipe, name)) for name in LABELS]
             with gr.Column(scale=3, min_width=300):
                 note = gr.HTML(visible=False)
-                label = "left: baseline, right: AgentSD"
+                label = "left: baseline, right: the mode"
                 kept: Any = {"format": "png", "interactive": False, "buttons": ["fullscreen"]}
                 slider = gr.ImageSlider(label=label, **kept)
                 plain = gr.ImageSlider(label="left: baseline, right: fewer steps", **kept)
@@ -194,7 +194,7 @@ def build(pairs: Pairs) -> gr.Blocks:
             told = f"left: baseline, right: {shown.steps} plain steps, which take about as long"
             yield {
                 note: _note(shown.notes),
-                slider: (left, right),
+                slider: gr.ImageSlider((left, right), label=f"left: baseline, right: {mode}"),
                 plain: gr.ImageSlider((left, fewer), label=told),
                 figures: shown.figures,
             }
