@@ -20,7 +20,7 @@ from sampling import SAMPLERS
 import agentsd
 from agentsd import apply_agentsd
 from agentsd.apply import handle_of
-from agentsd.recipe import AGENTSD, MODES
+from agentsd.recipe import AGENTSD, FAST, MODES
 
 ROOT = Path(__file__).parents[1]
 
@@ -96,6 +96,17 @@ def test_messages_that_are_explained_are_those_of_the_code() -> None:
     code = said("agentsd") + said("eval")
     assert len(quoted) > 20
     assert not [words for words in quoted if words not in code]
+
+
+def test_the_drawing_shows_the_modes_runs() -> None:
+    drawing = (ROOT / "docs/images/agentsd.svg").read_text(encoding="utf-8")
+    runs = {
+        name: re.findall(r'height="(\d+)" fill="(#\w+)"', row)
+        for name, row in re.findall(r'<g id="(\w+)">(.*?)</g>', drawing)
+    }
+    assert [height == "44" for height, _ in runs["fast"]] == FAST.steps.computed(25)
+    early = [colour for _, colour in runs["agentsd"]].count(runs["agentsd"][0][1])
+    assert (len(runs["agentsd"]), early) == (25, 25 * AGENTSD.attention.early_frac)
 
 
 def test_the_page_on_threads_runs(pipe: Any, monkeypatch: Any) -> None:
