@@ -297,7 +297,8 @@ def draw(shown: dict[str, Any], path: Path) -> None:
 
 def draw_images(folder: Path) -> None:
     """Write README's images, seeds of its run; below each row but the first, where it differs from that."""
-    from agentsd_eval.pages.grid import difference, draw_grid
+    from agentsd_eval.pages.grid import draw_grid
+    from agentsd_eval.studies.compare import with_differences
     from PIL import Image
 
     shown = _CONTENT["images"]
@@ -309,11 +310,7 @@ def draw_images(folder: Path) -> None:
         return [Image.open(folder / "images" / key / f"{seed:05d}.png") for seed in shown["seeds"]]
 
     rows = {name: images(key) for name, key in shown["rows"].items()}
-    first = next(iter(rows.values()))
-    grid, labels = [first], [next(iter(rows))]
-    for name, row in list(rows.items())[1:]:
-        grid += [row, list(map(difference, row, first))]
-        labels += [name, "difference, x 4"]
+    grid, labels = with_differences(list(rows.values()), list(rows))
     heads = [prompts[seed] for seed in shown["seeds"]]
     draw_grid(grid, labels, heads, tile=112).save(IMAGES, quality=85, method=6)
 
