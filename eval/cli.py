@@ -73,7 +73,10 @@ def _run(kind: type[s.CommandSettings], module: str, config: str | None = None, 
             os.environ.setdefault(f"{library}_VERBOSITY", "error")
         settings = load_settings(kind, config, settings_of(options))
         context = click.get_current_context()
-        settings._command = shlex.join([*context.command_path.split(), *context.meta["words"]])
+        program, processes = context.command_path.split(), os.environ.get("WORLD_SIZE", "1")
+        if processes != "1":  # a launcher's own words aren't ours to see
+            program[:1] = ["accelerate", "launch", "--num_processes", processes, "-m", "agentsd_eval"]
+        settings._command = shlex.join([*program, *context.meta["words"]])
         job = importlib.import_module(f".{module}", __package__)
         for library in ("diffusers", "transformers"):
             if library in sys.modules:

@@ -18,8 +18,6 @@ RESULTS = ROOT / "eval" / "results"
 FOLDERS = sorted(path.parent for path in RESULTS.glob("*/run.json"))
 LOGS = {"gpu-h200"}
 """Rows and logs of another machine, by the shell commands that README.md names; without a run.json."""
-UNCLEAN = {"metric-validation-demo"}
-"""Of checkouts with changes; to be made anew."""
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -54,7 +52,7 @@ def test_each_result_can_be_made_again(folder: Path) -> None:
     """By a command, from a commit without changes; and its images, where it has some."""
     run = run_file.read(folder)
     made = [*run["results"].values(), *run.get("environments", {}).values()]
-    assert all(one["clean"] for one in made) is (folder.name not in UNCLEAN)
+    assert all(one["clean"] for one in made)
     assert all(one["command"].startswith(("agentsd-eval ", "python -m ")) for one in run["results"].values())
 
 
