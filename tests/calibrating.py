@@ -16,7 +16,7 @@ CANDIDATES = (
     Recipe(Downsample(2, at_most=None), steps=StepCache(2), residual=ResidualSharing(1)),
     Recipe(Downsample(2, at_most=None), residual=ResidualSharing(2)),
 )
-COUNTED = {"held_out": ["a dog"], "reference_steps": 20, "candidates": CANDIDATES} | SETTINGS
+COUNTED = {"held_out": ["a dog"], "reference_steps": 12, "candidates": CANDIDATES} | SETTINGS
 
 
 def run(pipe, prompt="a cat", seed=0, **changes):
