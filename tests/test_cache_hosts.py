@@ -116,6 +116,7 @@ def test_feature(make_pipeline, name):
     assert set(check(pipe, lambda: draw(pipe, num_inference_steps=8, **more))) == set("Ff")
 
 
+@pytest.mark.slow
 def test_freeinit(build):
     """Each of its rounds is a run of its own."""
     pipe, run = build("AnimateDiff")
@@ -123,6 +124,7 @@ def test_freeinit(build):
     assert check(pipe, run, rounds=2) == "FfFfFfFf"
 
 
+@pytest.mark.slow
 def test_marigold(make_pipeline):
     """A text without words and no guidance: attention and steps."""
     more = {"scale_invariant": True, "shift_invariant": True}
@@ -174,6 +176,7 @@ def test_controlnet_xs_refuses_cached_steps(make_pipeline, tokenizer):
     assert snapshot(pipe.unet) == before
 
 
+@pytest.mark.slow
 def test_panorama_stays_whole_and_says_so(make_pipeline):
     """Many crops a step."""
     cls = diffusers.StableDiffusionPanoramaPipeline

@@ -1,6 +1,6 @@
 """Random sequences of runs on one U-Net: each gives what it gives on a fresh one.
 
-`AGENTSD_SEQUENCES` says how many are tried, 40 if it is not set.
+`AGENTSD_SEQUENCES` says how many are tried, 20 if it is not set.
 """
 
 import copy
@@ -21,7 +21,7 @@ from tiny import BETAS, make_unet, may_skip
 from agentsd import Phases, Recipe, ResidualSharing, StepCache, apply_agentsd, remove_agentsd
 from agentsd.attention import Agents, Downsample
 
-SEQUENCES = int(os.environ.get("AGENTSD_SEQUENCES", "40"))
+SEQUENCES = int(os.environ.get("AGENTSD_SEQUENCES", "20"))
 RECIPES = {
     "baseline": None,
     "step-caching": STEP_CACHING,

@@ -69,7 +69,7 @@ def test_validation_metrics_are_those_of_held_out_prompts(plain, calibrated):
     found = calibrated[1]
     validation = found.measured["validation"]
     baseline, unpatched = counted(plain, "a dog", 1)
-    reference = run(plain, "a dog", 1, num_inference_steps=20)
+    reference = run(plain, "a dog", 1, num_inference_steps=COUNTED["reference_steps"])
 
     def assert_of(row, latents):
         assert row["distance"] == pytest.approx(distance(latents, baseline), rel=1e-3)

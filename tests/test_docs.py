@@ -125,6 +125,7 @@ def test_the_page_on_threads_runs(pipe: Any, monkeypatch: Any) -> None:
     assert copied.recipe == AGENTSD
 
 
+@pytest.mark.slow
 def test_the_first_tutorial_runs() -> None:
     """On a small image in few steps, where `fast` is step caching."""
     page = (ROOT / "docs/tutorials/first_image.md").read_text(encoding="utf-8")

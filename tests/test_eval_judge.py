@@ -70,8 +70,8 @@ def test_below_30_images_nothing_is_judged(images: int, text: str) -> None:
 
 def test_a_table_of_the_toy_model(tmp_path: Path) -> None:
     options = {
-        "methods": "agentsd", "steps": 8, "images": 3, "fewer-steps": 0.5, "samplers": "none",
-        "reference-steps": 16, "references": 16, "out": tmp_path,
+        "methods": "agentsd", "steps": 6, "images": 3, "fewer-steps": 0.5, "samplers": "none",
+        "reference-steps": 12, "references": 16, "out": tmp_path,
     }  # fmt: skip
     words = [str(word) for key, value in options.items() for word in (f"--{key}", value)]
     result = CliRunner().invoke(main, ["table", *words], catch_exceptions=False)

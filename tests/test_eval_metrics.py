@@ -170,7 +170,7 @@ def test_paired_bootstrap_error_matches_the_spread_over_fresh_seeds() -> None:
     everyone = np.arange(200)
     pairs = [draw() for _ in range(200)]
     spread = np.std([a.distance(everyone) - b.distance(everyone) for a, b in pairs])
-    errors = [metrics.frechet_difference_error(a, b) for a, b in pairs[:10]]
+    errors = [metrics.frechet_difference_error(a, b) for a, b in pairs[:4]]
     assert np.mean(errors) == pytest.approx(spread, rel=0.25)
 
 

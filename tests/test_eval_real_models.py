@@ -194,6 +194,7 @@ def test_sd21_keeps_its_prediction_and_its_upcast(tokenizer: Any, tmp_path: Path
     assert "agentsd r=0.4" in printed
 
 
+@pytest.mark.slow
 def test_the_toy_model_is_asked_for_by_nobody_else(model_folder: str, tmp_path: Path) -> None:
     """A table of another model, then every module, where the toy model's package can't be imported."""
     (tmp_path / "prompts.txt").write_text("a cat\n")

@@ -92,7 +92,7 @@ def test_a_run_has_every_image_of_every_method(whole: dict[str, bytes]) -> None:
     assert len(set(whole.values())) == 3 * 7
 
 
-@pytest.mark.parametrize("stop_after", [0, 1, 4, 6])
+@pytest.mark.parametrize("stop_after", [0, 4])
 def test_a_killed_run_resumes_to_the_same_images(
     pipe: Any, tmp_path: Path, whole: dict[str, bytes], stop_after: int
 ) -> None:

@@ -119,6 +119,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
 def assert_figures_are_those_of_the_images(rows: list[dict[str, Any]], settings: SubjectSettings) -> None:
     """Similarity, accuracy, seconds and speed-up of each row, from its images and its manifest."""
     network = efficientnet_lite0()
+    reader = ConceptReader(CONCEPTS, network)
     views = network([subject_plan.as_trained(path, 32) for path in subject_plan.views_of(settings)])
     variants = subject_plan.variants_of(settings)
     _, others = subject_plan.specs_of(settings)
@@ -134,7 +135,6 @@ def assert_figures_are_those_of_the_images(rows: list[dict[str, Any]], settings:
         images, lines = made(variant)
         _, baseline = made(variants[0])  # before finetuning
         assert row["similarity"] == pytest.approx((network(images[:2]) @ views.T).mean().item(), abs=1e-5)
-        reader = ConceptReader(CONCEPTS, efficientnet_lite0())
         named = [reader.read(image, read_scene(image))[0] for image in images[2:]]
         right = [name == spec.triple.concept for name, spec in zip(named, others, strict=True)]
         assert row["right"] == np.mean(right)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agentsd_eval.cli import main
+from click.testing import CliRunner
 
 import agentsd
 
@@ -71,17 +73,14 @@ def test_the_plugin_runs_without_the_extras() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_missing_embedded_model_says_how_to_get_it() -> None:
-    code = (
-        "sys.argv = ['agentsd-eval', 'compare', '--images', '1', '--out', '/tmp/x.png']\n"
-        "try: import agentsd.demo\n"
-        "except ImportError as error: print(error)\n"
-        "from agentsd_eval.cli import main; main()"
-    )
-    done = run(HIDE.format(hidden=["agentsd_demo"]) + code)
-    assert done.returncode != 0
-    assert "Traceback" not in done.stderr
-    for said in (done.stdout, done.stderr):
+def test_a_missing_embedded_model_says_how_to_get_it(monkeypatch, tmp_path) -> None:
+    monkeypatch.setitem(sys.modules, "agentsd_demo", None)
+    monkeypatch.delitem(sys.modules, "agentsd.demo", raising=False)
+    with pytest.raises(ImportError) as error:
+        import agentsd.demo  # noqa: F401
+    done = CliRunner().invoke(main, ["compare", "--images", "1", "--out", str(tmp_path / "x.png")])
+    assert done.exit_code == 2
+    for said in (str(error.value), done.output):
         assert "the bundled toy model is a separate package" in said
         assert "pip install ./demo" in said
 
@@ -101,6 +100,7 @@ def test_dreambooth_without_its_extra_says_how_to_get_it() -> None:
     assert done.stderr == said.format("pydantic", "pydantic") + said.format("typer", "typer")
 
 
+@pytest.mark.slow
 def test_gpu_tests_are_found_where_other_tests_cannot_be_imported(tmp_path):
     """A machine with a GPU may lack what notebooks, random sequences and other packages' tests import."""
     for name in ("nbclient", "nbformat", "tgate", "DeepCache", "typer"):

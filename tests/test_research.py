@@ -34,6 +34,7 @@ def prompts(tmp_path: Path) -> Path:
     return tmp_path / "prompts.txt"
 
 
+@pytest.mark.slow
 def test_metric_validation(model_folder: str, photographs: Path, prompts: Path, tmp_path: Path) -> None:
     invoke(
         "metric-validation", "--model", model_folder, "--prompts", prompts, "--reference", photographs,
