@@ -41,7 +41,7 @@ def test_what_the_judge_has_of_the_network_is_loaded_once(monkeypatch):
 
 @pytest.fixture(scope="module")
 def scenes():
-    chosen = triples(concepts=["panda face", "strawberry", "rocket"])[::7]
+    chosen = triples(concepts=["panda face", "strawberry", "rocket"])[::14]
     return [compose(triple, i, 64).image for i, triple in enumerate(chosen)]
 
 
