@@ -75,7 +75,7 @@ def _run(kind: type[s.CommandSettings], module: str, config: str | None = None, 
         context = click.get_current_context()
         program, processes = context.command_path.split(), os.environ.get("WORLD_SIZE", "1")
         if processes != "1":  # a launcher's own words aren't ours to see
-            program[:1] = ["accelerate", "launch", "--num_processes", processes, "-m", "agentsd_eval"]
+            program[:1] = ["accelerate", "launch", "--num_processes", processes, "-m", "agentsd_eval.cli"]
         settings._command = shlex.join([*program, *context.meta["words"]])
         job = importlib.import_module(f".{module}", __package__)
         for library in ("diffusers", "transformers"):
