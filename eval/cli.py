@@ -65,6 +65,14 @@ def make_program(
     return program
 
 
+def _typed(context: click.Context) -> str:
+    """Return the command that runs; of several processes with a launcher, whose own words can't be seen."""
+    program, processes = context.command_path.split(), os.environ.get("WORLD_SIZE", "1")
+    if processes != "1":
+        program[:1] = ["accelerate", "launch", "--num_processes", processes, "-m", "agentsd_eval.cli"]
+    return shlex.join([*program, *context.meta["words"]])
+
+
 def _run(kind: type[s.CommandSettings], module: str, config: str | None = None, **options: Any) -> None:
     """Do a command's work; an EvalError, a full GPU or Ctrl-C end it with a message and an exit code."""
     try:
@@ -72,11 +80,7 @@ def _run(kind: type[s.CommandSettings], module: str, config: str | None = None, 
         for library in ("DIFFUSERS", "TRANSFORMERS"):
             os.environ.setdefault(f"{library}_VERBOSITY", "error")
         settings = load_settings(kind, config, settings_of(options))
-        context = click.get_current_context()
-        program, processes = context.command_path.split(), os.environ.get("WORLD_SIZE", "1")
-        if processes != "1":  # a launcher's own words aren't ours to see
-            program[:1] = ["accelerate", "launch", "--num_processes", processes, "-m", "agentsd_eval.cli"]
-        settings._command = shlex.join([*program, *context.meta["words"]])
+        settings._command = _typed(click.get_current_context())
         job = importlib.import_module(f".{module}", __package__)
         for library in ("diffusers", "transformers"):
             if library in sys.modules:

@@ -53,7 +53,10 @@ def test_each_result_can_be_made_again(folder: Path) -> None:
     run = run_file.read(folder)
     made = [*run["results"].values(), *run.get("environments", {}).values()]
     assert all(one["clean"] for one in made)
-    assert all(one["command"].startswith(("agentsd-eval ", "python -m ")) for one in run["results"].values())
+    assert all(
+        one["command"].startswith(("agentsd-eval ", "accelerate ", "python -m "))
+        for one in run["results"].values()
+    )
 
 
 @pytest.mark.parametrize("name", ["benchmark-64-demo", "priced-sd15-cpu"])

@@ -350,4 +350,4 @@ def test_two_processes_give_the_same_table(run_options: list[str], tmp_path: Pat
     assert quality(tmp_path / "one") == quality(tmp_path / "two")
     assert len(list((tmp_path / "two").rglob("manifest-1.jsonl"))) == 3
     [result] = json.loads((tmp_path / "two" / "run.json").read_text())["results"].values()
-    assert result["command"].startswith("accelerate launch --num_processes 2 -m agentsd_eval.cli table --model ")
+    assert result["command"].startswith("accelerate launch --num_processes 2 -m agentsd_eval.cli table --m")
