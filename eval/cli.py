@@ -69,7 +69,7 @@ def _typed(context: click.Context) -> str:
     """Return the command that runs; of several processes with a launcher, whose own words can't be seen."""
     program, processes = context.command_path.split(), os.environ.get("WORLD_SIZE", "1")
     if processes != "1":
-        program[:1] = ["accelerate", "launch", "--num_processes", processes, "-m", "agentsd_eval.cli"]
+        program = ["accelerate", "launch", "--num_processes", processes, *program[program[0] == "python" :]]
     return shlex.join([*program, *context.meta["words"]])
 
 
