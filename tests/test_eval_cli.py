@@ -65,7 +65,6 @@ def test_a_difference_is_drawn_four_times_as_strong() -> None:
     assert labels[:2] == ["baseline", "fast"]
 
 
-@pytest.mark.slow
 def test_an_error_stands_alone(tmp_path: Path) -> None:
     """transformers would advise to install torchvision, which breaks a CPU build of torch."""
     words = ["table", "--reference", tmp_path, "--out", tmp_path / "out"]
