@@ -143,7 +143,7 @@ def test_a_compiled_unets_corrections_run_compiled(make_pipeline, sample, way):
 
 @pytest.mark.slow
 def test_inductor_gives_the_same_image():
-    unet = make_unet()
+    unet = make_small_unet()
     apply_agentsd(unet, recipe=Recipe(Phases(Agents(destinations="first"), Downsample())))
     compiled = torch.compile(unet, fullgraph=True)
     for t in (999, 1):

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from click.testing import CliRunner
 from diffusers import UNet2DConditionModel
 from PIL import Image
 from sd_folder import save_clip
+from torch._dynamo.testing import CompileCounter
 from transformers import CLIPModel, CLIPProcessor
 
 ROOT = Path(__file__).parents[1]
@@ -92,6 +94,7 @@ def test_wrong_words_are_refused_before_torch_is_loaded() -> None:
     """Loading torch and diffusers takes seconds."""
     code = """
 import sys
+from functools import partialmethod
 from agentsd_eval.cli import main
 for words in sys.argv[1:]:
     try:
@@ -303,11 +306,16 @@ def test_a_method_that_memory_does_not_do_for_costs_no_others_figures(
 
 
 @pytest.mark.slow
-def test_latency_compiled(model_folder: str, tmp_path: Path) -> None:
-    words = ("--compile", "--methods", "agentsd", "--scopes", "forward")
+def test_latency_compiled(model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph for each kind of call, and none more while they are timed. It runs as it was traced."""
+    counter = CompileCounter()
+    with_counter = partialmethod(torch.nn.Module.compile, backend=counter)
+    monkeypatch.setattr(torch.nn.Module, "compile", with_counter)
+    words = ("--compile", "--methods", "agentsd", "--scopes", "forward", "--repeats", 3)
     rows, printed = latency(tmp_path, "--model", model_folder, *words)
     assert "3 steps (dpm++karras), compiled" in printed
     assert [row["method"] for row in rows] == ["baseline", "agentsd"] * 2
+    assert counter.frame_count == 3  # the baseline's, and two phases of AgentSD
 
 
 def test_features_are_kept_under_the_images_content(photographs: Path, tmp_path: Path) -> None:
