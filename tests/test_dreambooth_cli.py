@@ -37,6 +37,16 @@ def told_by(options):
     return result.output
 
 
+def test_resuming_from_an_earlier_checkpoint_overwrites_no_later_one(photographs, tmp_path):
+    for step in (20, 100, 9):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    base = ["--pretrained_model_name_or_path", "no/model", "--instance_prompt", "a sks cat"]
+    base += ["--instance_data_dir", str(photographs), "--output_dir", str(tmp_path)]
+    told = told_by([*base, "--resume_from_checkpoint", "checkpoint-20"])
+    assert "'checkpoint-20': the run would overwrite checkpoint-100 in" in told
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 3
+
+
 MISSING = (
     "--pretrained_model_name_or_path, --instance_data_dir, --instance_prompt missing: give each as an option"
 )

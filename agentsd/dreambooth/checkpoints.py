@@ -28,14 +28,18 @@ def find_checkpoint(folder: Path, name: str) -> Path | None:
     """The checkpoint of that name, or for "latest" the newest one (None where there is none yet).
 
     Raises:
-        ValueError: there is no whole checkpoint of that name.
+        ValueError: there is no whole checkpoint of that name, or there are later ones, which would be lost.
     """
     have = list_checkpoints(folder)
     if name == "latest":
         return have[-1] if have else None
-    for path in have:
-        if path.name == name:
-            return path
+    if chosen := next((path for path in have if path.name == name), None):
+        if later := [path.name for path in have if step_of(path) > step_of(chosen)]:
+            raise ValueError(
+                f"resume_from_checkpoint={name!r}: the run would overwrite {', '.join(later)} in {folder}; "
+                "move them away first, or say 'latest'"
+            )
+        return chosen
     names = ", ".join(p.name for p in have) or "none"
     raise ValueError(f"resume_from_checkpoint={name!r} is not in {folder}; there: {names}; or say 'latest'")
 
