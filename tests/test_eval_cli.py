@@ -94,7 +94,6 @@ def test_wrong_words_are_refused_before_torch_is_loaded() -> None:
     """Loading torch and diffusers takes seconds."""
     code = """
 import sys
-from functools import partialmethod
 from agentsd_eval.cli import main
 for words in sys.argv[1:]:
     try:
