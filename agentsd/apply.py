@@ -15,7 +15,7 @@ from torch.nn import Module, Parameter
 
 from .attention import Agents
 from .hook import Hook, WarnOnce
-from .hosts import find_model
+from .hosts import find_model, remove_hooks
 from .layers import PatchedLayers
 from .modules.adapter import FILE_NAME as WEIGHTS
 from .modules.adapter import (
@@ -58,7 +58,6 @@ class AgentSDHandle:
         self._unet: weakref.ref[Module] | None = None
         self._outer: AgentSDHandle | None = None
         self._entered = self._left = False
-        self._hooks: list[Any] = []
         self._loaded: LoadedWeights | None = None
 
     def _patched(self) -> Any:
@@ -173,9 +172,9 @@ class AgentSDHandle:
         if self._hook.caches:
             unet._reset_stateful_cache = self._hook.end_run
         if self._hook.skipped is not None:
-            self._hooks.append(self._hook.skipped.hook())
-        self._hooks.append(unet.register_forward_pre_hook(self._hook.begin, with_kwargs=True))
-        self._hooks.append(unet.register_forward_hook(self._hook.end, always_call=True))
+            self._hook.skipped.attach()
+        unet.register_forward_pre_hook(self._hook.begin, with_kwargs=True)
+        unet.register_forward_hook(self._hook.end, always_call=True)
 
     def _detach(self, unet: Any) -> None:
         """Undo an attachment, also one that broke off.
@@ -186,9 +185,9 @@ class AgentSDHandle:
         if self._loaded is not None:
             way_out = "trained weights were loaded before, and can't be taken out again: load the model anew"
             check_plain(self._layers.named, way_out)
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        remove_hooks(unet, self._hook.begin, self._hook.end)
+        if self._hook.skipped is not None:
+            self._hook.skipped.detach()
         self._hook.clean()
         if self._hook.caches:
             vars(unet).pop("_reset_stateful_cache", None)
@@ -310,12 +309,14 @@ def remove_agentsd(pipe: Any) -> None:
 
     A U-Net that was patched through the pipeline, and is no longer its own, is left so, too.
     """
-    unet = find_model(pipe)
-    handle = getattr(unet, "_agentsd", None)
-    if handle is not None:
-        handle._detach(unet)
-    for handle in list(_handles):
-        if handle.pipe is pipe:
+    handles = [handle for handle in _handles if handle.pipe is pipe]
+    try:
+        handles.append(handle_of(pipe))
+    except TypeError:  # it has no U-Net (any more): what was patched through it is left all the same
+        if not handles and getattr(pipe, "unet", None) is None:
+            raise
+    for handle in handles:
+        if handle is not None:
             handle.remove()
 
 

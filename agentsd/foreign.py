@@ -1,4 +1,4 @@
-"""What others put on, around or into a U-Net, and what of it may have changed since a run began.
+"""What others put on, around or into a U-Net.
 
 A layer is skipped, and a call is made again to correct cached ones, only where nobody else could see it. A
 hook, a forward or a class of another package may count calls, keep states, or change them within a run: no
@@ -8,9 +8,9 @@ on a hook, function or class says that it may miss calls and see some twice.
 
 from __future__ import annotations
 
+import inspect
 import re
-import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -53,9 +53,9 @@ def foreign_inside(unet: Module) -> str:
             return f"{where} is a {kind.__module__}.{kind.__name__}"
         if other := _replaced_forward(module):
             return f"{where} has a forward of another package ({other})"
-        for kept in getattr(getattr(module, "_diffusers_hook", None), "hooks", {}).items():
-            if not (_STATELESS_HOOK.search(type(kept[1]).__name__) and _is_known(type(kept[1]).pre_forward)):
-                return f"{where} has diffusers' hook {kept[0]!r}"
+        for hook in _hooks_of_hosts(module):
+            if not _is_stateless(hook):
+                return f"{where} has a {type(hook).__module__}.{type(hook).__name__}"
         if module is not unet:
             for hook in _hooks(module._forward_hooks, module._forward_pre_hooks):
                 return f"{where} has a hook {_name(hook)}"
@@ -67,32 +67,6 @@ def foreign_outside(unet: Module) -> str:
     for hook in _hooks(unet._forward_hooks, unet._forward_pre_hooks):
         return f"{type(unet).__name__} has a hook {_name(hook)}"
     return ""
-
-
-class Changes:
-    """Tells within a run whether weights or scales of a model have changed.
-
-    Args:
-        unet: the model, as it is when the run begins.
-    """
-
-    def __init__(self, unet: Any) -> None:
-        self._unet = weakref.ref(unet)  # which leads here by its patch
-        self._blocks = list(unet.up_blocks)
-        self._weights = [weight for weight in unet.parameters() if not weight.is_inference()]
-        self._adapted = [one for one in unet.modules() if one is not unet and hasattr(one, "active_adapters")]
-        processors = getattr(unet, "attn_processors", {}).values()
-        self._processors = [processor for processor in processors if hasattr(processor, "scale")]
-
-    def read(self) -> Hashable:
-        """What is another value after a change."""
-        names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-        adapters = [[getattr(module, name, None) for name in names] for module in self._adapted]
-        scales = [processor.scale for processor in self._processors]
-        names = ("s1", "s2", "b1", "b2")
-        freeu = [[getattr(block, name, None) for name in names] for block in self._blocks]
-        loaded = list(getattr(self._unet(), "peft_config", ()))
-        return sum(weight._version for weight in self._weights), str((adapters, scales, freeu, loaded))
 
 
 def _keeps_nothing(processor: Any) -> bool:
@@ -107,7 +81,7 @@ def _keeps_nothing(processor: Any) -> bool:
 def _is_known_class(kind: Any) -> bool:
     """Whether what a class computes is of packages that are known, or may be skipped."""
     return getattr(kind, _MAY_SKIP, False) or all(
-        map(_is_known, (kind.__call__, getattr(kind, "forward", None)))
+        map(is_known, (kind.__call__, getattr(kind, "forward", None)))
     )
 
 
@@ -119,20 +93,37 @@ def _replaced_forward(module: Module) -> str:
     # accelerate and diffusers put one in front of what was there before
     references = getattr(getattr(module, "_diffusers_hook", None), "_fn_refs", ())
     before = [reference.original_forward or reference.forward for reference in references]
-    hook = vars(module).get("_hf_hook")
-    hooks = [type(one).pre_forward for one in getattr(hook, "hooks", (hook,)) if one is not None]
-    chain = [forward, vars(module).get("_old_forward"), *before, *hooks]
-    foreign = [one for one in chain if one is not None and not _is_known(one)]
+    chain = [forward, vars(module).get("_old_forward"), *before]
+    foreign = [one for one in chain if one is not None and not is_known(one)]
     return _package(foreign[0]) if foreign else ""
+
+
+def _hooks_of_hosts(module: Module) -> list[Any]:
+    """accelerate's and diffusers' hooks around a module's forward."""
+    own = vars(module).get("_hf_hook")
+    hooks = [own] if own is not None else []
+    hooks += getattr(vars(module).get("_diffusers_hook"), "hooks", {}).values()
+    return [one for hook in hooks for one in getattr(hook, "hooks", [hook])]
+
+
+def _is_stateless(hook: Any) -> bool:
+    """Whether all that such a hook does is known to move, cast or count alone: none of its methods is another's."""
+    kind = type(hook)
+    if getattr(kind, _MAY_SKIP, False) or getattr(hook, _MAY_SKIP, False):
+        return True
+    own = [base.__module__.partition(".")[0] in _KNOWN for base in kind.__mro__ if base is not object]
+    replaced = [value for value in vars(hook).values() if inspect.isroutine(value)]
+    named = kind.__module__.startswith("accelerate.") or _STATELESS_HOOK.search(kind.__name__)
+    return bool(named) and all(own) and all(map(is_known, replaced))
 
 
 def _hooks(*registered: dict[Any, Any]) -> Iterator[Any]:
     """The hooks of other packages."""
     for hooks in registered:
-        yield from (hook for hook in hooks.values() if not _is_known(hook))
+        yield from (hook for hook in hooks.values() if not is_known(hook))
 
 
-def _is_known(function: Any) -> bool:
+def is_known(function: Any) -> bool:
     """Whether a function and all that it wraps are of packages that are known, or may be skipped."""
     while function is not None:
         if getattr(function, _MAY_SKIP, False):

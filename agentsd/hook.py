@@ -10,28 +10,33 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from diffusers.utils import logging
 from torch import Tensor
 from torch.nn import Module
+from torch.utils._pytree import tree_leaves
 
-from .foreign import Changes, foreign_inside, foreign_outside
-from .hosts import latent_and_timestep, named_arguments, regroup
+from .foreign import foreign_inside, foreign_outside
+from .hosts import latent_and_timestep, latent_name, named_arguments, regroup
 from .layers import PatchedLayers
-from .memory import CachedFeatures, Corrections, Memory, Residuals, key_of
+from .memory import CachedFeatures, Corrections, Memory, Residuals
 from .plan import COMPUTED, FULL, Call, CallKind, plan_run
+from .presumed import ModelState, Trail, conditions_of
 from .recipe import Phases, Recipe
 from .run import Run, Runs
-from .sampler import ImpulseResponse, Sampler, impulse_response, is_for_few_steps, schedulers_of
+from .sampler import ImpulseResponse, Sampler, fingerprint, impulse_response, is_for_few_steps, schedulers_of
 from .skip import SkippedLayers
 
 FEWEST = 8
 """Steps of a run in which anything is skipped."""
+_MOST_CONDITIONS = 32
+"""Texts, or other conditions, that a step's calls are told apart by."""
 
 logger = logging.get_logger(__name__)
 _NUMBER = re.compile(r"\d+([.,]\d+)*")
@@ -51,8 +56,10 @@ class WarnOnce:
             logger.warning(f"agentsd: {message}")
 
 
-def unsupported_reason(unet: Any, count: int, scheduler: Any) -> str:
-    """Why nothing can be skipped in a run of so many steps, or nothing."""
+def unsupported_reason(unet: Any, timesteps: Sequence[float], count: int, scheduler: Any) -> str:
+    """Why nothing can be skipped in a run down a list of timesteps, in so many steps, or nothing."""
+    if any(later > earlier for earlier, later in pairwise(timesteps)):
+        return "the timesteps go up (an inversion, where what is cached loses much more, or no run of one image)"
     if is_for_few_steps(scheduler):
         return f"{type(scheduler).__name__} is for few steps, none of which can be spared"
     if count < FEWEST:
@@ -105,7 +112,7 @@ class Hook:
         self._call: Call | None = None
         self._memory: Memory | None = None  # that it uses
         self._recomputes = False  # a cached call is computed again
-        self._response_of: tuple[Any, ImpulseResponse | None] = (None, None)
+        self._response_of: tuple[bytes | None, ImpulseResponse | None] = (None, None)
 
     def __getstate__(self) -> dict[str, Any]:
         gone = {"_patched": None, "_run": None, "_call": None, "_memory": None, "_recomputes": False}
@@ -255,7 +262,7 @@ class Hook:
                 "skip some"
             )
             return None
-        memory = self._memory_of(run, call)
+        memory = self._memory_of(unet, run, call)
         if memory is not None:
             call.kind = memory.decide(run.kinds[call.index], call.stage)
             call.sigma = run.sampler.sigmas[call.index] if run.sampler.sigmas else None
@@ -266,11 +273,12 @@ class Hook:
         """Plan a run from this call on; where timesteps were skipped, what is left of one."""
         run.forget()
         run.is_open, run.unmatched, run.begin = True, 0, call.index
-        run.kinds, run.response = {}, None
+        run.kinds, run.response, run.conditions = {}, None, {}
         run.sampler = Sampler(run.scheduler, run.timesteps)
         ahead = range(len(run.timesteps))[call.index :: run.stride]
         step_of_call = [run.sampler.step_of_call[index] for index in ahead]
-        reason = unsupported_reason(unet, len(set(step_of_call)), run.scheduler)
+        timesteps = [run.timesteps[index] for index in ahead]
+        reason = unsupported_reason(unet, timesteps, len(set(step_of_call)), run.scheduler)
         if run.guesses:
             reason = (
                 "the run's steps are not known (pass elements of scheduler.timesteps to the U-Net, or apply "
@@ -282,7 +290,7 @@ class Hook:
             self._warn(f"{reason}; nothing is skipped in this run")
         elif any(kind not in (COMPUTED, CallKind(attention=FULL)) for kind in kinds):
             run.kinds = dict(zip(ahead, kinds, strict=True))
-            run.changes = Changes(unet)
+            run.model_state = ModelState(unet)
             if self._recipe.steps is not None and self._recipe.steps.correct:
                 run.response = self._response(unet, run, call)
         if call.jumps:
@@ -305,17 +313,13 @@ class Hook:
         if watcher := foreign_outside(unet):
             self._warn(f"{watcher}, which would see calls twice; cached steps are not corrected")
             return None
-        key = (
-            type(scheduler),
-            str(getattr(scheduler, "config", None)),
-            run.begin,
-            run.timesteps,
-            run.sampler.sigmas,
-        )
         # The next run is likely to be on the same list. In the middle of one a sampler has a history.
-        if not call.begins or self._response_of[0] != key:
-            self._response_of = key if call.begins else None, impulse_response(scheduler, run.begin)
-        response = self._response_of[1]
+        key = fingerprint(scheduler) if call.begins else None
+        known, response = self._response_of
+        if key is None or key != known:
+            response = impulse_response(scheduler, run.begin)
+        if key is not None and response is not None:
+            self._response_of = key, response
         if response is None:
             self._warn(
                 f"{name} is not linear in what the U-Net gives (clip_sample, thresholding), or can't be "
@@ -328,33 +332,45 @@ class Hook:
             )
         return response
 
-    def _memory_of(self, run: Run, call: Call) -> Memory | None:
-        """Of the calls on this text and shape; None where calls can't be told apart."""
+    def _memory_of(self, unet: Any, run: Run, call: Call) -> Memory | None:
+        """What calls under the same conditions left that a call may use; None where nothing more is skipped."""
+        assert run.model_state is not None
+        if self.skipped is not None and not self.skipped.are_current:
+            self._give_up(run, "the U-Net has other blocks than when agentsd was applied (apply it again)")
+            return None
         oldest = call.index - run.stride  # what was not called in the step before is too old
         run.memories = {key: one for key, one in run.memories.items() if one.index >= oldest}
-        key = key_of(call.inputs, run.changes)
+        conditions = conditions_of(call.inputs, latent_name(unet)) | run.model_state.read()
+        before, run.conditions = run.conditions, conditions
+        key = tuple(conditions.items())
         memory = run.memories.get(key)
         if memory is None:
-            if all(one.index < call.index for one in run.memories.values()):  # the step's first call
-                run.unmatched += 1
-            if run.unmatched == 3:
-                self._give_up(
-                    run, "the U-Net gets another text or a new tensor of it, or other scales, in each call"
-                )
-                return None
-            memory = run.memories[key] = self._new_memory(run, call)
+            changed = [name for name in before | conditions if before.get(name) != conditions.get(name)]
+            broken = f"{' and '.join(changed)} changed"
         elif memory.index == call.index:
             self._give_up(run, "the U-Net is called more than once in a step on the same text")
             return None
-        else:
+        elif not (broken := memory.trail.broken(call)):
             run.unmatched = 0
+            return memory
+        others = [one for one in run.memories.values() if one.index == call.index]
+        run.unmatched += not others  # the step's first call
+        if run.unmatched == 3 or len(others) == _MOST_CONDITIONS:
+            self._give_up(run, f"in {len(others) or 3} calls in succession {broken}")
+            return None
+        if call.index > run.begin:
+            self._warn(f"{broken}, so a call computes all layers")
+        trail = Trail(run.sampler, run.model_state.samples) if memory is None else memory.trail
+        memory = run.memories[key] = self._new_memory(run, call, trail)
         return memory
 
-    def _new_memory(self, run: Run, call: Call) -> Memory:
+    def _new_memory(self, run: Run, call: Call, trail: Trail) -> Memory:
         steps, residual = self._recipe.steps, self._recipe.residual
         order = 0 if steps is None else steps.extrapolation_order
         features = CachedFeatures(order, interpolates=run.response is not None)
-        memory = Memory(call.inputs.get("encoder_hidden_states"), features)
+        memory = Memory(tree_leaves(call.inputs), trail, features)
+        if call.index > run.begin:  # no warm-up is planned there
+            memory.warmup = order + 1
         if run.response is not None:
             memory.corrections = Corrections(run.sampler, run.response, run.begin)
         if residual is not None:
@@ -392,9 +408,10 @@ class Hook:
                 output = self._correct(unet, len(args), run, call, memory, memory.corrections, output)
             elif memory.corrections is not None:
                 output = self._make_up(call, memory, memory.corrections, output)
+            memory.trail.note(call, sample_of(output))
             if call.index + run.stride >= len(run.timesteps):  # the last: nothing will use it
                 run.memories = {key: other for key, other in run.memories.items() if other is not memory}
-                run.changes = run.changes if run.memories else None
+                run.model_state = run.model_state if run.memories else None
             return output
         finally:
             self._owner.clear()

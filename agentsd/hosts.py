@@ -27,6 +27,12 @@ PLAIN_PROCESSORS = frozenset(
     }
 )
 
+MID_RESIDUAL = "mid_block_additional_residual"
+DOWN_RESIDUALS = "down_block_additional_residuals"
+ADAPTER_RESIDUALS = "down_intrablock_additional_residuals"
+RESIDUALS = (MID_RESIDUAL, DOWN_RESIDUALS, ADAPTER_RESIDUALS)
+"""Arguments that a ControlNet or a T2I-Adapter computes for a call."""
+
 _TEMPORAL = re.compile(r"motion_modules|temp_attentions|transformer_in|temporal_transformer_blocks")
 
 EVERY_LEVEL = 99
@@ -148,13 +154,18 @@ def latent_and_timestep(model: Any, given: dict[str, Any]) -> tuple[Tensor, Any]
     Raises:
         KeyError: the call has none of these names.
     """
-    return given[_parameters_of(model)[0]], given["timestep"]
+    return given[latent_name(model)], given["timestep"]
 
 
 def regroup(given: dict[str, Any], positional: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The way back: the first so many as positional arguments."""
     names, values = list(given), tuple(given.values())
     return values[:positional], dict(zip(names[positional:], values[positional:], strict=True))
+
+
+def latent_name(model: Any) -> str:
+    """The name of the argument that a model denoises: its forward's first."""
+    return _parameters_of(model)[0]
 
 
 def takes(model: Any, argument: str) -> bool:
@@ -173,6 +184,16 @@ def _parameters(kind: Any) -> list[str]:
     forwards = [vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)]
     names = [list(inspect.signature(forward).parameters)[1:] for forward in forwards]
     return next((found for found in names if "timestep" in found), names[0])
+
+
+def remove_hooks(module: Module, *functions: Any) -> None:
+    """Take these functions out of a module's hooks, by looking: a handle may be lost to an interruption."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks)
+    ours = [number for held in hooks for number, hook in held.items() if hook in functions]
+    marks = (module._forward_hooks_with_kwargs, module._forward_pre_hooks_with_kwargs)
+    for held in (*hooks, *marks, module._forward_hooks_always_called):
+        for number in ours:
+            held.pop(number, None)
 
 
 def is_plain(processor: Any) -> bool:

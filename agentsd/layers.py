@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
 from copy import deepcopy
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.nn import Module
 
 from .attention.operator import MODULE, Plan
 from .attention.processor import AgentAttnProcessor, Group, Plans
-from .hosts import AttentionLayer, find_attention_layers, frames_of, is_plain, is_tomesd_block
+from .hosts import AttentionLayer, find_attention_layers, frames_of, is_plain, is_tomesd_block, remove_hooks
 from .memory import Residuals
 from .modules.adapter import NamedLayer, build_module
 from .modules.operators import TrainedOperator
@@ -101,8 +100,7 @@ class PatchedLayers:
         self._config, self._warn = model.config, warn
         self._residual = recipe.residual
         self._backward = PendingBackward()
-        self._hooks: list[Any] = []
-        self._limits: ExitStack | None = None  # what is set for the call under way
+        self._limit: int | None = None  # of recompilations, as it was before the call under way
         stages = stages_of(recipe.attention)
         own = any(operator.own_ranking for operator in recipe.operators)
         trained = [operator for operator in recipe.operators if isinstance(operator, TrainedOperator)]
@@ -117,7 +115,7 @@ class PatchedLayers:
         self.groups = list(groups.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_limits": None}
+        return self.__dict__ | {"_limit": None}
 
     @property
     def named(self) -> list[NamedLayer]:
@@ -131,14 +129,13 @@ class PatchedLayers:
         for layer, processor, module in layers:
             if module is not None:
                 layer.attn.add_module(MODULE, module)
-            self._hooks.append(layer.block.norm1.register_forward_pre_hook(processor.note_input))
+            layer.block.norm1.register_forward_pre_hook(processor.note_input)
 
     def detach(self) -> None:
         """Take them out again, also after an attachment that broke off."""
         self.clean()
-        while self._hooks:
-            self._hooks.pop().remove()
-        for layer in self.attention_layers:
+        for layer, processor in zip(self.attention_layers, self.processors, strict=True):
+            remove_hooks(layer.block.norm1, processor.note_input)
             if hasattr(layer.attn, MODULE):
                 delattr(layer.attn, MODULE)
 
@@ -155,8 +152,7 @@ class PatchedLayers:
         Raises:
             RuntimeError: the backward of the call before is still to come, and would see this one's plans.
         """
-        if self._limits is not None:
-            self._lift_limits()
+        self._lift_limits()
         self._backward.enter(model, self)
 
     def residual_on(self, latent: Tensor) -> ResidualSharing | None:
@@ -231,14 +227,14 @@ class PatchedLayers:
         gave, maps of tokens too, unless it is one step.
         """
         torch.compiler.cudagraph_mark_step_begin()
-        limit = torch._dynamo.config.recompile_limit + 4 * len(self.groups)
-        self._limits = ExitStack()
-        self._limits.enter_context(torch._dynamo.config.patch(recompile_limit=limit))
+        self._lift_limits()
+        self._limit = torch._dynamo.config.recompile_limit
+        torch._dynamo.config.recompile_limit = self._limit + 4 * len(self.groups)
 
     def _lift_limits(self) -> None:
-        if self._limits is not None:
-            self._limits.close()
-            self._limits = None
+        if self._limit is not None:
+            torch._dynamo.config.recompile_limit = self._limit
+            self._limit = None
 
     def end(self, call: Call, residuals: Residuals | None, output: Any) -> str:
         """What the layers computed, all in all, in the call that ends; they keep nothing of it but residuals.
@@ -284,7 +280,7 @@ class PatchedLayers:
         if not plans:
             for layer, processor in zip(self.attention_layers, self.processors, strict=True):
                 attn = layer.block.attn1
-                if attn.processor is processor:
+                if getattr(attn, "processor", processor) is processor:  # it has none between two lines of diffusers'
                     attn.set_processor(processor.fallback)
 
     def clean(self) -> None:
@@ -298,7 +294,9 @@ class PatchedLayers:
         self._lift_limits()
         for one in self.processors:
             reason = None
-            if one.block_input is not None:
+            if one.beside:
+                reason = f"is given {one.beside}"
+            elif one.block_input is not None:
                 reason = "was computed without its attention processor (T-GATE does so)"
             elif one.mismatch is not None:
                 images, tokens = one.mismatch
@@ -308,7 +306,7 @@ class PatchedLayers:
                 )
             if reason is not None and not raised:
                 self._warn(f"{one.name} {reason}; it was left untouched")
-            one.block_input, one.mismatch = None, None
+            one.block_input, one.mismatch, one.beside = None, None, ""
             one.attention, one.residual = OPERATOR, None
 
 

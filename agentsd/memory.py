@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .attention.operator import Plan
 from .attention.processor import AgentAttnProcessor
-from .foreign import Changes
 from .plan import FULL, KEEP, SHARE, Call, CallKind
+from .presumed import Trail
 from .sampler import ImpulseResponse, Sampler
 
 Select: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
@@ -35,8 +35,8 @@ class CachedFeatures:
         self._order, self._count = order, order + 1 + interpolates
         self._kept: list[tuple[float | None, list[Tensor]]] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._kept)
+    def __len__(self) -> int:
+        return len(self._kept)
 
     def keep(self, sigma: float | None, features: list[Tensor]) -> None:
         """Take in a computed step's features; a repeated noise level replaces the one before."""
@@ -212,52 +212,32 @@ class Corrections:
 
 @dataclass
 class Memory:
-    """What the calls of a run on one text and one shape of latents leave for those after them.
+    """What the calls of a run under the same conditions leave for those after them.
 
     Attributes:
-        text: held, so that no other tensor gets its address.
+        inputs: of its first call, held so that no other tensor gets the address of one of the conditions.
+        trail: tells whether a call follows from the one before.
         features: where the last layers begin.
         residuals: of attention, where they are shared.
         corrections: of what cached calls got wrong, where the sampler's response is known.
         cached: the cached calls since the last computed one that are to be corrected.
+        warmup: how many of its first calls are computed, whatever is planned.
         index: of its last call, on the list of timesteps.
     """
 
-    text: Any
+    inputs: list[Any]
+    trail: Trail
     features: CachedFeatures
     residuals: Residuals | None = None
     corrections: Corrections | None = None
     cached: list[Call] = field(default_factory=list)
+    warmup: int = 1
     index: int = -1
 
     def decide(self, planned: CallKind, stage: int) -> CallKind:
         """What a call computes: what is planned, or more where what that needs is not known yet."""
-        computed, attention = planned.computed or not self.features, planned.attention
+        computed, attention = planned.computed or len(self.features) < self.warmup, planned.attention
         fits = self.residuals is None or self.residuals.stage == stage  # else they are another operator's
         if attention == SHARE and not fits:
             attention = KEEP if computed else FULL
         return CallKind(computed, attention)
-
-
-def key_of(inputs: dict[str, Any], changes: Changes | None) -> Any:
-    """What calls agree in that may use what each other left: all that they compute with but latent and time.
-
-    Args:
-        inputs: a call's arguments by name.
-        changes: of the weights and scales within its run.
-    """
-    sample, scales = inputs["sample"], inputs.get("cross_attention_kwargs")
-    device = sample.device.type
-    autocast = None
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        autocast = torch.get_autocast_dtype(device)
-    named = scales.items() if isinstance(scales, Mapping) else ()
-    numbers = tuple((name, value) for name, value in named if isinstance(value, int | float | str))
-    text = inputs.get("encoder_hidden_states")
-    if isinstance(text, Tensor):  # the same one, unchanged: told without a look at its numbers
-        version = 0 if text.is_inference() else text._version
-        identity: Any = text.data_ptr(), text.shape, text.stride(), version
-    else:
-        identity = id(text)
-    shape = tuple(sample.shape), sample.dtype, sample.device, autocast
-    return shape, identity, numbers, changes and changes.read()

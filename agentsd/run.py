@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from .attention.by_distance import LatentDistance
-from .foreign import Changes
 from .memory import Memory
 from .plan import SHARE, Call, CallKind, describe
+from .presumed import ModelState
 from .recipe import ByDistance, Phases
 from .sampler import ImpulseResponse, Sampler, holds
 
@@ -64,9 +64,10 @@ class Run:
         kinds: of its calls, by their place; empty where nothing is cached.
         sampler: what is known of its scheduler.
         response: of that to each call's output, where cached calls are corrected.
-        changes: tells whether weights or scales change in it.
-        memories: what its calls left for later ones, by text and shape of latents.
-        unmatched: how many calls in succession came on a text of their own.
+        model_state: tells whether weights, scales, switches or modules change in it.
+        memories: what its calls left for later ones, by all that they are computed from but latent and time.
+        conditions: of the last call, by name.
+        unmatched: for how many steps in a row nothing that was kept could be used.
     """
 
     def __init__(self, timing: Phases | ByDistance | None = None) -> None:
@@ -87,8 +88,9 @@ class Run:
         self.kinds: dict[int, CallKind] = {}
         self.sampler = Sampler(None, ())
         self.response: ImpulseResponse | None = None
-        self.changes: Changes | None = None
+        self.model_state: ModelState | None = None
         self.memories: dict[Any, Memory] = {}
+        self.conditions: dict[str, Any] = {}
         self.unmatched = 0
 
     def place(self, latent: Any, timestep: Any, known: Any = None) -> Call:
@@ -173,7 +175,7 @@ class Run:
 
     def forget(self) -> None:
         """Let go of all tensors that the run keeps; its next call opens it again."""
-        self.memories, self.is_open, self.changes = {}, False, None
+        self.memories, self.is_open, self.model_state = {}, False, None
 
 
 class Runs:

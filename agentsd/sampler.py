@@ -9,20 +9,30 @@ noise, and any last steps.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import math
+import pickle
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
 import torch
 from diffusers import SchedulerMixin
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from .foreign import is_known
 
 _BETAS = np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
 _ALPHAS = np.cumprod(1 - _BETAS)
 _LEAST_ALPHA = 2.0**-24  # under zero terminal SNR the first is 0, whose noise level is infinite
 _LARGE = 1000.0  # an output that clipping and thresholding would change
+_VALUES = (bool, int, float, complex, str, bytes, type(None), np.ndarray, np.generic, Mapping, Enum, torch.dtype, torch.device)
 _NEGLIGIBLE = 1e-5  # of the largest response: below it is float32's rounding
 
 
@@ -56,14 +66,17 @@ class ImpulseResponse:
 def impulse_response(scheduler: Any, begin: int = 0) -> ImpulseResponse | None:
     """The response of a scheduler that is about to make the call at index `begin` of its list.
 
+    Nothing of it is touched, and no global random number is drawn.
+
     Returns:
-        None where it can't be had: the scheduler is not linear in the output (thresholding, clipping), or a
-        copy of it can't be stepped alone.
+        None where it can't be had: the scheduler is not linear in the output (thresholding, clipping), or it can't be
+        copied and stepped alone.
     """
     try:
-        driven = _step_through(scheduler, begin, drive=True)
+        state = state_of(scheduler)
+        driven = _step_through(scheduler, state, begin, drive=True)
         silent = driven[0][:, -2].any()
-        still = _step_through(scheduler, begin, drive=False) if silent else driven
+        still = _step_through(scheduler, state, begin, drive=False) if silent else driven
     except Exception:  # a scheduler by anyone: it wants what a pipeline would give it
         return None
     latents, scales = driven
@@ -76,12 +89,14 @@ def impulse_response(scheduler: Any, begin: int = 0) -> ImpulseResponse | None:
     return ImpulseResponse(units, response[:, -1], scales, bool(silent))
 
 
-def _step_through(scheduler: Any, begin: int, drive: bool) -> tuple[np.ndarray, np.ndarray]:
+def _step_through(
+    scheduler: Any, state: dict[str, Any], begin: int, drive: bool
+) -> tuple[np.ndarray, np.ndarray]:
     """The latents of a run in numbers that know nothing of each other, and the scale of each call's input.
 
     A number for each call's output of 1, then of 1,000; one without any; and one that begins at 1.
     """
-    copy = _copy_on_cpu(scheduler)
+    copy = _with_state(scheduler, state)
     timesteps = copy.timesteps
     calls = len(timesteps)
     latent = torch.zeros(1, 1, 1, 2 * calls + 2, dtype=torch.float32, device="cpu")
@@ -90,24 +105,78 @@ def _step_through(scheduler: Any, begin: int, drive: bool) -> tuple[np.ndarray, 
     if "generator" in inspect.signature(copy.step).parameters:
         more["generator"] = torch.Generator("cpu").manual_seed(0)
     latents, scales = [latent] * (begin + 1), np.ones(calls)
-    with torch.no_grad(), torch.device("cpu"):
+    with torch.no_grad(), torch.device("cpu"), _own_random_numbers():
         for i in range(begin, calls):
             output = torch.zeros_like(latent)
             if drive:
                 output[..., i], output[..., calls + i] = 1.0, _LARGE
             one = torch.ones(1, 1, 1, 1, dtype=torch.float32)
             scales[i] = float(copy.scale_model_input(one, timesteps[i]))
-            latent = copy.step(output, timesteps[i], latents[-1], return_dict=False, **more)[0].float()
+            before = latents[-1].clone()  # which a sampler may write into
+            latent = copy.step(output, timesteps[i], before, return_dict=False, **more)[0].float()
             latents.append(latent)
     return torch.cat(latents).flatten(1).double().numpy(), scales
 
 
-def _copy_on_cpu(scheduler: Any) -> Any:
-    copy = deepcopy(scheduler)
-    for name, value in vars(copy).items():
-        if isinstance(value, Tensor):
-            setattr(copy, name, value.cpu())
+def state_of(scheduler: Any) -> dict[str, Any]:
+    """What a scheduler holds, copied, on the CPU: its config, lists and history.
+
+    Functions that were put on it in place of its own (a logger around `step`, `torch.compile`'s) are left out, so that
+    what runs on the copy is the class's own and touches nothing else.
+
+    Raises:
+        TypeError: it holds something that has more than a value: a model, a function, a generator.
+    """
+    kind = type(scheduler)
+    own = {
+        name: value
+        for name, value in vars(scheduler).items()
+        if not (callable(value) and callable(getattr(kind, name, None)))
+    }
+    return {name: _copied(value) for name, value in own.items()}
+
+
+def fingerprint(scheduler: Any) -> bytes | None:
+    """What two schedulers of one behaviour share; None where one can't be told."""
+    try:
+        return pickle.dumps((type(scheduler), tree_map_only(Tensor, Tensor.tolist, state_of(scheduler))))
+    except Exception:  # it holds what can't be copied or written down
+        return None
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, SchedulerMixin):  # UniPC's `solver_p`
+        return _with_state(value, state_of(value))
+    if isinstance(value, list | tuple | set | deque):
+        return type(value)(map(_copied, value))
+    if type(value) is dict:
+        return {name: _copied(one) for name, one in value.items()}
+    if isinstance(value, _VALUES) or inspect.isfunction(value) and is_known(value):
+        return deepcopy(value)
+    raise TypeError(f"a {type(value).__name__} can't be copied")
+
+
+def _with_state(scheduler: Any, state: dict[str, Any]) -> Any:
+    copy = object.__new__(type(scheduler))
+    vars(copy).update(deepcopy(state))
     return copy
+
+
+@contextmanager
+def _own_random_numbers() -> Iterator[None]:
+    """Global random numbers go on afterwards as if none had been drawn; within, they begin alike each time."""
+    before = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+    torch.default_generator.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
 
 
 class Sampler:
@@ -158,6 +227,20 @@ class Sampler:
         Timesteps that are rounded may repeat at levels of their own (Karras spacing of many steps).
         """
         return list(zip(self.timesteps, self.sigmas or self.timesteps, strict=True))
+
+    def noise_share(self, call: int) -> float:
+        """The share of noise in a call's latent, a root mean square, on data of unit variance (EDM: its own)."""
+        if self.sigmas is None:
+            return 1.0
+        sigma = self.sigmas[call]
+        data = 1 - sigma if self.is_flow else self._config.get("sigma_data") or 1.0
+        return sigma / math.hypot(sigma, data)
+
+    def noise_falls(self, call: int) -> float:
+        """The noise level of a call over that of the call before."""
+        if self.sigmas is None or call == 0:
+            return 1.0
+        return self.sigmas[call] / (self.sigmas[call - 1] or 1.0)
 
     def gain(self, call: int) -> float:
         """How far an error of the model's input moves its output, dF/dx, on Gaussian data of unit variance.

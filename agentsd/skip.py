@@ -18,7 +18,7 @@ from torch.nn import Module
 from torch.utils._pytree import tree_map_only
 
 from .checks import check
-from .hosts import takes
+from .hosts import ADAPTER_RESIDUALS, DOWN_RESIDUALS, MID_RESIDUAL, remove_hooks, takes
 
 _PARTS = ("resnets", "attentions", "motion_modules")
 _DOWN = ("DownBlock2D", "CrossAttnDownBlock2D", "DownBlockMotion", "CrossAttnDownBlockMotion")
@@ -97,7 +97,7 @@ class SkippedLayers:
         mid = [unet.mid_block] if unet.mid_block is not None else []
         before = [*mid, *others]  # of the last up block
         self._skips = layers
-        self._has_adapter = takes(unet, _ADAPTER)
+        self._has_adapter = takes(unet, ADAPTER_RESIDUALS)
         self._takes_adapter = layers > len(first.resnets) and getattr(first, "has_cross_attention", False)
         self._stubs: list[tuple[Module, Callable[..., Any]]] = []
         if layers == 1:
@@ -112,11 +112,27 @@ class SkippedLayers:
         self._add_stubs(_layers(last)[: count - layers])
         self._hooked = _layers(last)[count - layers - 1][-1][0] if layers < count else before[-1]
         self.feature_hook = FeatureHook(aliased=getattr(last, "resolution_idx", None) in (0, 1))
-        self._replaced: list[tuple[Module, Any]] = []
+        self._own: dict[Module, Any] = {}  # what stubs took the place of
+        names = {module: name for name, module in unet.named_modules()}
+        self._places: list[tuple[Any, str, Any]] = []
+        for module in (*(module for module, _ in self._stubs), self._hooked):
+            parent = unet
+            for name in names[module].split("."):
+                self._places.append((parent._modules, name, parent._modules[name]))
+                parent = parent._modules[name]
 
-    def hook(self) -> Any:
-        """Register the feature hook; returns the hook's handle."""
-        return self._hooked.register_forward_hook(self.feature_hook)
+    @property
+    def are_current(self) -> bool:
+        """Whether the model still has them where it had them."""
+        return all(held.get(name) is module for held, name, module in self._places)
+
+    def attach(self) -> None:
+        """Register the feature hook."""
+        self._hooked.register_forward_hook(self.feature_hook)
+
+    def detach(self) -> None:
+        """Take it out again."""
+        remove_hooks(self._hooked, self.feature_hook)
 
     def holds(self, layer: Module) -> bool:
         """Whether a layer is skipped."""
@@ -134,25 +150,33 @@ class SkippedLayers:
         self.put(hidden)
         given = self._without_residuals(given)
         if again:
-            names = [name for name in ("sample", _DOWN_RESIDUALS, _ADAPTER) if name in given]
+            names = [name for name in ("sample", DOWN_RESIDUALS, ADAPTER_RESIDUALS) if name in given]
             given |= {name: tree_map_only(Tensor, torch.clone, given[name]) for name in names}
         return given
+
+    # An interruption may come between any two lines: what is to be restored is written down before it is replaced,
+    # restored where it is seen to be replaced, and forgotten last.
 
     def put(self, hidden: Tensor) -> None:
         """From here on the model skips them, and computes its last layers on `hidden`."""
         self.feature_hook.cached, self.feature_hook.hidden = True, hidden
         for module, forward in self._stubs:
-            self._replaced.append((module, vars(module).get("forward")))
-            module.forward = forward
+            attributes = vars(module)
+            if attributes.get("forward") is not forward:
+                self._own[module] = attributes.get("forward")
+                attributes["forward"] = forward
 
     def end(self) -> Tensor | None:
         """From here on the model skips none; returns the state that a computed step had."""
-        while self._replaced:
-            module, forward = self._replaced.pop()
-            if forward is None:
-                del module.forward
+        for module, forward in self._stubs:
+            attributes = vars(module)
+            if attributes.get("forward") is not forward:
+                continue
+            if self._own[module] is None:
+                del attributes["forward"]
             else:
-                module.forward = forward
+                attributes["forward"] = self._own[module]
+        self._own.clear()
         hook = self.feature_hook
         computed, hook.computed, hook.hidden, hook.cached = hook.computed, None, None, False
         return computed
@@ -160,24 +184,20 @@ class SkippedLayers:
     def _without_residuals(self, given: dict[str, Any]) -> dict[str, Any]:
         """A cached step's arguments: of ControlNet's and T2I-Adapter's residuals those that it needs."""
         given = dict(given)
-        mid, down = (given.get(name) for name in ("mid_block_additional_residual", _DOWN_RESIDUALS))
+        mid, down = (given.get(name) for name in (MID_RESIDUAL, DOWN_RESIDUALS))
         if mid is not None:
-            given["mid_block_additional_residual"] = 0
-        if self._has_adapter and mid is None and down is not None and given.get(_ADAPTER) is None:
-            given |= {_ADAPTER: down, _DOWN_RESIDUALS: None}  # as the host takes it
+            given[MID_RESIDUAL] = 0
+        if self._has_adapter and mid is None and down is not None and given.get(ADAPTER_RESIDUALS) is None:
+            given |= {ADAPTER_RESIDUALS: down, DOWN_RESIDUALS: None}  # as the host takes it
         elif down is not None:
-            given[_DOWN_RESIDUALS] = [*down[: self._skips], *[0] * (len(down) - self._skips)]
-        if given.get(_ADAPTER) is not None:
-            given[_ADAPTER] = list(given[_ADAPTER][: int(self._takes_adapter)])
+            given[DOWN_RESIDUALS] = [*down[: self._skips], *[0] * (len(down) - self._skips)]
+        if given.get(ADAPTER_RESIDUALS) is not None:
+            given[ADAPTER_RESIDUALS] = list(given[ADAPTER_RESIDUALS][: int(self._takes_adapter)])
         return given
 
     def _add_stubs(self, layers: list[list[tuple[Module, Callable[..., Any]]]]) -> None:
         for layer in layers:
             self._stubs += layer
-
-
-_DOWN_RESIDUALS = "down_block_additional_residuals"
-_ADAPTER = "down_intrablock_additional_residuals"
 
 
 def _layers(block: Any) -> list[list[tuple[Module, Callable[..., Any]]]]:

@@ -65,13 +65,14 @@ class Host:
 
 
 class Caller:
-    """Calls a U-Net as a pipeline does, with elements of a scheduler's list."""
+    """Calls a U-Net as a pipeline does, with elements of a scheduler's list, on latents that move a little."""
 
     def __init__(self, steps=10, batch=2, size=(16, 16), seed=0):
         self.scheduler = ddim(steps)
         self.timesteps = self.scheduler.timesteps
         rng = torch.Generator().manual_seed(seed)
-        self.latents = torch.randn(steps, batch, 4, *size, generator=rng)
+        first, other = torch.randn(2, batch, 4, *size, generator=rng)
+        self.latents = torch.stack([first + 0.05 * i * other for i in range(steps)])
         self.text = torch.randn(batch, 7, 16, generator=rng)
 
     def pipe(self, unet):

@@ -82,6 +82,7 @@ class AgentAttnProcessor:
         residual: (B, N, C) what is added to the operator's output, or what was found to be missing in it.
         block_input: (B, N, C) the block's input before `norm1`, from which tokens are ranked.
         mismatch: how many images and tokens came instead of the expected ones.
+        beside: what it was given beside its tokens, for which attention stays the layer's own.
         compiled: the residual that was found is what a compiled graph gave.
     """
 
@@ -94,6 +95,7 @@ class AgentAttnProcessor:
     residual: Tensor | None = None
     block_input: Tensor | None = None
     mismatch: tuple[int, int] | None = None
+    beside: str = ""
     compiled: bool = False
 
     def note_input(self, norm1: Module, args: tuple[Tensor, ...]) -> None:
@@ -112,12 +114,15 @@ class AgentAttnProcessor:
         **kwargs: Any,
     ) -> Tensor:
         """Self-attention on `hidden_states` (B, N, C) -> (B, N, C); else `fallback` is called."""
-        plan = self.group.plan
-        plain = encoder_hidden_states is None and attention_mask is None and hidden_states.ndim == 3
-        if plan is None or not plain or self.attention == FULL:
+        plan, (block_input, self.block_input) = self.group.plan, (self.block_input, None)
+        if plan is not None and self.attention != FULL:
+            if attention_mask is not None:
+                self.beside = "an attention mask"
+            elif encoder_hidden_states is not None or hidden_states.ndim != 3:
+                self.beside = "other tokens than its own to attend to, or an image in place of tokens"
+        if plan is None or self.attention == FULL or self.beside:
             return self.fallback(attn, hidden_states, encoder_hidden_states, attention_mask, *args, **kwargs)
 
-        block_input, self.block_input = self.block_input, None
         came = hidden_states.shape[0], hidden_states.shape[1]
         # Of a part of the images, or of other tokens, maps and residuals are not (a video in chunks).
         fits = came == (self.group.images, self.group.tokens)
