@@ -23,7 +23,7 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from .foreign import foreign_inside, foreign_outside
-from .hosts import latent_and_timestep, latent_name, named_arguments, regroup
+from .hosts import latent_and_timestep, named_arguments, regroup
 from .layers import PatchedLayers
 from .memory import CachedFeatures, Corrections, Memory, Residuals
 from .plan import COMPUTED, FULL, Call, CallKind, plan_run
@@ -205,9 +205,10 @@ class Hook:
             )
         self._owner["thread"] = me
         if self._call is not None:  # the last call died before its end
-            self._run = self._call = self._memory = None
-            if self.skipped is not None:
-                self.skipped.end()
+            if self._run is not None:
+                self._run.forget()
+            self.undo_interrupted()
+            self._owner["thread"] = me
         self._layers.enter(unet)
 
     def _leave_alone(self, message: str) -> None:
@@ -272,7 +273,7 @@ class Hook:
     def _open(self, unet: Any, run: Run, call: Call) -> None:
         """Plan a run from this call on; where timesteps were skipped, what is left of one."""
         run.forget()
-        run.is_open, run.unmatched, run.begin = True, 0, call.index
+        run.unmatched, run.begin = 0, call.index
         run.kinds, run.response, run.conditions = {}, None, {}
         run.sampler = Sampler(run.scheduler, run.timesteps)
         ahead = range(len(run.timesteps))[call.index :: run.stride]
@@ -290,7 +291,6 @@ class Hook:
             self._warn(f"{reason}; nothing is skipped in this run")
         elif any(kind not in (COMPUTED, CallKind(attention=FULL)) for kind in kinds):
             run.kinds = dict(zip(ahead, kinds, strict=True))
-            run.model_state = ModelState(unet)
             if self._recipe.steps is not None and self._recipe.steps.correct:
                 run.response = self._response(unet, run, call)
         if call.jumps:
@@ -298,6 +298,7 @@ class Hook:
                 "the U-Net is called on timesteps that skip some of the scheduler's list; what is left of "
                 "the run is planned again there, and cached steps are not corrected"
             )
+        run.is_open = True
 
     def _response(self, unet: Module, run: Run, call: Call) -> ImpulseResponse | None:
         """Of the run's sampler, where it has one and cached calls can be corrected; says what it means."""
@@ -334,23 +335,23 @@ class Hook:
 
     def _memory_of(self, unet: Any, run: Run, call: Call) -> Memory | None:
         """What calls under the same conditions left that a call may use; None where nothing more is skipped."""
-        assert run.model_state is not None
-        if self.skipped is not None and not self.skipped.are_current:
-            self._give_up(run, "the U-Net has other blocks than when agentsd was applied (apply it again)")
-            return None
         oldest = call.index - run.stride  # what was not called in the step before is too old
         run.memories = {key: one for key, one in run.memories.items() if one.index >= oldest}
-        conditions = conditions_of(call.inputs, latent_name(unet)) | run.model_state.read()
+        run.model_state = run.model_state or ModelState(unet)
+        conditions = conditions_of(call, run.model_state)
         before, run.conditions = run.conditions, conditions
         key = tuple(conditions.items())
         memory = run.memories.get(key)
+        if memory is None and self.skipped is not None and not self.skipped.are_current:
+            self._give_up(run, "the U-Net has other blocks than when agentsd was applied (apply it again)")
+            return None
         if memory is None:
             changed = [name for name in before | conditions if before.get(name) != conditions.get(name)]
             broken = f"{' and '.join(changed)} changed"
         elif memory.index == call.index:
             self._give_up(run, "the U-Net is called more than once in a step on the same text")
             return None
-        elif not (broken := memory.trail.broken(call)):
+        elif not (broken := memory.trail.broken(call, run.kinds[call.index].computed)):
             run.unmatched = 0
             return memory
         others = [one for one in run.memories.values() if one.index == call.index]
@@ -360,7 +361,7 @@ class Hook:
             return None
         if call.index > run.begin:
             self._warn(f"{broken}, so a call computes all layers")
-        trail = Trail(run.sampler, run.model_state.samples) if memory is None else memory.trail
+        trail = Trail(run.sampler.new_noise(), run.model_state.samples) if memory is None else memory.trail
         memory = run.memories[key] = self._new_memory(run, call, trail)
         return memory
 
@@ -389,7 +390,6 @@ class Hook:
         if self._is_recompute() or self._owner.get("thread") != threading.get_ident():
             return None  # or it was refused, or left alone
         run, call, memory = self._run, self._call, self._memory
-        self._run = self._call = self._memory = None
         try:
             computed = None if self.skipped is None else self.skipped.end()
             if call is None or run is None:
@@ -411,9 +411,15 @@ class Hook:
             memory.trail.note(call, sample_of(output))
             if call.index + run.stride >= len(run.timesteps):  # the last: nothing will use it
                 run.memories = {key: other for key, other in run.memories.items() if other is not memory}
-                run.model_state = run.model_state if run.memories else None
+                run.model_state = run.model_state if run.memories else None  # nor hold weights
             return output
+        except BaseException:
+            self.undo_interrupted()
+            if run is not None:
+                run.forget()
+            raise
         finally:
+            self._run = self._call = self._memory = None
             self._owner.clear()
             if not self.enabled:  # any more: another thread has switched it off
                 self.clean()
@@ -446,13 +452,9 @@ class Hook:
         cached, memory.cached = memory.cached, []
         if cached and self.skipped is not None and self.skipped.feature_hook.compiled:
             sample = sample.clone()  # as a CUDA graph, whose next call overwrites it
-        try:
-            if cached:
-                last = sample_of(self._recompute(unet, positional, cached[-1], memory))
-                corrections.note(cached, memory.features, last)
-        except BaseException:
-            run.forget()
-            raise
+        if cached:
+            last = sample_of(self._recompute(unet, positional, cached[-1], memory))
+            corrections.note(cached, memory.features, last)
         run.history.corrected += len(cached)
         corrected = corrections.correct(call.index, sample)
         return output if corrected is sample and not cached else with_sample(output, corrected)

@@ -154,18 +154,13 @@ def latent_and_timestep(model: Any, given: dict[str, Any]) -> tuple[Tensor, Any]
     Raises:
         KeyError: the call has none of these names.
     """
-    return given[latent_name(model)], given["timestep"]
+    return given[_parameters_of(model)[0]], given["timestep"]
 
 
 def regroup(given: dict[str, Any], positional: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The way back: the first so many as positional arguments."""
     names, values = list(given), tuple(given.values())
     return values[:positional], dict(zip(names[positional:], values[positional:], strict=True))
-
-
-def latent_name(model: Any) -> str:
-    """The name of the argument that a model denoises: its forward's first."""
-    return _parameters_of(model)[0]
 
 
 def takes(model: Any, argument: str) -> bool:

@@ -13,7 +13,7 @@ a row nothing more is skipped in the run (`agentsd.hook`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,48 +25,10 @@ from torch.utils._pytree import tree_leaves
 
 from .hosts import RESIDUALS
 from .plan import Call
-from .sampler import Sampler
 
 Numbers = np.ndarray
 _PLAIN = (bool, int, float, str, type(None))
-_NEW_NOISE = 0.9
-"""Share of a latent's noise that is unexplained by the call before it where the latent is another's: all of it. An
-ancestral sampler that lowers the noise level by 40% in a step renews 0.8 of it."""
-_LEAST_FALL = 0.6  # of the noise level in a step, below which ancestral noise looks like another latent's
-_LEAST_SHARE = 0.1  # of noise in a latent: below it a nudge is as large
 _JUMP = 2.0  # factor by which ControlNet's residuals change in a step where they come or go
-
-
-def conditions_of(given: Mapping[str, Any], latent: str) -> dict[str, Hashable]:
-    """What a call is given but latent and time, by name: equal in two calls if it is the same and unchanged.
-
-    It is told by identity, without a look at numbers. ControlNet's and T2I-Adapter's residuals follow from latent and
-    time, so they count by their shapes here, and by their sizes in `Trail`.
-    """
-    sample = given[latent]
-    device, autocast = sample.device.type, None
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        autocast = torch.get_autocast_dtype(device)
-    conditions: dict[str, Hashable] = {
-        "shape or dtype": (tuple(sample.shape), sample.dtype, sample.device, autocast)
-    }
-    for name, value in given.items():
-        if name not in (latent, "timestep"):
-            conditions[name] = _identity(value, shape_alone=name in RESIDUALS)
-    return conditions
-
-
-def _identity(value: Any, shape_alone: bool) -> Hashable:
-    if isinstance(value, Tensor):
-        if shape_alone:
-            return tuple(value.shape)
-        version = 0 if value.is_inference() else value._version
-        return value.data_ptr(), tuple(value.shape), value.stride(), version
-    if isinstance(value, Mapping):
-        return tuple((key, _identity(one, shape_alone)) for key, one in value.items())
-    if isinstance(value, list | tuple):
-        return tuple(_identity(one, shape_alone) for one in value)
-    return (type(value), value) if isinstance(value, _PLAIN) else id(value)
 
 
 class ModelState:
@@ -118,6 +80,38 @@ class ModelState:
         }
 
 
+def conditions_of(call: Call, model: ModelState) -> dict[str, Hashable]:
+    """What a call is computed from but latent and time, by name: equal in two calls if it is the same and unchanged.
+
+    Arguments are told by identity, without a look at numbers. ControlNet's and T2I-Adapter's residuals follow from latent and
+    time, so they count by their shapes here, and by their sizes in `Trail`.
+    """
+    sample = call.latent
+    device, autocast = sample.device.type, None
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        autocast = torch.get_autocast_dtype(device)
+    conditions: dict[str, Hashable] = {
+        "shape or dtype": (tuple(sample.shape), sample.dtype, sample.device, autocast)
+    }
+    for name, value in call.inputs.items():
+        if value is not sample and name != "timestep":
+            conditions[name] = _identity(value, shape_alone=name in RESIDUALS)
+    return conditions | model.read()
+
+
+def _identity(value: Any, shape_alone: bool) -> Hashable:
+    if isinstance(value, Tensor):
+        if shape_alone:
+            return tuple(value.shape)
+        version = 0 if value.is_inference() else value._version
+        return value.data_ptr(), tuple(value.shape), value.stride(), version
+    if isinstance(value, Mapping):
+        return tuple((key, _identity(one, shape_alone)) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(_identity(one, shape_alone) for one in value)
+    return (type(value), value) if isinstance(value, _PLAIN) else id(value)
+
+
 class Trail:
     """Whether the calls on one text follow from each other, by the numbers of their inputs and outputs.
 
@@ -125,65 +119,66 @@ class Trail:
     the outputs on it, and of little else: a multistep sampler's older outputs, a mask, a nudge. A latent of another
     image or of new noise is not: what is left of it after a regression is all of its noise.
 
-    A CPU has these numbers at once. CUDA gets to them while the next call is put in its queue, so they are read one
-    call later and it never waits. On other devices nothing is looked at.
+    A CPU has these numbers at once. CUDA gets to them while the next call is put in its queue, so those of computed
+    calls are read one call later and it never waits. On other devices nothing is looked at.
 
     Args:
-        sampler: of the run.
+        limits: for each call of the run the share of its latent that may be unexplained (`Sampler.new_noise`).
         samples: of weights that may change in place.
     """
 
-    def __init__(self, sampler: Sampler, samples: list[Tensor]) -> None:
-        self._sampler, self._samples = sampler, samples
+    def __init__(self, limits: Sequence[float], samples: list[Tensor]) -> None:
+        self._limits, self._samples = limits, samples
         self._before: tuple[Tensor, Tensor] | None = None  # the latent and the output of the last call
-        self._sizes: Numbers | None = None
-        self._given: Numbers | None = None
+        self._others: tuple[Numbers, Numbers] | None = None  # of the last call that was read
         self._late: tuple[Tensor, Any, Callable[[Numbers], str]] | None = None
 
     def note(self, call: Call, output: Tensor) -> None:
         """Take in what a call gave."""
         self._before = call.latent.detach().clone(), output.detach().clone()
 
-    def broken(self, call: Call) -> str:
-        """What no longer holds in a call, in words; nothing where all does, so far as is known."""
-        device = call.latent.device
-        if device.type not in ("cpu", "cuda") or self._before is None:
-            return ""
-        parts = [_gram(call.latent, *self._before), _sizes(call.inputs), self._values(call)]
-        read = partial(self._read, call.index, [part.shape for part in parts])
-        numbers = torch.cat([part.flatten() for part in parts])
-        if device.type == "cpu":
-            return read(numbers.numpy())
-        event = torch.cuda.Event()
-        late, self._late = self._late, (numbers.to("cpu", non_blocking=True), event, read)
-        event.record()
+    def broken(self, call: Call, computed: bool) -> str:
+        """What no longer holds in a call, in words; nothing where all does, so far as is known.
+
+        Args:
+            call: the next.
+            computed: it is planned to compute all layers.
+        """
+        device, late, self._late = call.latent.device.type, self._late, None
+        if self._before is not None and (device == "cpu" or (device == "cuda" and computed)):
+            gram, sizes = _gram(call.latent, *self._before), _sizes(call.inputs)
+            numbers = torch.cat([part.flatten().float() for part in (gram, *sizes, *self._constants(call))])
+            read = partial(self._read, call.index, gram.shape, len(sizes))
+            if device == "cpu":
+                return read(numbers.numpy())
+            event = torch.cuda.Event()
+            self._late = numbers.to("cpu", non_blocking=True), event, read
+            event.record()
         if late is None:
             return ""
-        late[1].synchronize()
-        return late[2](late[0].numpy())
+        numbers, event, read = late
+        event.synchronize()
+        return read(numbers.numpy())
 
-    def _values(self, call: Call) -> Tensor:
+    def _constants(self, call: Call) -> list[Tensor]:
         """What stays as it is within a run: channels beside the latent's (a mask, a masked image), weights."""
         assert self._before is not None
         _, beside = _split(call.latent, self._before[1])
         numbers = [] if beside is None else [beside.mean(), beside.square().mean()]
-        sampled = [weight.to(call.latent.device) for weight in self._samples]
-        return torch.cat([one.flatten().float() for one in (call.latent.new_zeros(0), *numbers, *sampled)])
+        return [*numbers, *(weight.to(call.latent.device) for weight in self._samples)]
 
-    def _read(self, call: int, shapes: list[torch.Size], numbers: Numbers) -> str:
-        """The same of a call of which all numbers are known by now."""
-        ends = np.cumsum([shape.numel() for shape in shapes])[:-1]
-        gram, sizes, given = np.split(numbers.astype(np.float64), ends)
-        (before, self._sizes), (given_before, self._given) = (self._sizes, sizes), (self._given, given)
-        unexplained = _unexplained(gram.reshape(shapes[0]))
-        share = max(self._sampler.noise_share(call), _LEAST_SHARE)
-        if unexplained > _NEW_NOISE * share and self._sampler.noise_falls(call) > _LEAST_FALL:
+    def _read(self, call: int, shape: torch.Size, sizes: int, numbers: Numbers) -> str:
+        """What no longer held in a call of which all numbers are known."""
+        gram, norms, constants = np.split(numbers.astype(np.float64), [shape.numel(), shape.numel() + sizes])
+        before, self._others = self._others, (norms, constants)
+        if _unexplained(gram.reshape(shape)) > self._limits[call]:
             return "the latent is not what the sampler makes of the call before (another image, new noise, a roll)"
-        if before is not None and before.shape == sizes.shape and _jumped(before, sizes):
+        if before is None or [one.shape for one in before] != [norms.shape, constants.shape]:
+            return ""
+        if (np.maximum(before[0], norms) > _JUMP * np.minimum(before[0], norms)).any():
             return "the residuals of a ControlNet or an adapter come or go"
-        if given_before is not None and given_before.shape == given.shape:
-            if not np.allclose(given, given_before, rtol=1e-5, atol=0):
-                return "the channels beside the latent's or an adapter's weights changed"
+        if not np.allclose(before[1], constants, rtol=1e-5, atol=0):
+            return "the channels beside the latent's or an adapter's weights changed"
         return ""
 
 
@@ -203,8 +198,8 @@ def _gram(latent: Tensor, before: Tensor, output: Tensor) -> Tensor:
     """
     batch = latent.shape[0]
     shifts = {n * batch // parts for parts in (1, 2, 3) if batch % parts == 0 for n in range(parts)}
-    outputs = [output.roll(shift, 0) for shift in sorted(shifts)]
-    rows = [_split(latent, output)[0], _split(before, output)[0], *outputs]
+    outputs = [output.roll(shift, 0) for shift in sorted(shifts - {0})]
+    rows = [_split(latent, output)[0], _split(before, output)[0], output, *outputs]
     matrix = torch.stack([row.flatten(1).float() for row in rows], 1)
     return matrix @ matrix.mT
 
@@ -217,12 +212,7 @@ def _unexplained(gram: Numbers) -> float:
     return float(np.sqrt(left.max()))
 
 
-def _sizes(given: Mapping[str, Any]) -> Tensor:
+def _sizes(given: Mapping[str, Any]) -> Sequence[Tensor]:
     """The norm of each residual of a ControlNet or a T2I-Adapter."""
-    held = [given.get(name) for name in RESIDUALS]
-    residuals = [one for one in tree_leaves(held) if isinstance(one, Tensor)]
-    return torch.stack(torch._foreach_norm(residuals)).float() if residuals else given["sample"].new_zeros(0)
-
-
-def _jumped(before: Numbers, sizes: Numbers) -> bool:
-    return bool((np.maximum(before, sizes) > _JUMP * np.minimum(before, sizes)).any())
+    residuals = [one for one in tree_leaves([given.get(name) for name in RESIDUALS]) if isinstance(one, Tensor)]
+    return torch._foreach_norm(residuals) if residuals else ()

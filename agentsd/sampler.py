@@ -33,6 +33,8 @@ _ALPHAS = np.cumprod(1 - _BETAS)
 _LEAST_ALPHA = 2.0**-24  # under zero terminal SNR the first is 0, whose noise level is infinite
 _LARGE = 1000.0  # an output that clipping and thresholding would change
 _VALUES = (bool, int, float, complex, str, bytes, type(None), np.ndarray, np.generic, Mapping, Enum, torch.dtype, torch.device)
+_NEW = 0.9  # of a latent's noise; an ancestral step that lowers it by 40% renews 0.8
+_LEAST_SHARE = 0.1  # of noise in a latent
 _NEGLIGIBLE = 1e-5  # of the largest response: below it is float32's rounding
 
 
@@ -228,19 +230,21 @@ class Sampler:
         """
         return list(zip(self.timesteps, self.sigmas or self.timesteps, strict=True))
 
-    def noise_share(self, call: int) -> float:
-        """The share of noise in a call's latent, a root mean square, on data of unit variance (EDM: its own)."""
-        if self.sigmas is None:
-            return 1.0
-        sigma = self.sigmas[call]
-        data = 1 - sigma if self.is_flow else self._config.get("sigma_data") or 1.0
-        return sigma / math.hypot(sigma, data)
+    def new_noise(self) -> list[float]:
+        """For each call the share of its latent (a root mean square) beyond which that is another's: nearly all its noise.
 
-    def noise_falls(self, call: int) -> float:
-        """The noise level of a call over that of the call before."""
-        if self.sigmas is None or call == 0:
-            return 1.0
-        return self.sigmas[call] / (self.sigmas[call - 1] or 1.0)
+        Data are of unit variance (EDM: its own). Where the noise level falls by more than 40% in a step, ancestral
+        samplers renew nearly all noise, and nothing is said; nor where noise is so little that a nudge is as large.
+        """
+        if self.sigmas is None:
+            return [_NEW] * len(self.timesteps)
+        limits, before = [], 0.0
+        for sigma in self.sigmas:
+            data = 1 - sigma if self.is_flow else self._config.get("sigma_data") or 1.0
+            share = max(sigma / math.hypot(sigma, data), _LEAST_SHARE)
+            limits.append(_NEW * share if sigma > 0.6 * before else math.inf)
+            before = sigma
+        return limits
 
     def gain(self, call: int) -> float:
         """How far an error of the model's input moves its output, dF/dx, on Gaussian data of unit variance.

@@ -153,14 +153,14 @@ def test_guidance_that_is_cut_off_in_the_middle(build):
         return tensors
 
     callback = {"callback_on_step_end": cut_off, "callback_on_step_end_tensor_inputs": ["prompt_embeds"]}
-    symbols = check(pipe, lambda: run(guidance_rescale=0.0, **callback))
+    symbols = check(pipe, lambda: run(guidance_rescale=0.0, **callback), "shape or dtype and encoder_hidden_states")
     assert symbols == "FfFfFFFf"  # a batch of its own has no states at first
 
 
-def test_ddim_inversion(make_pipeline, sample):
-    """Timesteps that rise."""
+def test_ddim_inversion(make_pipeline):
+    """Timesteps that rise: every second step cached made inversions 100 times as wrong as images."""
     pipe = make_pipeline(scheduler=diffusers.DDIMInverseScheduler(**BETAS))
-    assert check(pipe, lambda: sample(pipe, num_inference_steps=10)) == "FfFfFfFfFf"
+    assert check(pipe, lambda: draw(pipe, num_inference_steps=10), "the timesteps go up") == "F" * 10
 
 
 def test_controlnet_xs_refuses_cached_steps(make_pipeline, tokenizer):

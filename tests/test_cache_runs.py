@@ -3,7 +3,7 @@
 import diffusers
 import pytest
 import torch
-from callers import RUN, Caller, Guided, Host, ddim, draw, equal, inputs, letters, outputs
+from callers import RUN, draw, Caller, Guided, Host, ddim, draw, equal, inputs, letters, outputs
 from logs import silent, warned
 from recipes import STEP_CACHING
 from tiny import BETAS, kept, make_small_unet, make_unet
@@ -25,7 +25,7 @@ def loop(unet, scheduler, timesteps, text_of=None):
     return outs
 
 
-def test_a_prompt_that_changes_in_the_middle_is_computed(make_pipeline, sample):
+def test_a_prompt_that_changes_in_the_middle_is_computed(make_pipeline):
     handle = apply_agentsd(pipe := make_pipeline(scheduler=ddim(steps_offset=1)), recipe=CACHED)
 
     def change(pipe, step, t, tensors):
@@ -34,7 +34,8 @@ def test_a_prompt_that_changes_in_the_middle_is_computed(make_pipeline, sample):
         return tensors
 
     callback = {"callback_on_step_end": change, "callback_on_step_end_tensor_inputs": ["prompt_embeds"]}
-    sample(pipe, **RUN, **callback)
+    with warned("encoder_hidden_states changed, so a call computes all layers"):
+        draw(pipe, **RUN, **callback)
     assert letters(handle) == "FfFfFFFfFf"
 
 
@@ -44,7 +45,7 @@ TEXTS = [inputs(seed)[1] for seed in (0, 1)]
 @pytest.mark.parametrize("text_of", [lambda i: TEXTS[0].clone(), lambda i: TEXTS[i % 2]])
 def test_texts_that_are_new_or_by_turns_keep_the_run_whole(text_of):
     handle, scheduler = apply_agentsd(unet := make_unet(), recipe=STEP_CACHING), ddim(12)
-    with warned("the U-Net gets another text"):
+    with warned("encoder_hidden_states changed"):
         made = loop(unet, scheduler, scheduler.timesteps, text_of)
     assert letters(handle) == "F" * 12
     scheduler.set_timesteps(12)

@@ -3,16 +3,23 @@
 Oracles: a U-Net that was never patched, and a fresh handle.
 """
 
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from callers import RUN, Caller, Guided, ddim, equal, inputs, outputs
 from recipes import AGENTS_THEN_KEYS, STEP_CACHING
-from tiny import kept, make_small_unet, make_unet, may_skip, snapshot
+from tiny import fingerprint, kept, make_small_unet, make_unet, may_skip, snapshot
 
+import agentsd
 from agentsd import Recipe, ResidualSharing, StepCache, apply_agentsd, remove_agentsd
 from agentsd.attention import Downsample
-from agentsd.recipe import AGENTSD
+from agentsd.recipe import AGENTSD, FAST
 
+PACKAGE = Path(agentsd.__file__).parent
 CACHED = Recipe(steps=StepCache(2))
 RECIPES = {
     "paper": AGENTSD,
@@ -143,3 +150,69 @@ def test_a_run_that_was_broken_off_leaves_nothing_to_the_next(start, convert):
     assert equal(made[0][0], made[1][0])
     assert made[0][1:] == made[1][1:]
     assert len(made[0][1]) == 11
+
+
+FILES = {str(PACKAGE / name) for name in ("apply.py", "hook.py", "hosts.py", "layers.py", "skip.py")}
+"""The code that puts stubs, processors and hooks in and out."""
+
+
+def traced(work, at=None):
+    """Run something; at a line that begins for the n-th time it is interrupted. Returns how often each did."""
+    begun = Counter()
+
+    def local(frame, event, arg):
+        if event == "line":
+            line = frame.f_code.co_filename, frame.f_lineno
+            begun[line] += 1
+            if at is not None and line == at[0] and begun[line] == at[1]:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return local
+
+    sys.settrace(lambda frame, event, arg: local if frame.f_code.co_filename in FILES else None)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+    return begun
+
+
+def patched_calls(unet, caller, made):
+    """Patch a U-Net, call it in the first steps of a run, two of them cached, and unpatch it."""
+    made.append(apply_agentsd(caller.pipe(unet), recipe=BOTH))
+    for i in range(6):
+        caller(unet, i)
+    made[0].remove()
+
+
+BOTH = replace(FAST, residual=replace(FAST.residual, least_tokens=0))
+AFTER = ("remove", "reset", "next")
+"""What comes after the interruption: what has to leave the model as it was, or to run as if nothing had been."""
+
+
+@pytest.mark.parametrize(
+    "time", ["first", pytest.param("middle", marks=pytest.mark.slow), pytest.param("last", marks=pytest.mark.slow)]
+)
+def test_an_interruption_between_any_two_lines_is_undone(time):
+    """Oracles: the model that was never patched, and a fresh handle."""
+    caller = Caller(9, size=(8, 8))
+    clean, stock = fingerprint(unet := make_small_unet()), [caller(unet, i) for i in range(6)]
+    apply_agentsd(caller.pipe(unet), recipe=BOTH)
+    expected = [caller(unet, i) for i in range(6)]
+    lines = traced(lambda: patched_calls(make_small_unet(), caller, []))
+    assert len(lines) > 300
+    for number, (line, count) in enumerate(sorted(lines.items())):
+        unet, made = make_small_unet(), []
+        at = line, {"first": 1, "middle": (count + 1) // 2, "last": count}[time]
+        with pytest.raises(KeyboardInterrupt):
+            traced(lambda: patched_calls(unet, caller, made), at)
+        after = AFTER[number % 3] if made else "remove"
+        if after == "next":  # half unpatched, it may run as either
+            again = [caller(unet, i) for i in range(6)]
+            assert equal(again, expected) or equal(again, stock), at
+        elif after == "reset":
+            made[0].reset()
+            assert whole(unet), at
+        remove_agentsd(unet)
+        assert fingerprint(unet) == clean, at
+        assert torch.equal(caller(unet, 4), stock[4]), at

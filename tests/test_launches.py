@@ -20,6 +20,8 @@ NO_LAUNCH = {"_unsafe_view", "detach", "empty", "set_", "promote_types", "randin
 BASELINE = 726  # of a guided call
 COPY = 1  # of a timestep that is an integer
 LAST_LAYERS = 60  # of a cached call
+NOTE = 2  # the latent and the output of each call of a run, cloned
+LOOK = 4  # whether a call's latent follows from those: of each call on a CPU, of computed ones on a GPU
 TIMESTEPS = torch.linspace(999, 0, 20)
 EARLY, LATE = 0, 15
 
@@ -51,8 +53,9 @@ def launches(unet: Any, timesteps: Any) -> list[Counter[str]]:
     """Of guided calls on other latents each: as many as at any other size."""
     rng, counts = torch.Generator().manual_seed(0), []
     text = torch.randn(2, 77, 32, generator=rng)
-    for t in timesteps:
-        latent = torch.randn(1, 4, 16, 16, generator=rng).repeat(2, 1, 1, 1)
+    noise, other = torch.randn(2, 1, 4, 16, 16, generator=rng)
+    for i, t in enumerate(timesteps):
+        latent = (noise + 0.05 * i * other).repeat(2, 1, 1, 1)
         with Launches() as mode:
             unet(latent, t, text)
         counts.append(mode.counts)
@@ -105,7 +108,7 @@ def test_between_two_residuals_nothing_is_ranked(unet, baseline):
     """Ten layers add 40 launches, for agents and the sum; the residuals' line is two."""
     _, calls = run(unet, Recipe(Agents(), residual=ResidualSharing(least_tokens=0)), 5)
     more = {name: calls[-1][name] - baseline[name] for name in calls[-1] | baseline}
-    assert sum(more.values()) == 10 * 4 + 2 + COPY
+    assert sum(more.values()) == 10 * 4 + 2 + COPY + NOTE + LOOK
     assert (more["_foreach_mul"], more["_foreach_add_"]) == (1, 1)
     assert not more.get("sort")
 
@@ -127,8 +130,8 @@ def test_launches_of_each_kind_of_call(unet, baseline):
     assert run(unet, Recipe(steps=StepCache(1)), 2)[1][1].total() == BASELINE + COPY
     symbols, counts = run(unet, Recipe(steps=StepCache(2, correct=False)), 8)
     assert symbols == "FfFfFfFf"
-    assert counts[-2].total() == BASELINE + COPY + 1  # a state kept
-    assert counts[-1].total() == LAST_LAYERS + 2  # a line
+    assert counts[-2].total() == BASELINE + COPY + NOTE + LOOK + 1  # a state kept
+    assert counts[-1].total() == LAST_LAYERS + NOTE + LOOK + 2  # a line
 
 
 @pytest.mark.parametrize("cached", [1, 2])
@@ -136,9 +139,9 @@ def test_launches_of_a_correction(unet, cached):
     """The last layers once more, however many steps were cached, and a few for each."""
     symbols, counts = run(unet, Recipe(steps=StepCache(cached + 1)), 2 * cached + 3)
     assert symbols == "F" + 2 * ("f" * cached + "F")
-    assert counts[-2].total() == LAST_LAYERS + 4  # a line; the latent and the output cloned
+    assert counts[-2].total() == LAST_LAYERS + NOTE + LOOK + 4  # a line; the latent and the output cloned
     # One state kept; a parabola, and how the output changes on it; for each cached step its share of that,
     # added, and subtracted. An error of the latent is a term for each error before, and a sum: in the second
     # cached step's output, in the own one, and in what mends it.
     errors = sum(n + 1 for n in range(1, cached)) + 2 * (cached + 1)
-    assert counts[-1].total() == BASELINE + COPY + 1 + LAST_LAYERS + 3 + 1 + 3 * cached + errors
+    assert counts[-1].total() == BASELINE + COPY + NOTE + LOOK + 1 + LAST_LAYERS + 3 + 1 + 3 * cached + errors
