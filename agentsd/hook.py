@@ -112,10 +112,11 @@ class Hook:
         self._call: Call | None = None
         self._memory: Memory | None = None  # that it uses
         self._recomputes = False  # a cached call is computed again
+        self._waiting: list[Any] = []  # the states of calls inside which a hook calls the model
         self._response_of: tuple[bytes | None, ImpulseResponse | None] = (None, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        gone = {"_patched": None, "_run": None, "_call": None, "_memory": None, "_recomputes": False}
+        gone = {"_patched": None, "_run": None, "_call": None, "_memory": None, "_recomputes": False, "_waiting": []}
         return self.__dict__ | gone | {"_owner": {}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
@@ -157,6 +158,7 @@ class Hook:
         self._layers.clean()
         self._run = self._call = self._memory = None
         self._recomputes = False
+        self._waiting.clear()
         self._owner.clear()
 
     # ---- before a call
@@ -164,7 +166,12 @@ class Hook:
     @torch.compiler.disable
     def begin(self, unet: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward pre-hook: plan the call that starts."""
-        if not self.enabled or self._is_recompute():
+        if not self.enabled:
+            return None
+        if self._is_inside(unet):
+            self._waiting.append((self.skipped and self.skipped.suspend(), self._layers.suspend()))
+            return None
+        if self._is_recompute():
             return None
         self._enter(unet)
         if torch.jit.is_tracing():
@@ -215,6 +222,15 @@ class Hook:
         """Let the call that begins be the model's own."""
         self._warn(message)
         self.clean()
+
+    def _is_inside(self, unet: Module) -> bool:
+        """Whether the call that begins is made by a hook or a layer inside the call under way."""
+        frame = None if self._call is None else sys._getframe()
+        while frame is not None:
+            if frame.f_code.co_name == "forward" and frame.f_locals.get("self") is unet:
+                return self._owner.get("thread") == threading.get_ident()
+            frame = frame.f_back
+        return False
 
     def _is_in_other_call(self) -> bool:
         """Whether the call under way is another thread's, which was not interrupted."""
@@ -387,8 +403,16 @@ class Hook:
     @torch.compiler.disable
     def end(self, unet: Module, args: tuple[Any, ...], output: Any) -> Any:
         """Forward hook: what the caller gets for what the U-Net gave, which is None if it raised."""
-        if self._is_recompute() or self._owner.get("thread") != threading.get_ident():
-            return None  # or it was refused, or left alone
+        if self._owner.get("thread") != threading.get_ident():
+            return None  # it was refused, or left alone
+        if self._waiting:
+            state, layers = self._waiting.pop()
+            self._layers.resume(layers)
+            if self.skipped is not None:
+                self.skipped.resume(*state)
+            return None
+        if self._is_recompute():
+            return None
         run, call, memory = self._run, self._call, self._memory
         try:
             computed = None if self.skipped is None else self.skipped.end()

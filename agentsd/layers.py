@@ -283,6 +283,22 @@ class PatchedLayers:
                 if getattr(attn, "processor", processor) is processor:  # it has none between two lines of diffusers'
                     attn.set_processor(processor.fallback)
 
+    def suspend(self) -> list[bool]:
+        """Let each layer be the model's own for a while; returns what `resume` takes."""
+        held = [layer.attn.processor is one for layer, one in zip(self.attention_layers, self.processors, strict=True)]
+        for layer, one, was in zip(self.attention_layers, self.processors, held, strict=True):
+            one.held = False
+            if was:
+                layer.attn.set_processor(one.fallback)
+        return held
+
+    def resume(self, held: list[bool]) -> None:
+        """Go on as before."""
+        for layer, one, was in zip(self.attention_layers, self.processors, held, strict=True):
+            one.held = was
+            if was:
+                layer.attn.set_processor(one)
+
     def clean(self) -> None:
         """Let each layer be the model's own, whatever a call was at."""
         self._let_go(raised=True)

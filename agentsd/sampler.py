@@ -107,7 +107,7 @@ def _step_through(
     if "generator" in inspect.signature(copy.step).parameters:
         more["generator"] = torch.Generator("cpu").manual_seed(0)
     latents, scales = [latent] * (begin + 1), np.ones(calls)
-    with torch.no_grad(), torch.device("cpu"), _own_random_numbers():
+    with torch.no_grad(), torch.device("cpu"), _global_random_numbers_kept():
         for i in range(begin, calls):
             output = torch.zeros_like(latent)
             if drive:
@@ -167,18 +167,19 @@ def _with_state(scheduler: Any, state: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def _own_random_numbers() -> Iterator[None]:
-    """Global random numbers go on afterwards as if none had been drawn; within, they begin alike each time."""
-    before = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
-    torch.default_generator.manual_seed(0)
-    np.random.seed(0)
-    random.seed(0)
+def _global_random_numbers_kept() -> Iterator[None]:
+    """What is drawn within is not missing afterwards; nothing is set where nothing was drawn."""
+    generator = torch.default_generator
+    before = generator.get_state(), np.random.get_state(), random.getstate()
     try:
         yield
     finally:
-        torch.default_generator.set_state(before[0])
-        np.random.set_state(before[1])
-        random.setstate(before[2])
+        if not torch.equal(generator.get_state(), before[0]):
+            generator.set_state(before[0])
+        if pickle.dumps(np.random.get_state()) != pickle.dumps(before[1]):
+            np.random.set_state(before[1])
+        if random.getstate() != before[2]:
+            random.setstate(before[2])
 
 
 class Sampler:

@@ -181,6 +181,20 @@ class SkippedLayers:
         computed, hook.computed, hook.hidden, hook.cached = hook.computed, None, None, False
         return computed
 
+    def suspend(self) -> tuple[bool, Tensor | None, Tensor | None]:
+        """Let the model skip none for a while; returns what `resume` takes."""
+        hook = self.feature_hook
+        state = hook.cached, hook.hidden, hook.computed
+        self.end()
+        return state
+
+    def resume(self, cached: bool, hidden: Tensor | None, computed: Tensor | None) -> None:
+        """Go on as before."""
+        self.end()
+        if cached and hidden is not None:
+            self.put(hidden)
+        self.feature_hook.computed = computed
+
     def _without_residuals(self, given: dict[str, Any]) -> dict[str, Any]:
         """A cached step's arguments: of ControlNet's and T2I-Adapter's residuals those that it needs."""
         given = dict(given)

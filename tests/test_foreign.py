@@ -6,18 +6,20 @@ corrected, and is named; attention goes on. The oracle is what the other saw and
 
 import functools
 
+import diffusers
 import peft
 import pytest
 import torch
+from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module
 from callers import Caller, Guided, equal, letters, outputs
 from diffusers.models.attention_processor import AttnProcessor2_0
-from logs import silent, warned
+from logs import logged, silent, warned
 from pipelines import LORA, ip_adapter_weights
 from recipes import EACH_KIND, STEP_CACHING
 from tiny import WIDTH, make_unet, may_skip
 from torch.utils._pytree import tree_leaves
 
-from agentsd import Downsample, Recipe, apply_agentsd
+from agentsd import Downsample, Recipe, apply_agentsd, remove_agentsd
 from agentsd.recipe import AGENTSD
 
 STEPS = 12
@@ -259,3 +261,87 @@ def test_autocast_over_some_calls_alone(name, cast):
         if before is not None and cast(i) != before:
             assert handle.summary()[i] == "F"
         before = cast(i)
+
+
+class Post(ModelHook):
+    """Changes what a layer gives; what comes before it is accelerate's."""
+
+    def post_forward(self, module, output):
+        return 1.1 * output
+
+
+class OffloadAndScale(diffusers.hooks.ModelHook):
+    """Of another package, with a name as diffusers has."""
+
+    def post_forward(self, module, output):
+        return 1.1 * output
+
+
+def replaced_on_the_instance():
+    hook = ModelHook()
+    hook.post_forward = lambda module, output: 1.1 * output
+    return hook
+
+
+ACCELERATE = {
+    "post_forward alone": Post,
+    "in a sequence": lambda: SequentialHook(ModelHook(), Post()),
+    "on the instance": replaced_on_the_instance,
+}
+
+
+@pytest.mark.parametrize("how", [*ACCELERATE, "diffusers"])
+def test_a_hook_of_the_hosts_that_another_package_made_sees_each_call(how):
+    made = []
+    for patched in (False, True):
+        unet = make_unet()
+        module = unet.mid_block.resnets[0]
+        if how == "diffusers":
+            diffusers.hooks.HookRegistry.check_if_exists_or_initialize(module).register_hook(OffloadAndScale(), "mine")
+        else:
+            add_hook_to_module(module, ACCELERATE[how]())
+        if patched:
+            handle = apply_agentsd(unet, recipe=STEP_CACHING)
+        with warned("nothing is skipped in this run") if patched else silent():
+            made.append(run(unet))
+    assert equal(*made)
+    assert letters(handle) == "F" * STEPS
+
+
+def test_attention_that_is_masked_stays_full_and_says_so():
+    """In a layer, and in its words, not T-GATE's."""
+
+    def mask(module, args, kwargs):
+        return args, kwargs | {"attention_mask": torch.zeros(2, 1, args[0].shape[1])}
+
+    made = []
+    for patched in (False, True):
+        unet = make_unet()
+        layer = unet.up_blocks[2].attentions[0].transformer_blocks[0].attn1
+        if patched:
+            apply_agentsd(unet, recipe=Recipe(Downsample(), levels=1))
+        layer.register_forward_pre_hook(mask, with_kwargs=True)
+        with logged() as messages:
+            made.append(Caller(STEPS)(unet, 0))
+    assert not torch.equal(*made)  # the other layers have fewer keys
+    assert [text for text in messages if "attn1 is given an attention mask; it was left untouched" in text]
+    assert "T-GATE" not in " ".join(messages)
+
+
+def test_a_patch_is_removed_whatever_became_of_the_pipelines_unet():
+    unet = make_unet()
+
+    class Pipe:
+        pass
+
+    pipe = Pipe()
+    pipe.unet = unet
+    apply_agentsd(pipe, recipe=AGENTSD)
+    for other in (lambda *args: unet(*args), None, object()):
+        pipe.unet = unet
+        apply_agentsd(pipe, recipe=AGENTSD)
+        pipe.unet = other
+        remove_agentsd(pipe)
+        assert not hasattr(unet, "_agentsd")
+    with pytest.raises(TypeError, match="has no U-Net"):
+        remove_agentsd(object())
