@@ -20,7 +20,7 @@ import torch
 from diffusers.utils import logging
 from torch import Tensor
 from torch.nn import Module
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .foreign import foreign_inside, foreign_outside
 from .hosts import latent_and_timestep, named_arguments, regroup
@@ -199,7 +199,8 @@ class Hook:
             return None
         features = memory.features.extrapolate(call.sigma)[0]
         call.inputs = self.skipped.begin(features, call.inputs, again=memory.corrections is not None)
-        return regroup(call.inputs, len(args))
+        given = tree_map(lambda value: value, call.inputs)  # the host takes adapters' residuals off their list
+        return regroup(given, len(args))
 
     def _enter(self, unet: Module) -> None:
         """Refuse a call that can't be served beside another; else take note of it."""
