@@ -309,7 +309,7 @@ def remove_agentsd(pipe: Any) -> None:
 
     A U-Net that was patched through the pipeline, and is no longer its own, is left so, too.
     """
-    handles = [handle for handle in _handles if handle.pipe is pipe]
+    handles: list[AgentSDHandle | None] = [handle for handle in _handles if handle.pipe is pipe]
     try:
         handles.append(handle_of(pipe))
     except TypeError:  # it has no U-Net (any more): what was patched through it is left all the same

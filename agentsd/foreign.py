@@ -107,7 +107,7 @@ def _hooks_of_hosts(module: Module) -> list[Any]:
 
 
 def _is_stateless(hook: Any) -> bool:
-    """Whether all that such a hook does is known to move, cast or count alone: none of its methods is another's."""
+    """Whether such a hook moves, casts or counts alone: it is known, and none of its methods is another's."""
     kind = type(hook)
     if getattr(kind, _MAY_SKIP, False) or getattr(hook, _MAY_SKIP, False):
         return True

@@ -56,10 +56,12 @@ class WarnOnce:
             logger.warning(f"agentsd: {message}")
 
 
-def unsupported_reason(unet: Any, timesteps: Sequence[float], count: int, scheduler: Any) -> str:
+def unsupported_reason(unet: Any, count: int, scheduler: Any, timesteps: Sequence[float] = ()) -> str:
     """Why nothing can be skipped in a run down a list of timesteps, in so many steps, or nothing."""
     if any(later > earlier for earlier, later in pairwise(timesteps)):
-        return "the timesteps go up (an inversion, where what is cached loses much more, or no run of one image)"
+        return (
+            "the timesteps go up (an inversion, where what is cached loses much more, or no run of one image)"
+        )
     if is_for_few_steps(scheduler):
         return f"{type(scheduler).__name__} is for few steps, none of which can be spared"
     if count < FEWEST:
@@ -116,7 +118,14 @@ class Hook:
         self._response_of: tuple[bytes | None, ImpulseResponse | None] = (None, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        gone = {"_patched": None, "_run": None, "_call": None, "_memory": None, "_recomputes": False, "_waiting": []}
+        gone: dict[str, Any] = {
+            "_patched": None,
+            "_run": None,
+            "_call": None,
+            "_memory": None,
+            "_recomputes": False,
+            "_waiting": [],
+        }
         return self.__dict__ | gone | {"_owner": {}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
@@ -199,7 +208,9 @@ class Hook:
             return None
         features = memory.features.extrapolate(call.sigma)[0]
         call.inputs = self.skipped.begin(features, call.inputs, again=memory.corrections is not None)
-        given = tree_map(lambda value: value, call.inputs)  # the host takes adapters' residuals off their list
+        given = tree_map(
+            lambda value: value, call.inputs
+        )  # the host takes adapters' residuals off their list
         return regroup(given, len(args))
 
     def _enter(self, unet: Module) -> None:
@@ -296,7 +307,7 @@ class Hook:
         ahead = range(len(run.timesteps))[call.index :: run.stride]
         step_of_call = [run.sampler.step_of_call[index] for index in ahead]
         timesteps = [run.timesteps[index] for index in ahead]
-        reason = unsupported_reason(unet, timesteps, len(set(step_of_call)), run.scheduler)
+        reason = unsupported_reason(unet, len(set(step_of_call)), run.scheduler, timesteps)
         if run.guesses:
             reason = (
                 "the run's steps are not known (pass elements of scheduler.timesteps to the U-Net, or apply "
@@ -351,7 +362,7 @@ class Hook:
         return response
 
     def _memory_of(self, unet: Any, run: Run, call: Call) -> Memory | None:
-        """What calls under the same conditions left that a call may use; None where nothing more is skipped."""
+        """What earlier calls left that a call may use; None where nothing more is skipped in the run."""
         oldest = call.index - run.stride  # what was not called in the step before is too old
         run.memories = {key: one for key, one in run.memories.items() if one.index >= oldest}
         run.model_state = run.model_state or ModelState(unet)
@@ -414,30 +425,9 @@ class Hook:
             return None
         if self._is_recompute():
             return None
-        run, call, memory = self._run, self._call, self._memory
+        run = self._run
         try:
-            computed = None if self.skipped is None else self.skipped.end()
-            if call is None or run is None:
-                self._layers.leave(output)
-                return None
-            attention = self._layers.end(call, None if memory is None else memory.residuals, output)
-            if output is None:
-                run.forget()
-                return None
-            run.history.kinds.append(CallKind(call.kind.computed, attention))
-            if memory is None:
-                return None
-            if call.kind.computed and computed is not None:
-                memory.features.keep(call.sigma, [computed.clone()])
-            if memory.corrections is not None and call.kind.computed:
-                output = self._correct(unet, len(args), run, call, memory, memory.corrections, output)
-            elif memory.corrections is not None:
-                output = self._make_up(call, memory, memory.corrections, output)
-            memory.trail.note(call, sample_of(output))
-            if call.index + run.stride >= len(run.timesteps):  # the last: nothing will use it
-                run.memories = {key: other for key, other in run.memories.items() if other is not memory}
-                run.model_state = run.model_state if run.memories else None  # nor hold weights
-            return output
+            return self._leave(unet, len(args), run, self._call, self._memory, output)
         except BaseException:
             self.undo_interrupted()
             if run is not None:
@@ -448,6 +438,39 @@ class Hook:
             self._owner.clear()
             if not self.enabled:  # any more: another thread has switched it off
                 self.clean()
+
+    def _leave(
+        self,
+        unet: Module,
+        positional: int,
+        run: Run | None,
+        call: Call | None,
+        memory: Memory | None,
+        output: Any,
+    ) -> Any:
+        """Keep what a call leaves for later ones, and correct those before it; returns what it gives."""
+        computed = None if self.skipped is None else self.skipped.end()
+        if call is None or run is None:
+            self._layers.leave(output)
+            return None
+        attention = self._layers.end(call, None if memory is None else memory.residuals, output)
+        if output is None:
+            run.forget()
+            return None
+        run.history.kinds.append(CallKind(call.kind.computed, attention))
+        if memory is None:
+            return None
+        if call.kind.computed and computed is not None:
+            memory.features.keep(call.sigma, [computed.clone()])
+        if memory.corrections is not None and call.kind.computed:
+            output = self._correct(unet, positional, run, call, memory, memory.corrections, output)
+        elif memory.corrections is not None:
+            output = self._make_up(call, memory, memory.corrections, output)
+        memory.trail.note(call, sample_of(output))
+        if call.index + run.stride >= len(run.timesteps):  # the last: nothing will use it
+            run.memories = {key: other for key, other in run.memories.items() if other is not memory}
+            run.model_state = run.model_state if run.memories else None  # nor hold weights
+        return output
 
     def _make_up(self, call: Call, memory: Memory, corrections: Corrections, output: Any) -> Any:
         """What a cached call gives: without what is wrong in the sampler's history. It will be corrected."""

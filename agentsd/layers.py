@@ -280,12 +280,17 @@ class PatchedLayers:
         if not plans:
             for layer, processor in zip(self.attention_layers, self.processors, strict=True):
                 attn = layer.block.attn1
-                if getattr(attn, "processor", processor) is processor:  # it has none between two lines of diffusers'
+                if (
+                    getattr(attn, "processor", processor) is processor
+                ):  # it has none between two lines of diffusers'
                     attn.set_processor(processor.fallback)
 
     def suspend(self) -> list[bool]:
         """Let each layer be the model's own for a while; returns what `resume` takes."""
-        held = [layer.attn.processor is one for layer, one in zip(self.attention_layers, self.processors, strict=True)]
+        held = [
+            layer.attn.processor is one
+            for layer, one in zip(self.attention_layers, self.processors, strict=True)
+        ]
         for layer, one, was in zip(self.attention_layers, self.processors, held, strict=True):
             one.held = False
             if was:
@@ -297,7 +302,7 @@ class PatchedLayers:
         for layer, one, was in zip(self.attention_layers, self.processors, held, strict=True):
             one.held = was
             if was:
-                layer.attn.set_processor(one)
+                layer.attn.set_processor(one)  # type: ignore[arg-type]
 
     def clean(self) -> None:
         """Let each layer be the model's own, whatever a call was at."""

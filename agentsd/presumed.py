@@ -1,19 +1,19 @@
 """What a cached step presumes of its call, and how each presumption is looked at.
 
-| it presumes that | it is looked at |
+| it presumes that | it is looked at by |
 |---|---|
-| the latent is what the sampler made of the call before | `Trail`: a regression on that call's latent and outputs |
-| all else that the call is given is what the call before was given | `conditions_of` by identity, `Trail` by value |
+| the latent is what the sampler made of the call before | `Trail`: its numbers |
+| all else that the call is given is unchanged | `conditions_of`: identity; `Trail`: values |
 | weights, switches and modules are the run's | `ModelState` |
 
-Where one does not hold, nothing that was kept is used: the call computes all layers, and after three such calls in
-a row nothing more is skipped in the run (`agentsd.hook`).
+Where one does not hold, nothing that was kept is used: the call computes all layers, and after three such
+calls in a row nothing more is skipped in the run (`agentsd.hook`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,8 +34,8 @@ _JUMP = 2.0  # factor by which ControlNet's residuals change in a step where the
 class ModelState:
     """What a model computes with, but for its inputs: weights, adapters' scales, switches and modules.
 
-    Weights that are written in place through `.data` leave no trace, but for adapters' (`Trail`). Offloading moves
-    weights between calls, so their places count only where nothing offloads.
+    Weights that are written in place through `.data` leave no trace, but for adapters' (`Trail`). Offloading
+    moves weights between calls, so their places count only where nothing offloads.
 
     Args:
         unet: the model, as it is when the run begins.
@@ -81,10 +81,10 @@ class ModelState:
 
 
 def conditions_of(call: Call, model: ModelState) -> dict[str, Hashable]:
-    """What a call is computed from but latent and time, by name: equal in two calls if it is the same and unchanged.
+    """What a call is computed from but latent and time, by name; equal in two calls where it is unchanged.
 
-    Arguments are told by identity, without a look at numbers. ControlNet's and T2I-Adapter's residuals follow from latent and
-    time, so they count by their shapes here, and by their sizes in `Trail`.
+    Arguments are told by identity, without a look at numbers. ControlNet's and T2I-Adapter's residuals follow
+    from latent and time, so they count by their shapes here, and by their sizes in `Trail`.
     """
     sample = call.latent
     device, autocast = sample.device.type, None
@@ -115,15 +115,15 @@ def _identity(value: Any, shape_alone: bool) -> Hashable:
 class Trail:
     """Whether the calls on one text follow from each other, by the numbers of their inputs and outputs.
 
-    Whatever the sampler, the prediction type and the guidance, a step's latent is a sum of the latent before and of
-    the outputs on it, and of little else: a multistep sampler's older outputs, a mask, a nudge. A latent of another
-    image or of new noise is not: what is left of it after a regression is all of its noise.
+    Whatever the sampler, the prediction type and the guidance, a step's latent is a sum of the latent before
+    and of the outputs on it, and of little else: a multistep sampler's older outputs, a mask, a nudge. A latent
+    of another image or of new noise is not: what is left of it after a regression is all of its noise.
 
-    A CPU has these numbers at once. CUDA gets to them while the next call is put in its queue, so those of computed
-    calls are read one call later and it never waits. On other devices nothing is looked at.
+    A CPU has these numbers at once. CUDA gets to them while the next call is put in its queue, so those of
+    computed calls are read one call later and it never waits. On other devices nothing is looked at.
 
     Args:
-        limits: for each call of the run the share of its latent that may be unexplained (`Sampler.new_noise`).
+        limits: for each call the share of its latent that may be unexplained (`Sampler.new_noise`).
         samples: of weights that may change in place.
     """
 
@@ -131,7 +131,7 @@ class Trail:
         self._limits, self._samples = limits, samples
         self._before: tuple[Tensor, Tensor] | None = None  # the latent and the output of the last call
         self._others: tuple[Numbers, Numbers] | None = None  # of the last call that was read
-        self._late: tuple[Tensor, Any, Callable[[Numbers], str]] | None = None
+        self._late: tuple[Tensor, Any, partial[str]] | None = None
 
     def note(self, call: Call, output: Tensor) -> None:
         """Take in what a call gave."""
@@ -156,12 +156,11 @@ class Trail:
             event.record()
         if late is None:
             return ""
-        numbers, event, read = late
-        event.synchronize()
-        return read(numbers.numpy())
+        late[1].synchronize()
+        return late[2](late[0].numpy())
 
     def _constants(self, call: Call) -> list[Tensor]:
-        """What stays as it is within a run: channels beside the latent's (a mask, a masked image), weights."""
+        """What stays as it is within a run: channels beside the latent's (a mask, an image), weights."""
         assert self._before is not None
         _, beside = _split(call.latent, self._before[1])
         numbers = [] if beside is None else [beside.mean(), beside.square().mean()]
@@ -172,7 +171,9 @@ class Trail:
         gram, norms, constants = np.split(numbers.astype(np.float64), [shape.numel(), shape.numel() + sizes])
         before, self._others = self._others, (norms, constants)
         if _unexplained(gram.reshape(shape)) > self._limits[call]:
-            return "the latent is not what the sampler makes of the call before (another image, new noise, a roll)"
+            return (
+                "the latent is not what the sampler makes of the call before (another's, new noise, a roll)"
+            )
         if before is None or [one.shape for one in before] != [norms.shape, constants.shape]:
             return ""
         if (np.maximum(before[0], norms) > _JUMP * np.minimum(before[0], norms)).any():
@@ -183,7 +184,7 @@ class Trail:
 
 
 def _split(latent: Tensor, output: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The channels of a U-Net's input that its output has, too, and those beside them (None where there are none)."""
+    """The channels of a U-Net's input that its output has, too, and those beside them, if there are any."""
     axes = [axis for axis, (own, out) in enumerate(zip(latent.shape, output.shape, strict=True)) if own > out]
     if not axes:
         return latent, None
@@ -205,14 +206,18 @@ def _gram(latent: Tensor, before: Tensor, output: Tensor) -> Tensor:
 
 
 def _unexplained(gram: Numbers) -> float:
-    """The share (a root mean square) of each latent that is no sum of the others, of the image that has most."""
+    """The share (a root mean square) of a latent that is no sum of the others; of the image with most."""
     own, others, with_others = gram[:, 0, 0], gram[:, 1:, 1:], gram[:, 0, 1:]
-    explained = np.einsum("bi,bij,bj->b", with_others, np.linalg.pinv(others, 1e-6, hermitian=True), with_others)
+    explained = np.einsum(
+        "bi,bij,bj->b", with_others, np.linalg.pinv(others, 1e-6, hermitian=True), with_others
+    )
     left = np.maximum(own - explained, 0.0) / np.where(own > 0, own, 1.0)
     return float(np.sqrt(left.max()))
 
 
 def _sizes(given: Mapping[str, Any]) -> Sequence[Tensor]:
     """The norm of each residual of a ControlNet or a T2I-Adapter."""
-    residuals = [one for one in tree_leaves([given.get(name) for name in RESIDUALS]) if isinstance(one, Tensor)]
+    residuals = [
+        one for one in tree_leaves([given.get(name) for name in RESIDUALS]) if isinstance(one, Tensor)
+    ]
     return torch._foreach_norm(residuals) if residuals else ()

@@ -32,7 +32,21 @@ _BETAS = np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
 _ALPHAS = np.cumprod(1 - _BETAS)
 _LEAST_ALPHA = 2.0**-24  # under zero terminal SNR the first is 0, whose noise level is infinite
 _LARGE = 1000.0  # an output that clipping and thresholding would change
-_VALUES = (bool, int, float, complex, str, bytes, type(None), np.ndarray, np.generic, Mapping, Enum, torch.dtype, torch.device)
+_VALUES = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    np.ndarray,
+    np.generic,
+    Mapping,
+    Enum,
+    torch.dtype,
+    torch.device,
+)
 _NEW = 0.9  # of a latent's noise; an ancestral step that lowers it by 40% renews 0.8
 _LEAST_SHARE = 0.1  # of noise in a latent
 _NEGLIGIBLE = 1e-5  # of the largest response: below it is float32's rounding
@@ -71,8 +85,8 @@ def impulse_response(scheduler: Any, begin: int = 0) -> ImpulseResponse | None:
     Nothing of it is touched, and no global random number is drawn.
 
     Returns:
-        None where it can't be had: the scheduler is not linear in the output (thresholding, clipping), or it can't be
-        copied and stepped alone.
+        None where it can't be had: the scheduler is not linear in the output (thresholding, clipping), or it
+        can't be copied and stepped alone.
     """
     try:
         state = state_of(scheduler)
@@ -123,8 +137,8 @@ def _step_through(
 def state_of(scheduler: Any) -> dict[str, Any]:
     """What a scheduler holds, copied, on the CPU: its config, lists and history.
 
-    Functions that were put on it in place of its own (a logger around `step`, `torch.compile`'s) are left out, so that
-    what runs on the copy is the class's own and touches nothing else.
+    Functions that were put on it in place of its own (a logger around `step`, `torch.compile`'s) are left
+    out, so that what runs on the copy is the class's own and touches nothing else.
 
     Raises:
         TypeError: it holds something that has more than a value: a model, a function, a generator.
@@ -155,7 +169,7 @@ def _copied(value: Any) -> Any:
         return type(value)(map(_copied, value))
     if type(value) is dict:
         return {name: _copied(one) for name, one in value.items()}
-    if isinstance(value, _VALUES) or inspect.isfunction(value) and is_known(value):
+    if isinstance(value, _VALUES) or (inspect.isfunction(value) and is_known(value)):
         return deepcopy(value)
     raise TypeError(f"a {type(value).__name__} can't be copied")
 
@@ -232,10 +246,10 @@ class Sampler:
         return list(zip(self.timesteps, self.sigmas or self.timesteps, strict=True))
 
     def new_noise(self) -> list[float]:
-        """For each call the share of its latent (a root mean square) beyond which that is another's: nearly all its noise.
+        """For each call the share of its latent that is nearly all its noise, a root mean square.
 
-        Data are of unit variance (EDM: its own). Where the noise level falls by more than 40% in a step, ancestral
-        samplers renew nearly all noise, and nothing is said; nor where noise is so little that a nudge is as large.
+        Data are of unit variance (EDM: its own). It is infinite where the noise level falls by more than 40% in
+        a step, in which ancestral samplers renew nearly all of it, and never so little as a nudge is.
         """
         if self.sigmas is None:
             return [_NEW] * len(self.timesteps)

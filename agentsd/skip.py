@@ -154,8 +154,8 @@ class SkippedLayers:
             given |= {name: tree_map_only(Tensor, torch.clone, given[name]) for name in names}
         return given
 
-    # An interruption may come between any two lines: what is to be restored is written down before it is replaced,
-    # restored where it is seen to be replaced, and forgotten last.
+    # An interruption may come between any two lines: what is to be restored is written down before it is
+    # replaced, restored where it is seen to be replaced, and forgotten last.
 
     def put(self, hidden: Tensor) -> None:
         """From here on the model skips them, and computes its last layers on `hidden`."""

@@ -65,7 +65,7 @@ class Host:
 
 
 class Caller:
-    """Calls a U-Net as a pipeline does, with elements of a scheduler's list, on latents that move a little."""
+    """Calls a U-Net as a pipeline does, with elements of a scheduler's list; its latents move a little."""
 
     def __init__(self, steps=10, batch=2, size=(16, 16), seed=0):
         self.scheduler = ddim(steps)

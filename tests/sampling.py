@@ -82,7 +82,12 @@ SAMPLERS = {
     "SA-Solver": _of("SASolverScheduler", _NOISE),
     "EDM Euler": _of("EDMEulerScheduler", predictions=_EDM),
     "EDM DPM++ 2M": _of("EDMDPMSolverMultistepScheduler", predictions=_EDM),
-    "DDIM inversion": _of("DDIMInverseScheduler", "off, as it goes up, with a warning", predictions=("epsilon",), clip_sample=False),
+    "DDIM inversion": _of(
+        "DDIMInverseScheduler",
+        "off, as it goes up, with a warning",
+        predictions=("epsilon",),
+        clip_sample=False,
+    ),
     "LCM": _of("LCMScheduler", "off, with a warning", ("epsilon",)),
     "TCD": _of("TCDScheduler", "off, with a warning", ("epsilon",)),
     "consistency models": Sampling(

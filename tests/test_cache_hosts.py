@@ -153,7 +153,9 @@ def test_guidance_that_is_cut_off_in_the_middle(build):
         return tensors
 
     callback = {"callback_on_step_end": cut_off, "callback_on_step_end_tensor_inputs": ["prompt_embeds"]}
-    symbols = check(pipe, lambda: run(guidance_rescale=0.0, **callback), "shape or dtype and encoder_hidden_states")
+    symbols = check(
+        pipe, lambda: run(guidance_rescale=0.0, **callback), "shape or dtype and encoder_hidden_states"
+    )
     assert symbols == "FfFfFFFf"  # a batch of its own has no states at first
 
 

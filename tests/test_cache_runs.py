@@ -3,7 +3,7 @@
 import diffusers
 import pytest
 import torch
-from callers import RUN, draw, Caller, Guided, Host, ddim, draw, equal, inputs, letters, outputs
+from callers import RUN, Caller, Guided, Host, ddim, draw, equal, inputs, letters, outputs
 from logs import silent, warned
 from recipes import STEP_CACHING
 from tiny import BETAS, kept, make_small_unet, make_unet

@@ -297,7 +297,9 @@ def test_a_hook_of_the_hosts_that_another_package_made_sees_each_call(how):
         unet = make_unet()
         module = unet.mid_block.resnets[0]
         if how == "diffusers":
-            diffusers.hooks.HookRegistry.check_if_exists_or_initialize(module).register_hook(OffloadAndScale(), "mine")
+            diffusers.hooks.HookRegistry.check_if_exists_or_initialize(module).register_hook(
+                OffloadAndScale(), "mine"
+            )
         else:
             add_hook_to_module(module, ACCELERATE[how]())
         if patched:

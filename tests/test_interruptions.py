@@ -6,6 +6,7 @@ Oracles: a U-Net that was never patched, and a fresh handle.
 import sys
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -157,7 +158,7 @@ FILES = {str(PACKAGE / name) for name in ("apply.py", "hook.py", "hosts.py", "la
 
 
 def traced(work, at=None):
-    """Run something; at a line that begins for the n-th time it is interrupted. Returns how often each did."""
+    """Run something, interrupted at a line that begins for the n-th time; returns how often each began."""
     begun = Counter()
 
     def local(frame, event, arg):
@@ -187,11 +188,12 @@ def patched_calls(unet, caller, made):
 
 BOTH = replace(FAST, residual=replace(FAST.residual, least_tokens=0))
 AFTER = ("remove", "reset", "next")
-"""What comes after the interruption: what has to leave the model as it was, or to run as if nothing had been."""
+"""What comes after the interruption, and leaves the model as it was or runs as if nothing had been."""
 
 
 @pytest.mark.parametrize(
-    "time", ["first", pytest.param("middle", marks=pytest.mark.slow), pytest.param("last", marks=pytest.mark.slow)]
+    "time",
+    ["first", pytest.param("middle", marks=pytest.mark.slow), pytest.param("last", marks=pytest.mark.slow)],
 )
 def test_an_interruption_between_any_two_lines_is_undone(time):
     """Oracles: the model that was never patched, and a fresh handle."""
@@ -205,7 +207,7 @@ def test_an_interruption_between_any_two_lines_is_undone(time):
         unet, made = make_small_unet(), []
         at = line, {"first": 1, "middle": (count + 1) // 2, "last": count}[time]
         with pytest.raises(KeyboardInterrupt):
-            traced(lambda: patched_calls(unet, caller, made), at)
+            traced(partial(patched_calls, unet, caller, made), at)
         after = AFTER[number % 3] if made else "remove"
         if after == "next":  # half unpatched, it may run as either
             again = [caller(unet, i) for i in range(6)]

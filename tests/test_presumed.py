@@ -10,7 +10,7 @@ import numpy as np
 import peft
 import pytest
 import torch
-from callers import Caller, Guided, Host, ddim, equal, inputs, letters, outputs
+from callers import Guided, Host, ddim, equal, inputs, letters, outputs
 from logs import silent, warned
 from pipelines import LORA
 from recipes import STEP_CACHING
@@ -62,7 +62,7 @@ SCHEDULERS = {
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("image", [1, STEPS], ids=["one image", "an image a call"])
 def test_latents_that_no_sampler_made_are_computed(name, image):
-    """Edit-friendly inversion, score distillation, a classifier by denoising error: noise of its own in each call."""
+    """Edit-friendly inversion, score distillation: noise of its own in each call."""
     scheduler = SCHEDULERS[name]()
     scheduler.set_timesteps(STEPS)
     text, rng = inputs(5)[1], torch.Generator().manual_seed(0)
@@ -82,7 +82,9 @@ def test_latents_that_no_sampler_made_are_computed(name, image):
 def test_another_image_further_down_the_list_is_computed():
     """One image of a batch is enough."""
     unet, caller = make_unet(), Guided(STEPS, batch=4)
-    caller.latents[9:, 1::2] = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(8)).unsqueeze(0)
+    caller.latents[9:, 1::2] = torch.randn(
+        2, 4, 16, 16, generator=torch.Generator().manual_seed(8)
+    ).unsqueeze(0)
     handle = apply_agentsd(caller.pipe(unet), recipe=CACHED)
     with warned("the latent is not what the sampler makes"):
         outs = outputs(unet, caller)
@@ -180,22 +182,22 @@ def residuals(seed, size=1.0):
     }
 
 
-
 AT_NINE = "FfFfFfFfFFFfFfFf"
 
 
 def test_a_class_that_changes_is_noticed():
-    unet = make_unet(num_class_embeds=3)
+    """In a step that is planned to be cached, and in one before it, as one state draws no line."""
     one, other = ({"class_labels": torch.full((2,), label)} for label in (0, 1))
-    with warned("class_labels changed, so a call computes all layers"):
-        assert changed(unet, one, change=other) == AT_NINE
+    for at in (8, 9):
+        with warned("class_labels changed, so a call computes all layers"):
+            assert changed(make_unet(num_class_embeds=3), one, at, other) == AT_NINE
 
 
 def test_sizes_and_pooled_text_of_sdxl_are_noticed():
     def conditions(seed):
         rng = torch.Generator().manual_seed(seed)
-        added = {"text_embeds": torch.randn(2, WIDTH, generator=rng), "time_ids": torch.randn(2, 6, generator=rng)}
-        return {"added_cond_kwargs": added}
+        pooled, sizes = (torch.randn(2, width, generator=rng) for width in (WIDTH, 6))
+        return {"added_cond_kwargs": {"text_embeds": pooled, "time_ids": sizes}}
 
     caller = Guided(STEPS)
     caller.text = torch.randn(2, 7, 2 * WIDTH, generator=torch.Generator().manual_seed(0))
@@ -348,7 +350,9 @@ def test_timesteps_that_go_up_are_no_run(order):
 
 
 @pytest.mark.parametrize("recipe", [CACHED, AGENTSD, Recipe(Downsample())])
-@pytest.mark.parametrize("place", ["conv_in", "conv_out", "up_blocks.2.attentions.1.transformer_blocks.0.attn1"])
+@pytest.mark.parametrize(
+    "place", ["conv_in", "conv_out", "up_blocks.2.attentions.1.transformer_blocks.0.attn1"]
+)
 def test_a_hook_may_call_the_model_inside_its_call(recipe, place):
     """The inner call is the model's own, and the outer one goes on as without it."""
     caller, made, inner, expected = Guided(STEPS), [], [], None
@@ -392,7 +396,6 @@ def test_residuals_may_be_written_over_by_the_next_call(name):
     if name == "down_block_additional_residuals":
         shapes = [tuple(one.shape) for one in residuals(0)[name]]
     buffers = [torch.zeros(shape) for shape in shapes]
-    copied = make_unet()
     for written in (False, True):
         unet, caller = make_unet(), Guided(STEPS)
         handle = apply_agentsd(caller.pipe(unet), recipe=Recipe(steps=StepCache(2, layers=2)))
@@ -404,11 +407,24 @@ def test_residuals_may_be_written_over_by_the_next_call(name):
                 fresh = [buffer.copy_(one) for buffer, one in zip(buffers, fresh, strict=True)]
             more = {"mid_block_additional_residual": torch.zeros(2, 32, 4, 4)} if "block_add" in name else {}
             outs.append(caller(unet, i, **{name: list(fresh)}, **more))
-            right = caller(copied, i, **{name: list(fresh)}, **more)
-            assert (outs[i] - right).norm() < 0.05 * right.norm()
         made.append(outs)
         assert "corrected" in handle.summary()
     assert equal(*made)
+
+
+def test_an_adapters_residuals_are_there_when_a_call_is_computed_again():
+    """The host takes them off their list as it goes."""
+    unet, stock, caller = make_unet(), make_unet(), Guided(STEPS)
+    rng = torch.Generator().manual_seed(1)
+    fresh = [
+        2 * torch.randn(shape, generator=rng) for shape in [(2, 16, 16, 16), (2, 32, 8, 8), (2, 32, 4, 4)]
+    ]
+    apply_agentsd(caller.pipe(unet), recipe=Recipe(steps=StepCache(2, layers=2)))
+    for i in range(STEPS):
+        made, right = (
+            caller(one, i, down_intrablock_additional_residuals=list(fresh)) for one in (unet, stock)
+        )
+        assert (made - right).norm() < 0.05 * right.norm()
 
 
 def test_the_least_tokens_are_those_of_the_finest_level():

@@ -34,7 +34,10 @@ def make(name, cls=None):
 
 
 def same(one, other):
-    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in ("outputs", "latent", "input_scale"))
+    return all(
+        np.array_equal(getattr(one, name), getattr(other, name))
+        for name in ("outputs", "latent", "input_scale")
+    )
 
 
 def logged_step(scheduler, calls):
@@ -150,3 +153,17 @@ def test_a_response_is_kept_by_all_that_a_scheduler_holds():
     other = ddim(12)
     other.eta = 0.3
     assert fingerprint(one) != fingerprint(other)
+
+
+def test_a_failed_look_is_not_remembered(monkeypatch):
+    looks = iter([True])
+    monkeypatch.setattr(
+        "agentsd.hook.impulse_response", lambda *args: None if next(looks, False) else impulse_response(*args)
+    )
+    handle = apply_agentsd(host := Host(make_small_unet(), ddim(12)), recipe=CACHED)
+    for corrected in (False, True):
+        host.scheduler.set_timesteps(12)
+        with torch.no_grad():
+            for t in host.scheduler.timesteps:
+                host.unet(torch.zeros(2, 4, 16, 16), t, torch.zeros(2, 7, 16))
+        assert ("corrected" in handle.summary()) == corrected

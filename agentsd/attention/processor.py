@@ -115,12 +115,11 @@ class AgentAttnProcessor:
     ) -> Tensor:
         """Self-attention on `hidden_states` (B, N, C) -> (B, N, C); else `fallback` is called."""
         plan, (block_input, self.block_input) = self.group.plan, (self.block_input, None)
-        if plan is not None and self.attention != FULL:
-            if attention_mask is not None:
-                self.beside = "an attention mask"
-            elif encoder_hidden_states is not None or hidden_states.ndim != 3:
-                self.beside = "other tokens than its own to attend to, or an image in place of tokens"
-        if plan is None or self.attention == FULL or self.beside:
+        plain = encoder_hidden_states is None and attention_mask is None and hidden_states.ndim == 3
+        if plan is not None and self.attention != FULL and not plain:
+            other = "an attention mask", "other tokens to attend to, or an image in place of tokens"
+            self.beside = other[attention_mask is None]
+        if plan is None or self.attention == FULL or not plain:
             return self.fallback(attn, hidden_states, encoder_hidden_states, attention_mask, *args, **kwargs)
 
         came = hidden_states.shape[0], hidden_states.shape[1]
