@@ -36,6 +36,8 @@ FeatureName = Literal["efficientnet-lite0", "inception"]
 Scope = Literal["forward", "pipeline"]
 Ratio = Annotated[float, Field(ge=0, le=0.75)]
 DType = Literal["float32", "float16", "bfloat16"]
+SEEDS = 2**32
+"""Of which a generator on the CPU makes streams of their own: it reads no more of a seed than 32 bits."""
 OneRatio = Annotated[Ratio, Field(description="Share of the tokens that is merged.")]
 
 
@@ -177,7 +179,7 @@ class SamplingSettings(Settings):
     """Pixels, a multiple of 8; else the model's own."""
     width: int | None = Field(None, ge=8, multiple_of=8)
     """Pixels, a multiple of 8; else the model's own."""
-    seed: int = Field(0, ge=0, lt=2**62)
+    seed: int = Field(0, ge=0, lt=SEEDS)
     """Image i starts from the noise of seed + i. So it is whatever the method, batch size or process."""
 
 

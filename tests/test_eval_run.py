@@ -32,7 +32,7 @@ from agentsd_eval.images.prompts import (
     specs_of,
     specs_to_show,
 )
-from agentsd_eval.images.sampling import Seconds, initial_latents, sample, warm_up
+from agentsd_eval.images.sampling import Seconds, sample, warm_up
 from agentsd_eval.images.store import Entry, Store, times_of
 from agentsd_eval.pages import quality_table
 from agentsd_eval.pages import rows as results
@@ -235,14 +235,6 @@ def test_a_full_disk_loses_nothing(
     assert len(contents(tmp_path)) == 7  # of eight files, one is run.json
     fill(pipe, tmp_path)
     assert contents(tmp_path) == whole
-
-
-def test_an_images_noise_is_its_own(pipe: Any) -> None:
-    together = initial_latents(pipe, [5, 6, 7], 32, 32)
-    alone = initial_latents(pipe, [6], 32, 32)
-    assert together.shape == (3, 4, 16, 16)
-    assert torch.equal(together[1], alone[0])
-    assert not torch.equal(together[0], together[1])
 
 
 @pytest.mark.parametrize("scheduler", ["model", "ddim", "ddpm", "euler", "dpm++", "dpm++karras"])

@@ -23,6 +23,7 @@ from agentsd.modules.adapter import is_quantized
 
 from ..environment import describe_environment
 from ..images.digest import weights_digest
+from ..settings import SEEDS
 from .candidates import CANDIDATES
 from .measurements import Measurements
 from .runs import Cost, Row, Runs
@@ -107,6 +108,8 @@ def calibrate(
             raise TypeError(f"candidates: {recipe!r} is a {type(recipe).__name__}: pass recipes")
         untrained = not any(operator.needs_module for operator in recipe.operators)
         check("candidates", recipe, untrained, "it is to be trained; only what runs without is calibrated")
+    ok = 0 <= seed <= SEEDS - len(prompts) - len(held_out)
+    check("seed", seed, ok, f"torch tells {SEEDS:,} seeds apart, from 0 on: pass a smaller one")
     way_out = f"pass more than num_inference_steps={num_inference_steps}, such as 100"
     check("reference_steps", reference_steps, (reference_steps or math.inf) > num_inference_steps, way_out)
     unet = _free_unet(pipe, num_inference_steps, cost)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ..errors import EvalError
 from ..files import read_lines
-from ..settings import RunSettings, Settings, ShowSettings
+from ..settings import SEEDS, RunSettings, Settings, ShowSettings
 
 if TYPE_CHECKING:
     from agentsd_demo.scenes import SceneSplit, Triple
@@ -27,6 +27,13 @@ class ImageSpec:
     prompt: str
     seed: int
     triple: "Triple | None" = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < SEEDS:
+            raise EvalError(
+                f"image {self.index} would have seed {self.seed}: torch tells {SEEDS:,} seeds apart, from 0 "
+                "on; pass a smaller --seed"
+            )
 
 
 def from_triples(triples: "Sequence[Triple]", images: int, seed: int) -> list[ImageSpec]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from zlib import crc32
 
 import numpy as np
 from PIL import Image, ImageFilter
@@ -73,8 +74,8 @@ def blur(radius: float, image: Image.Image) -> Image.Image:
 
 
 def noise(sigma: float, image: Image.Image) -> Image.Image:
-    """Return the image with white noise of this standard deviation, in levels of 0..255."""
-    added = np.random.default_rng(0).normal(0, sigma, (image.height, image.width, 3))
+    """Return the image with white noise of its own, of this standard deviation in levels of 0..255."""
+    added = np.random.default_rng(crc32(image.tobytes())).normal(0, sigma, (image.height, image.width, 3))
     return Image.fromarray((np.asarray(image) + added).round().clip(0, 255).astype(np.uint8))
 
 

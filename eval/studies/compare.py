@@ -26,8 +26,8 @@ def command(settings: CompareSettings, console: Console) -> None:
     methods = methods_of(settings)
     check_writable(settings.out)
     check_own_image(settings.out)
-    pipe = load_pipeline(settings)
     specs = specs_to_show(settings)
+    pipe = load_pipeline(settings)
     note_unknown_words(pipe, specs, settings, console)
     with progress(console) as bars:
         task = bars.add_task("images", total=len(methods) * (len(specs) + 1))
