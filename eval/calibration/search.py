@@ -11,7 +11,6 @@ from typing import Any, get_args
 from unittest.mock import patch
 
 import numpy as np
-from diffusers import UniPCMultistepScheduler
 from rich.console import Console
 from rich.progress import Progress
 
@@ -22,7 +21,9 @@ from agentsd.hosts import find_model
 from agentsd.modules.adapter import is_quantized
 
 from ..environment import describe_environment
+from ..errors import EvalError
 from ..images.digest import weights_digest
+from ..images.models import scheduler_like
 from ..settings import SEEDS
 from .candidates import CANDIDATES
 from .measurements import Measurements
@@ -229,10 +230,12 @@ def _validation(runs: Runs, recipe: Recipe, numbers: Sequence[int]) -> Row:
 
 
 def has_better_sampler(scheduler: Any) -> bool:
-    """Whether UniPC on Karras levels is another sampler, and can be had: EDM has noise levels of its own."""
-    config = scheduler.config
-    already = isinstance(scheduler, UniPCMultistepScheduler) and config["use_karras_sigmas"]
-    return "beta_schedule" in config and not already
+    """Whether UniPC on Karras levels is another sampler, and can be had on the model's noise schedule."""
+    try:
+        better = scheduler_like(scheduler, BETTER_SAMPLER)
+    except EvalError:
+        return False
+    return not (isinstance(scheduler, type(better)) and scheduler.config["use_karras_sigmas"])
 
 
 def distance_at(speedup: float, rows: Sequence[Row], name: str) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..images.methods import Method, check_schedulers, expand
+from ..images.methods import Method, expand
 from ..images.models import find_device, load_pipeline, scheduler_like
 from ..images.sampling import Seconds, Stopwatch
 from ..settings import CostSettings, LatencySettings
@@ -54,7 +54,6 @@ def measure(
     has no cost within one. A method that needs more memory than the GPU has gets a row without figures.
     `report` is called after each round, the warm-up too.
     """
-    check_schedulers(methods, pipe.scheduler, settings.steps)
     for case in cases:
         asked = [method for method in methods if case.scope == "pipeline" or method.within_a_call]
         counts, seconds = _timed(pipe, case, asked, settings, report)

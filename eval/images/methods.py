@@ -197,15 +197,15 @@ def _hash(content: bytes) -> str:
 
 
 def check_schedulers(methods: Sequence[Method], scheduler: Any, steps: int) -> None:
-    """Raise EvalError where DeepCache would refresh its cache at the wrong calls of a run of `steps`.
+    """Raise EvalError where a sampler does not suit the model, or DeepCache the sampler in so many `steps`.
 
     DeepCache 0.1.1 finds its step by the first equal timestep. PLMS repeats one timestep, which is
     harmless where both calls reuse the cache (an interval of 3 or more); Heun repeats them all.
     """
     for method in methods:
+        own = scheduler_like(scheduler, method.scheduler or "model")
         if (interval := method.interval) is None:
             continue
-        own = scheduler_like(scheduler, method.scheduler or "model")
         own.set_timesteps(method.steps or steps)
         timesteps = own.timesteps.tolist()
         for call, timestep in enumerate(timesteps):

@@ -22,7 +22,7 @@ from ..cost.latency import Case, forward_call, load, row_of, speedup_of
 from ..environment import describe_run
 from ..errors import EvalError
 from ..files import check_writable
-from ..images.methods import Method, expand
+from ..images.methods import Method, check_schedulers, expand
 from ..images.sampling import Seconds, Stopwatch
 from ..pages.cost_table import tables_of
 from ..pages.rows import Row, progress, show, write_rows
@@ -37,6 +37,7 @@ def command(settings: PricedSettings, console: Console) -> None:
     methods = expand(settings.methods, [settings.ratio], settings, settings.fewer_steps)
     check_writable(settings.out / "latency.jsonl")
     pipe = load(settings)
+    check_schedulers(methods, pipe.scheduler, settings.steps)
     device = pipe.unet.device
     run = describe_run(settings, device)
     rows: list[Row] = []
