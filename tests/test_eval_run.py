@@ -211,7 +211,7 @@ def test_a_folder_of_another_run_is_refused(pipe: Any, tmp_path: Path) -> None:
     with pytest.raises(EvalError, match=r"steps: 3 there, 4 now\); choose another --out"):
         store.claim(fingerprint(pipe, IMAGES, more), MAKER)
     torch.nn.init.zeros_(pipe.unet.conv_in.weight)
-    with pytest.raises(EvalError, match="weights: "):
+    with pytest.raises(EvalError, match="unet_digest: "):
         store.claim(fingerprint(pipe, IMAGES, SETTINGS), MAKER)
 
 

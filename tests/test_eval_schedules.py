@@ -30,6 +30,8 @@ OTHERS = {
     "flow by UniPC": ("UniPCMultistep", BETAS | FLOW),
     "flow by DPM++": ("DPMSolverMultistep", BETAS | FLOW),
     "flow by its prediction": ("DPMSolverMultistep", BETAS | {"prediction_type": "flow_prediction"}),
+    "flow by its levels": ("UniPCMultistep", BETAS | {"use_flow_sigmas": True}),
+    "continuous alone": ("EulerDiscrete", BETAS | {"timestep_type": "continuous"}),
     "consistency": ("CMStochasticIterative", {}),
     "continuous": ("EulerDiscrete", BETAS | {"timestep_type": "continuous", "sigma_max": 700.0}),
     "wider than trained": ("EulerDiscrete", BETAS | {"sigma_max": 700.0, "use_karras_sigmas": True}),

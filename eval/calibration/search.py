@@ -22,7 +22,7 @@ from agentsd.modules.adapter import is_quantized
 
 from ..environment import describe_environment
 from ..errors import EvalError
-from ..images.digest import weights_digest
+from ..images.digest import parts_digest, weights_digest
 from ..images.models import scheduler_like
 from ..settings import SEEDS
 from .candidates import CANDIDATES
@@ -132,7 +132,7 @@ def calibrate(
     of = environment | {
         "held_out": list(held_out),
         "reference_steps": reference_steps,
-        "scheduler_settings": {n: value for n, value in pipe.scheduler.config.items() if n[0] != "_"},
+        **parts_digest(pipe),
         "call": call_kwargs,
     }
     settings = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale, **call_kwargs}

@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image
 
 from ..settings import FolderSettings, RunSettings
-from .digest import weights_digest
+from .digest import parts_digest
 from .methods import Method
 from .prompts import ImageSpec
 from .sampling import Seconds, sample, size_of, warm_up
@@ -36,7 +36,7 @@ def fingerprint(pipe: Any, specs: Sequence[ImageSpec], settings: RunSettings) ->
     height, width = size_of(pipe, settings)
     return {
         "model": settings.model,
-        "weights": weights_digest(pipe.unet),
+        **parts_digest(pipe),
         "dtype": settings.dtype,
         "device": pipe.unet.device.type,
         "scheduler": settings.scheduler,

@@ -76,9 +76,9 @@ class Store:
         """Mark the folder as a run's, and who makes its images; EvalError names how another run differs."""
         run = run_file.read(self.folder)
         found = run.get("images") or fingerprint
-        if different := [key for key in fingerprint if found.get(key) != fingerprint[key]]:
+        if different := [key for key in found | fingerprint if found.get(key) != fingerprint.get(key)]:
             changes = "; ".join(
-                f"{key}: {found.get(key)!r} there, {fingerprint[key]!r} now" for key in different
+                f"{key}: {found.get(key)!r} there, {fingerprint.get(key)!r} now" for key in different
             )
             raise EvalError(f"{self.folder} holds another run's images ({changes}); choose another --out")
         known: dict[str, Any] = run.get("environments", {})

@@ -18,7 +18,7 @@ from agentsd.dreambooth.checkpoints import list_checkpoints
 from ..environment import describe_environment, describe_run
 from ..errors import EvalError
 from ..files import check_writable, save_image, write_bytes
-from ..images.digest import weights_digest
+from ..images.digest import parts_digest
 from ..images.generate import Share, generate
 from ..images.models import load_pipeline
 from ..images.prompts import ImageSpec
@@ -76,7 +76,7 @@ def _fingerprint(pipe: Any, views: Sequence[Path], settings: SubjectSettings) ->
     """Return what every training and image depends on."""
     apart = {"out", "subject", "device", "clip", "dino", "batch_size"}
     return {
-        "weights": weights_digest(pipe.unet),
+        **parts_digest(pipe),
         "views": hashlib.sha256(b"".join(path.read_bytes() for path in views)).hexdigest()[:16],
         "device": pipe.unet.device.type,
         **settings.model_dump(mode="json", exclude=apart),
