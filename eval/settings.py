@@ -119,7 +119,7 @@ class Settings(CommandSettings):
     device: Device | None = None
     """cpu, cuda, cuda:1; else the first GPU, or the CPU."""
     backend: Backend = "sdpa"
-    """Attention of layers that a method leaves alone."""
+    """sdpa or unfused: how all attention is computed, a method's own, too."""
     scheduler: SchedulerName = "dpm++karras"
     steps: Steps = 25
     guidance_scale: Guidance = Field(

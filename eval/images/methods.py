@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
-
 from agentsd import Recipe, apply_agentsd
 from agentsd.recipe import MODES
 
 from ..errors import EvalError
 from ..names import numbered, read
 from ..settings import Backend, FewerSteps, Settings, recipe_of
+from .backend import attention_backend
 from .models import sampler, scheduler_like
 from .other_packages import OTHER_PACKAGES, unet_of
 
@@ -90,7 +89,7 @@ class Method:
         `seed` fixes the method's own random choices.
         """
         with ExitStack() as stack:
-            stack.enter_context(_attention_backend(pipe, self.backend))
+            stack.enter_context(attention_backend(unet_of(pipe), self.backend))
             if self.scheduler is not None:
                 stack.enter_context(sampler(pipe, self.scheduler))
             for part in self.parts:
@@ -158,20 +157,6 @@ def expand(
             if method not in methods:
                 methods.append(method)
     return methods
-
-
-@contextmanager
-def _attention_backend(pipe: Any, backend: Backend) -> Iterator[None]:
-    """Set the standard attention layers of the U-Net; layers with other processors are left alone."""
-    unet = unet_of(pipe)
-    wanted = {"sdpa": AttnProcessor2_0, "unfused": AttnProcessor}[backend]
-    before = dict(unet.attn_processors)
-    standard = (AttnProcessor, AttnProcessor2_0)
-    unet.set_attn_processor({n: wanted() if type(p) in standard else p for n, p in before.items()})
-    try:
-        yield
-    finally:
-        unet.set_attn_processor(before)
 
 
 @contextmanager
