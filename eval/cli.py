@@ -67,15 +67,16 @@ def make_program(
 
 def _typed(context: click.Context) -> str:
     """Return the command that runs; of several processes with a launcher, whose own words can't be seen."""
-    program, processes = context.command_path.split(), os.environ.get("WORLD_SIZE", "1")
-    if processes != "1":
-        program = ["accelerate", "launch", "--num_processes", processes, *program[program[0] == "python" :]]
+    program, count = context.command_path.split(), s.processes()
+    if count > 1:
+        program = ["accelerate", "launch", "--num_processes", str(count), *program[program[0] == "python" :]]
     return shlex.join([*program, *context.meta["words"]])
 
 
 def _run(kind: type[s.CommandSettings], module: str, config: str | None = None, **options: Any) -> None:
     """Do a command's work; an EvalError, a full GPU or Ctrl-C end it with a message and an exit code."""
     try:
+        _check_alone(kind)
         # The libraries' remarks and bars would stand between a user and the table.
         for library in ("DIFFUSERS", "TRANSFORMERS"):
             os.environ.setdefault(f"{library}_VERBOSITY", "error")
@@ -106,6 +107,15 @@ def _run(kind: type[s.CommandSettings], module: str, config: str | None = None, 
         message += "choose a smaller batch or size, or --dtype float16"
     click.echo(message, err=True)
     raise SystemExit(code)
+
+
+def _check_alone(kind: type[s.CommandSettings]) -> None:
+    """Raise EvalError where each of several processes would do all of a command's work."""
+    if not kind.shares and (count := s.processes()) > 1:
+        raise EvalError(
+            f"{count} processes: this command is one process's, and each would do all of it; start it "
+            "without accelerate launch"
+        )
 
 
 def explain_missing(error: ModuleNotFoundError) -> str:

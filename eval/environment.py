@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .settings import CommandSettings
+from .settings import CommandSettings, processes
 
 _PACKAGES = ("agentsd", "torch", "diffusers", "transformers", "tomesd", "DeepCache", "numpy")
 
@@ -38,7 +38,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "clock": "CPU" if device.type == "cpu" else "wall",
         "threads": torch.get_num_threads(),
-        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        "processes": processes(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
     }

@@ -6,6 +6,7 @@ Nothing heavy is imported before a setting is checked.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -95,6 +96,15 @@ ReferenceSteps = Annotated[
 ]
 
 
+def processes() -> int:
+    """Return how many processes a launcher has started for this command; 1 without one.
+
+    torch's launcher and those of MPI leave their number where accelerate looks for it.
+    """
+    names = "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"
+    return max(int(size) if (size := os.environ.get(name, "")).isdecimal() else 1 for name in names)
+
+
 class CommandSettings(BaseModel):
     """The settings of a command."""
 
@@ -104,6 +114,8 @@ class CommandSettings(BaseModel):
     """Settings without an option; YAML may hold them."""
     resumes: ClassVar[bool] = False
     """Whether the command goes on where it was stopped."""
+    shares: ClassVar[bool] = False
+    """Whether several processes share its work; of other commands each would do it all, into one file."""
 
 
 class Settings(CommandSettings):
@@ -317,6 +329,7 @@ class FolderSettings(SamplingSettings):
 class RunSettings(FolderSettings):
     """Make images with each method and ratio, and a row of quality and cost for each (Table 10)."""
 
+    shares: ClassVar[bool] = True
     methods: Methods = ("fast", "fast/unipckarras", "agentsd", "tomesd", "todo", "deepcache-2")
     fewer_steps: FewerSteps = (0.8, 0.68, 0.56, 0.48, 0.4)
     samplers: PlainSamplers = ("unipckarras",)
