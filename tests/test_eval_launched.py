@@ -6,6 +6,7 @@ import importlib
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,7 @@ from agentsd_eval.settings import processes
 from click.testing import CliRunner
 
 SHARED = {"table", "check", "metric-validation"}
-ALL = {**{name: (main, module) for name, (_, module) in COMMANDS.items()}}
-ALL |= {name: (studies, module) for name, (_, module) in STUDIES.items()}
+ALL = dict.fromkeys(COMMANDS, main) | dict.fromkeys(STUDIES, studies)
 ARGUMENTS = {"calibrate": ["--speedup", "1.2"], "fid": [".", "."], "report": ["."]}
 SIZES = "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"
 
@@ -26,17 +26,18 @@ SIZES = "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ALL)
 def test_what_is_not_shared_is_refused(name: str, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    program, module = ALL[name]
     began: list[str] = []
 
     def begun(settings: Any, console: Any) -> None:
         began.append(name)
 
-    loaded = importlib.import_module
-    monkeypatch.setattr(importlib, "import_module", lambda word, *of: _Module(begun, loaded, word, *of))
+    load, command = importlib.import_module, SimpleNamespace(command=begun)
+    monkeypatch.setattr(
+        importlib, "import_module", lambda word, *of: command if word[0] == "." else load(word, *of)
+    )
     for count in ("1", "2"):
         monkeypatch.setenv(size, count)
-        result = CliRunner().invoke(program, [name, *ARGUMENTS.get(name, [])])
+        result = CliRunner().invoke(ALL[name], [name, *ARGUMENTS.get(name, [])])
         refused = count == "2" and name not in SHARED
         assert result.exit_code == (2 if refused else 0), result.output
         assert len(began) == (0 if refused else 1)
@@ -44,11 +45,6 @@ def test_what_is_not_shared_is_refused(name: str, size: str, monkeypatch: pytest
             assert result.output.startswith("error: 2 processes: ")
             assert result.output.endswith("start it without accelerate launch\n")
         began.clear()
-
-
-class _Module:
-    def __init__(self, command: Any, load: Any, word: str, package: str | None = None) -> None:
-        self.command = command
 
 
 @pytest.mark.parametrize("size", SIZES)
