@@ -10,7 +10,6 @@ import numpy as np
 from PIL import Image, ImageFilter
 from rich.console import Console
 
-from ..environment import describe_run
 from ..errors import EvalError
 from ..images.methods import Method, parse_method
 from ..pages import rows as results
@@ -44,7 +43,7 @@ def command(settings: ValidationSettings, console: Console) -> None:
         shown.append(Shown(name, [degradation(open_image(image)) for image in shown[0].images], made.judge))
     found = {one.key: made.judge.measure(one, made.asked) for one in shown}
     pairs = pairs_of(found, chains | DEGRADED)
-    facts = describe_run(settings, made.device)
+    facts = made.store.describe(settings, [made.store.makers(method) for method in methods])
     tables = {f"what the metrics see, {len(made.asked)} images a row": COLUMNS}
     results.write_rows(settings.out, "metric-validation", pairs, tables, facts, NOTE)
     singles = [single for measured in found.values() for single in measured.singles]

@@ -19,7 +19,7 @@ from agentsd.recipe import MODES, Phases, stages_of
 
 from ..cost.architectures import normal
 from ..cost.latency import Case, forward_call, load, row_of, speedup_of
-from ..environment import describe_run
+from ..environment import describe_environment, describe_run
 from ..errors import EvalError
 from ..files import check_writable
 from ..images.methods import Method, check_schedulers, expand
@@ -39,7 +39,7 @@ def command(settings: PricedSettings, console: Console) -> None:
     pipe = load(settings)
     check_schedulers(methods, pipe.scheduler, settings.steps)
     device = pipe.unet.device
-    run = describe_run(settings, device)
+    run = describe_run(settings, describe_environment(device))
     rows: list[Row] = []
     sizes = settings.sizes or (pipe.unet.config.sample_size * pipe.vae_scale_factor,)
     with progress(console) as bars:

@@ -3,7 +3,7 @@
 from rich.console import Console
 
 from ..cost.latency import cases_of, load, measure, methods_of
-from ..environment import describe_run
+from ..environment import describe_environment, describe_run
 from ..files import check_writable
 from ..images.methods import check_schedulers
 from ..pages import rows as results
@@ -19,7 +19,7 @@ def command(settings: LatencySettings, console: Console) -> None:
     pipe = load(settings)
     check_schedulers(methods, pipe.scheduler, settings.steps)
     cases = cases_of(settings, pipe)
-    run = describe_run(settings, pipe.unet.device)
+    run = describe_run(settings, describe_environment(pipe.unet.device))
     rows: list[Row] = []
     with results.progress(console) as bars:
         task = bars.add_task("rounds", total=len(cases) * (settings.repeats + 1))

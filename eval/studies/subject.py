@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from agentsd.dreambooth.checkpoints import list_checkpoints
 
-from ..environment import describe_environment, describe_run
+from ..environment import describe_environment
 from ..errors import EvalError
 from ..files import check_writable, save_image, write_bytes
 from ..images.digest import parts_digest
@@ -62,8 +62,8 @@ def command(settings: SubjectSettings, console: Console) -> None:
     rows.append({"variant": "the views among themselves", "images": len(views), **ceiling})
     remarks = note(len(views), {score.name: score.about for score in scores})
     tables = tables_of(rows)
-    facts = describe_run(settings, device)
-    results.write_rows(settings.out, "subject", rows, tables, facts, remarks)
+    remarks = "\n\n".join(filter(None, [remarks, store.mixture(rows)]))
+    results.write_rows(settings.out, "subject", rows, tables, store.describe(settings, rows), remarks)
     grid = [images_of(store, variant, own[:_COLUMNS]) for variant in variants] + [
         shown[: len(own[:_COLUMNS])]
     ]

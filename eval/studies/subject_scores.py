@@ -85,8 +85,8 @@ def rows_of(
     of the first row, whose weights cost the same.
     """
     rows: list[Row] = []
-    untrained = store.timings(next(iter(figures)))
-    for variant, scores in figures.items():
+    times = times_of([store.timings(variant) for variant in figures], device)
+    for (variant, scores), taken in zip(figures.items(), times, strict=True):
         baseline = baseline_of(variant, [*figures])
         row: Row = {
             "variant": variant.where,
@@ -100,5 +100,5 @@ def rows_of(
                 change = values - figures[baseline][name]
                 row[f"{name}_change"] = float(change.mean())
                 row[f"{name}_change_error"] = standard_error(change)
-        rows.append(row | times_of(store.timings(variant), untrained, device))
+        rows.append(row | taken | store.makers(variant))
     return rows

@@ -15,7 +15,7 @@ from rich.console import Console
 from .. import run_file
 from ..cost.macs import macs
 from ..cost.memory import growth
-from ..environment import describe_environment, describe_run
+from ..environment import describe_environment
 from ..files import check_writable, write_bytes
 from ..images.generate import Share, fingerprint, generate
 from ..images.methods import Method, check_schedulers, expand
@@ -50,13 +50,9 @@ def show(settings: RunSettings, methods: list[Method], name: str, console: Conso
     rows = run(settings, methods, name, console)
     if not rows:
         return rows
-    remarks = [note(settings.features)]
+    remarks = [note(settings.features), *filter(None, [Store(settings.out).mixture(rows)])]
     if settings.limit is not None:
         remarks.append(forecast(rows, settings))
-    if len({row["makers"] for row in rows if row.get("makers")}) > 1:
-        remarks.append(
-            "The images are not all of one program and machine: `makers` in the rows, and run.json say whose."
-        )
     tables = tables_of(rows, settings.model_dump())
     results.show(console, rows, tables, "\n".join(remarks), settings.out)
     return rows
@@ -104,22 +100,23 @@ def run(settings: RunSettings, methods: list[Method], name: str, console: Consol
     if made is None:
         return []
     rows, singles, baseline = [], [], None
-    taken = [made.store.timings(method) for method in methods]
+    taken = times_of([made.store.timings(method) for method in methods], made.device)
     with progress(console) as bars:
-        for method, cost, ours in bars.track(
+        for method, cost, times in bars.track(
             list(zip(methods, made.costs, taken, strict=True)), description="metrics"
         ):
             measured = made.judge.measure(made.shown(method), made.asked)
             baseline = baseline or measured
-            cost |= times_of(ours, taken[0], made.device)
-            rows.append(identity(method) | cost | row_of(measured, baseline) | made.store.makers(method))
+            row = identity(method) | cost | times | row_of(measured, baseline)
+            rows.append(row | made.store.makers(method))
             singles += measured.singles
     add_gain(rows, singles)
     if floor := made.judge.floor(len(made.asked)):
         rows.append(floor)
     rows = [{key: row.get(key) for key in LEADING} | {"features": settings.features} | row for row in rows]
-    facts, tables = describe_run(settings, made.device), tables_of(rows, settings.model_dump())
-    results.write_rows(settings.out, name, rows, tables, facts, note(settings.features))
+    facts, tables = made.store.describe(settings, rows), tables_of(rows, settings.model_dump())
+    remark = "\n\n".join(filter(None, [note(settings.features), made.store.mixture(rows)]))
+    results.write_rows(settings.out, name, rows, tables, facts, remark)
     results.write_singles(settings.out / f"{name}-images.csv", singles)
     title = f"{settings.model}, {settings.steps} steps ({settings.scheduler}), {len(made.asked)} images a row"
     plot = plot_of(rows, title, distance_name(settings.features, settings.model == "demo"))
@@ -164,8 +161,9 @@ def make(
         if state.is_main_process and costs:
             task = bars.add_task("memory and MACs", total=len(methods))
             for method, row in zip(methods, taken, strict=True):
-                name = f"{method.key}, batch {settings.batch_size}"
+                name = f"{method.key}, batch {settings.batch_size}, maker {store.maker}"
                 row |= known.get(name) or _cost_of_an_image(pipe, method, asked, settings)
+                row["costed_by"] = store.maker
                 run_file.update(settings.out, costs={name: row})
                 bars.advance(task)
         task = bars.add_task("images", total=-(-len(asked) * len(made) // share.world))
