@@ -47,6 +47,12 @@ def one_weight(pipe: Any) -> None:
         largest.flatten()[largest.numel() // 2] += 1e-3
 
 
+def words_swapped(pipe: Any) -> None:
+    """A sum of all weights would not tell."""
+    vectors = pipe.text_encoder.get_input_embeddings().weight.data
+    vectors[[10, 30]] = vectors[[30, 10]]
+
+
 def scheduler(**settings: Any) -> Any:
     return DDIMScheduler(**BETAS | {"clip_sample": False, "steps_offset": 1} | settings)
 
@@ -56,6 +62,7 @@ CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "its scale": ("vae", lambda p: p.vae.register_to_config(scaling_factor=0.13)),
     "text encoder": ("text_encoder", lambda p: p.text_encoder.apply(_noisy)),
     "one weight of it": ("text_encoder", one_weight),
+    "two words of it": ("text_encoder", words_swapped),
     "its activation": ("text_encoder", lambda p: setattr(p.text_encoder.config, "hidden_act", "gelu")),
     "tokenizer": ("tokenizer", lambda p: put(p, "tokenizer", merged(p))),
     "a word more": ("tokenizer", lambda p: p.tokenizer.add_tokens(["<sks>"])),

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from ..errors import EvalError
 from ..files import read_lines
+from ..intervals import FEWEST
 from ..settings import SEEDS, RunSettings, Settings, ShowSettings
 
 if TYPE_CHECKING:
@@ -86,6 +87,16 @@ def note_unknown_words(pipe: Any, specs: Sequence[ImageSpec], settings: Settings
     if words := unknown_words(pipe.tokenizer, [spec.prompt for spec in specs]):
         named = ", ".join(map(repr, words[:8]))
         console.print(f"note: the toy model was never taught {named}; its captions are in agentsd_demo")
+
+
+def note_too_few(specs: Sequence[ImageSpec], console: Console) -> None:
+    """Say before a run what it will leave open."""
+    captions = len({spec.prompt for spec in specs})
+    if captions < FEWEST:
+        console.print(
+            f"note: {len(specs)} images a row, of {captions} prompts, are too few for intervals, and to say "
+            f"what gains: take {FEWEST} prompts or more"
+        )
 
 
 def unknown_words(tokenizer: Any, prompts: Sequence[str]) -> list[str]:

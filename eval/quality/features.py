@@ -143,12 +143,12 @@ def open_image(source: Image.Image | Path, crop: tuple[int, int] | None = None) 
 
 
 def image_files(folder: Path) -> list[Path]:
-    """Return the images in a folder and below, sorted. Raises EvalError if there are fewer than 2."""
+    """Return the images in a folder and below, sorted. Raises EvalError if there are fewer than 3."""
     suffixes = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
-    if len(files) < 2:
+    if len(files) < 3:
         raise EvalError(
-            f"{folder} holds {len(files)} images (PNG, JPEG, WebP, BMP); a distance needs 2 or more"
+            f"{folder} holds {len(files)} images (PNG, JPEG, WebP, BMP); a distance needs 3 or more"
         )
     return files
 

@@ -9,10 +9,11 @@ from PIL import Image
 
 from ..images.prompts import ImageSpec
 from ..images.store import Store, times_of
+from ..intervals import standard_error
 from ..pages.rows import Row
 from ..quality.encoders import ClipScore, Dino
 from ..quality.features import load_network
-from ..quality.metrics import standard_error, unit
+from ..quality.metrics import unit
 from ..settings import SubjectSettings
 from .subject_plan import Variant, baseline_of
 

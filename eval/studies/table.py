@@ -20,9 +20,10 @@ from ..files import check_writable, write_bytes
 from ..images.generate import Share, fingerprint, generate
 from ..images.methods import Method, check_schedulers, expand
 from ..images.models import find_device, load_pipeline
-from ..images.prompts import ImageSpec, note_unknown_words, specs_of
+from ..images.prompts import ImageSpec, note_too_few, note_unknown_words, specs_of
 from ..images.sampling import sample, size_of
 from ..images.store import Store, times_of
+from ..intervals import captions_of
 from ..pages import rows as results
 from ..pages.plots import is_baseline, plot_bytes, plot_of
 from ..pages.quality_table import note, tables_of
@@ -141,6 +142,7 @@ def make(
     check_schedulers(methods, pipe.scheduler, settings.steps)
     if state.is_main_process:
         note_unknown_words(pipe, asked, settings, console)
+        note_too_few(asked, console)
     height, width = size_of(pipe, settings)
     real = load_real(settings, height, width)
     judge = Judge(settings, pipe.unet.device)
@@ -193,9 +195,9 @@ def add_gain(rows: Sequence[Row], singles: Sequence[Row]) -> None:
     baseline's; by time and by MACs.
     """
     to_reference = any(single["reference_distance"] is not None for single in singles)
-    found: dict[str, list[float | None]] = {row["key"]: [] for row in rows}
-    for single in singles:
-        found[single["method"]].append(single["reference_distance" if to_reference else "baseline_distance"])
+    name = "reference_distance" if to_reference else "baseline_distance"
+    of_row = {row["key"]: [one for one in singles if one["method"] == row["key"]] for row in rows}
+    found = {key: [one[name] for one in ours] for key, ours in of_row.items()}
     measured = [row for row in rows if None not in found[row["key"]]]
     plain = [row for row in measured if is_baseline(row)]
     costs: dict[str, Callable[[Row], float | None]] = {
@@ -204,17 +206,18 @@ def add_gain(rows: Sequence[Row], singles: Sequence[Row]) -> None:
     }
     several = len({row.get("sampler") for row in plain}) > 1
     for row in measured:
-        own = [one for one in plain if one.get("sampler") == row.get("sampler")]
-        curves = {"gain": [] if is_baseline(row) else own, "gain_best": plain if several else []}
-        for (kind, curve), (name, cost_of) in product(curves.items(), costs.items()):
+        same = [one for one in plain if one.get("sampler") == row.get("sampler")]
+        curves = {"gain": [] if is_baseline(row) else same, "gain_best": plain if several else []}
+        for (kind, curve), (by, cost_of) in product(curves.items(), costs.items()):
             known = [cost for one in curve if (cost := cost_of(one)) is not None]
             cost = cost_of(row)
             if len(curve) < 2 or cost is None or len(known) < len(curve):
                 continue
             distances = [np.array(found[one["key"]]) for one in curve]
-            figures = asdict(gain(np.array(found[row["key"]]), cost, distances, known))
-            row[f"{kind}_{name}"] = figures.pop("value")
-            row |= {f"{kind}_{name}_{key}": figure for key, figure in figures.items()}
+            own, captions = np.array(found[row["key"]]), captions_of(of_row[row["key"]])
+            figures = asdict(gain(own, cost, distances, known, captions))
+            row[f"{kind}_{by}"] = figures.pop("value")
+            row |= {f"{kind}_{by}_{key}": figure for key, figure in figures.items()}
 
 
 def identity(method: Method) -> Row:
