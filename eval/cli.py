@@ -6,14 +6,15 @@ import importlib
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import click
 
 from . import settings as s
-from .errors import EvalError
+from .errors import EvalError, shortened
 from .options import SettingsCommand, settings_of
 from .presets import load_settings, presets
 
@@ -37,6 +38,25 @@ class Program(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands as they were given."""
         return list(self.commands)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the program's own options."""
+        with _errors_shortened():
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Read a command's options, and run it."""
+        with _errors_shortened():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _errors_shortened() -> Iterator[None]:
+    try:
+        yield
+    except click.UsageError as error:
+        error.message = shortened(error.message)  # type: ignore[misc]
+        raise
 
 
 def make_program(

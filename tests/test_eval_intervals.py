@@ -103,7 +103,7 @@ def test_below_thirty_no_page_has_an_interval(kind: str, count: int) -> None:
     row = FIGURES | ROWS[kind](count)
     told = count >= FEWEST
     assert enough(row) == told
-    tables = quality_table.tables_of([row], {"features": "efficientnet-lite0", "model": "demo"})
+    tables = quality_table.tables_of([row], {"features": "efficientnet-lite0", "model": "demo"}, "CPU")
     cells = [column.text(row) for columns in tables.values() for column in columns]
     assert bool(re.search(r"±|\(\d", " ".join(cells))) == told
     base = row | {"method": "baseline", "label": "baseline", "reference_distance": 0.3, "macs": 100}

@@ -84,13 +84,12 @@ def method_name(row: Row) -> str:
     return row_label(row) if ratio is None else row_label(row).replace(f" r={ratio:g}", "", 1)
 
 
-def tables_of(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, list[Column]]:
+def tables_of(rows: Sequence[Row], settings: Mapping[str, Any], clock: str) -> dict[str, list[Column]]:
     """Return the columns of each table by its title, the paper's first; `settings` are the run's.
 
-    In the others a column without a figure is left out.
+    `clock` is what speed-ups are computed from. In the others a column without a figure is left out.
     """
     features, scenes = settings["features"], settings["model"] == "demo"
-    on_gpu = any(row.get("memory_per_image") is not None for row in rows)
     tables = {
         "perceptual distance to the same seed's images (95%)": [
             Column("images", figure("images", "d")),
@@ -117,7 +116,7 @@ def tables_of(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, lis
             Column("attention", figure("backend", "")),
             Column("s/img", figure("seconds", ".3f")),
             Column("CPU s/img", figure("cpu_seconds", ".3f")),
-            Column(f"speed-up ({'wall' if on_gpu else 'CPU'} time)", figure("speedup", ".2f")),
+            Column(f"speed-up ({clock} time)", figure("speedup", ".2f")),
             Column("GMACs/img", giga("macs")),
             Column("denoising, GB/img", figure("denoising_memory", ".2f")),
             Column("decoding, GB/img", figure("decoding_memory", ".2f")),

@@ -86,10 +86,10 @@ def _part(folder: Path, name: str, images: int, run: Row) -> dict[str, Any]:
         tables = subject_table.tables_of(rows)
         part["image"] = _data_uri(folder / "subject.png", 1600)
     else:
-        tables = quality_table.tables_of(rows, settings)
+        tables = quality_table.tables_of(rows, settings, run["clock"])
         distance = distance_name(settings["features"], settings["model"] == "demo")
         part |= {
-            "headline": _gain_and_loss(rows, run.get("clock", "CPU")),
+            "headline": _gain_and_loss(rows, run["clock"]),
             "notes": [quality_table.note(settings["features"])],
             "plot": _svg(plot_of(rows, "", distance)),
             "labels": [quality_table.row_label(row) for row in rows],

@@ -14,7 +14,7 @@ import torch
 from PIL import Image, ImageOps
 
 from ..errors import EvalError
-from ..files import write_bytes
+from ..files import check_writable, write_bytes
 from .fidelity import to_tensor
 
 SIDE = 224
@@ -121,6 +121,7 @@ def features_of(
             return kept
         except (ValueError, EOFError, OSError):
             path.unlink()  # cut off: made again
+    check_writable(path, "XDG_CACHE_HOME" if user_cache() in path.parents else "--out")
     found = []
     with ThreadPoolExecutor() as threads:
         for start in range(0, len(sources), _BATCH):

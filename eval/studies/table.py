@@ -54,7 +54,8 @@ def show(settings: RunSettings, methods: list[Method], name: str, console: Conso
     remarks = [note(settings.features), *filter(None, [Store(settings.out).mixture(rows)])]
     if settings.limit is not None:
         remarks.append(forecast(rows, settings))
-    tables = tables_of(rows, settings.model_dump())
+    clock = run_file.read(settings.out)["results"][name]["clock"]
+    tables = tables_of(rows, settings.model_dump(), clock)
     results.show(console, rows, tables, "\n".join(remarks), settings.out)
     return rows
 
@@ -115,7 +116,8 @@ def run(settings: RunSettings, methods: list[Method], name: str, console: Consol
     if floor := made.judge.floor(len(made.asked)):
         rows.append(floor)
     rows = [{key: row.get(key) for key in LEADING} | {"features": settings.features} | row for row in rows]
-    facts, tables = made.store.describe(settings, rows), tables_of(rows, settings.model_dump())
+    facts = made.store.describe(settings, rows)
+    tables = tables_of(rows, settings.model_dump(), facts["clock"])
     remark = "\n\n".join(filter(None, [note(settings.features), made.store.mixture(rows)]))
     results.write_rows(settings.out, name, rows, tables, facts, remark)
     results.write_singles(settings.out / f"{name}-images.csv", singles)
