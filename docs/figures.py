@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from agentsd_eval.intervals import enough, half
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -34,10 +35,6 @@ IMAGES = ROOT / "docs/images/same_seeds.webp"
 _RUN = re.compile(r"<!-- figures of (\S+) -->")
 _MARKED = re.compile(r"(<!--=([^>]+?) ([\w-]+?)-->)(.*?)(<!--=-->)", re.S)
 
-Z95 = 1.96
-"""Half the width of a 95% interval, in standard errors."""
-FEWEST = 30
-"""Images a row, below which a distance between distributions says nothing."""
 Row = dict[str, Any]
 Rows = dict[str, Row]
 
@@ -54,16 +51,16 @@ def _gain(by: str, interval: bool) -> Callable[[Row, Rows], str]:
         if name not in row:
             return ""
         sign = {"more": "> ", "less": "< "}.get(row[f"{name}_beyond"] or "", "")
-        low, high = (f"{row[f'{name}_{end}']:.2f}" for end in ("low", "high"))
-        bounds = f" ({low}-{high})" if interval and low != high else ""  # a bound has none
+        low, high = (f"{row[f'{name}_{end}'] or 0:.2f}" for end in ("low", "high"))
+        bounds = f" ({low}-{high})" if interval and enough(row) and low != high else ""  # a bound has none
         return f"{sign}{row[name]:.2f}{bounds}"
 
     return gain
 
 
 def _distance_range(row: Row, rows: Rows) -> str:
-    value, low, high = (row[f"reference_distance{end}"] for end in ("", "_low", "_high"))
-    return f"{value:.3f} ({low:.3f}-{high:.3f})"
+    value, low, high = (row.get(f"reference_distance{end}") for end in ("", "_low", "_high"))
+    return f"{value:.3f}" + (f" ({low:.3f}-{high:.3f})" if enough(row) and low else "")
 
 
 def _images(measure: str) -> Callable[[Row, Rows], str]:
@@ -85,9 +82,10 @@ def _change(name: str, form: str) -> Callable[[Row, Rows], str]:
     """A change against the baseline and half of its 95% interval; nothing of too few images."""
 
     def change(row: Row, rows: Rows) -> str:
-        if f"{name}_change" not in row or row["images"] < FEWEST:
+        if f"{name}_change" not in row or not enough(row):
             return ""
-        return f"{row[f'{name}_change']:+{form}} ± {Z95 * row[f'{name}_change_error']:{form}}"
+        wide = half(row[f"{name}_change_error"], row.get("captions", row["images"]))
+        return f"{row[f'{name}_change']:+{form}} ± {wide:{form}}"
 
     return change
 
@@ -98,6 +96,7 @@ KINDS: dict[str, Callable[[Row, Rows], str]] = {
     "images": lambda row, rows: str(row["images"]),
     "seconds": lambda row, rows: f"{row['cpu_seconds']:.1f}",
     "faster": lambda row, rows: f"{row['speedup']:.2f}x",
+    "plms-faster": lambda row, rows: f"{rows['table10 baseline']['plms'] / row['plms']:.2f}x",
     "memory": lambda row, rows: f"{row['memory_per_image']:.2f}" if row.get("memory_per_image") else "",
     "distance": lambda row, rows: f"{row['reference_distance']:.3f}",
     "distance-range": _distance_range,
@@ -109,7 +108,7 @@ KINDS: dict[str, Callable[[Row, Rows], str]] = {
     "gain-best-macs": _gain("best_macs", interval=False),
     "gain-best-macs-range": _gain("best_macs", interval=True),
     "gain-best-range": _gain("best_seconds", interval=True),
-    "fd": lambda row, rows: f"{row['fd']:.1f}" if row["images"] >= FEWEST else "",
+    "fd": lambda row, rows: f"{row['fd']:.1f}" if enough(row) else "",
     "fd-change": _change("fd", ".1f"),
     "kid-change": _change("kid", ".4f"),
     "shown-perceptual": _images("to reference image"),

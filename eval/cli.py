@@ -6,14 +6,15 @@ import importlib
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import click
 
 from . import settings as s
-from .errors import EvalError
+from .errors import EvalError, shortened
 from .options import SettingsCommand, settings_of
 from .presets import load_settings, presets
 
@@ -37,6 +38,25 @@ class Program(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands as they were given."""
         return list(self.commands)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the program's own options."""
+        with _errors_shortened():
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Read a command's options, and run it."""
+        with _errors_shortened():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _errors_shortened() -> Iterator[None]:
+    try:
+        yield
+    except click.UsageError as error:
+        error.message = shortened(error.message)  # type: ignore[misc]
+        raise
 
 
 def make_program(
@@ -67,15 +87,16 @@ def make_program(
 
 def _typed(context: click.Context) -> str:
     """Return the command that runs; of several processes with a launcher, whose own words can't be seen."""
-    program, processes = context.command_path.split(), os.environ.get("WORLD_SIZE", "1")
-    if processes != "1":
-        program = ["accelerate", "launch", "--num_processes", processes, *program[program[0] == "python" :]]
+    program, count = context.command_path.split(), s.processes()
+    if count > 1:
+        program = ["accelerate", "launch", "--num_processes", str(count), *program[program[0] == "python" :]]
     return shlex.join([*program, *context.meta["words"]])
 
 
 def _run(kind: type[s.CommandSettings], module: str, config: str | None = None, **options: Any) -> None:
     """Do a command's work; an EvalError, a full GPU or Ctrl-C end it with a message and an exit code."""
     try:
+        _check_alone(kind)
         # The libraries' remarks and bars would stand between a user and the table.
         for library in ("DIFFUSERS", "TRANSFORMERS"):
             os.environ.setdefault(f"{library}_VERBOSITY", "error")
@@ -106,6 +127,15 @@ def _run(kind: type[s.CommandSettings], module: str, config: str | None = None, 
         message += "choose a smaller batch or size, or --dtype float16"
     click.echo(message, err=True)
     raise SystemExit(code)
+
+
+def _check_alone(kind: type[s.CommandSettings]) -> None:
+    """Raise EvalError where each of several processes would do all of a command's work."""
+    if not kind.shares and (count := s.processes()) > 1:
+        raise EvalError(
+            f"{count} processes: this command is one process's, and each would do all of it; start it "
+            "without accelerate launch"
+        )
 
 
 def explain_missing(error: ModuleNotFoundError) -> str:

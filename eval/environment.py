@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -10,18 +11,30 @@ from typing import Any
 
 import torch
 
-from .settings import CommandSettings
+from .settings import CommandSettings, processes
 
 _PACKAGES = ("agentsd", "torch", "diffusers", "transformers", "tomesd", "DeepCache", "numpy")
 
 
-def describe_run(settings: CommandSettings, device: torch.device) -> dict[str, Any]:
-    """Return the environment, and beside it the command (of a call from Python the settings) and settings."""
+def describe_run(settings: CommandSettings, *environments: dict[str, Any]) -> dict[str, Any]:
+    """Return the command (of a call from Python the settings), the settings, and the environment.
+
+    Of several environments each fact that differs has all its values.
+    """
     return {
         "command": settings._command or repr(settings),
-        **describe_environment(device),
+        **_joined(environments),
         "settings": settings.model_dump(mode="json", exclude={"out"}),
     }
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if all(value == first for value in values):
+        return first
+    if isinstance(first, dict):
+        return {key: _joined([value.get(key) for value in values]) for key in first}
+    return " and ".join(dict.fromkeys(map(str, values)))
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
@@ -30,18 +43,25 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     `commit` is None outside a checkout, where the version of agentsd says as much; `clean` is whether no
     tracked file differs from it.
     """
-    on_gpu = device.type == "cuda"
     return {
         **checkout(Path(__file__).resolve().parents[1]),
-        "device": torch.cuda.get_device_name(device) if on_gpu else cpu_model(),
+        "device": device_name(device),
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "clock": "CPU" if device.type == "cpu" else "wall",
         "threads": torch.get_num_threads(),
-        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        "processes": processes(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
     }
+
+
+def device_name(device: torch.device) -> str:
+    """Return what a device is called: a GPU's own name where torch knows it, beside the processor's."""
+    if device.type == "cpu":
+        return cpu_model()
+    named = getattr(torch.get_device_module(device), "get_device_name", None)
+    return named(device) if named else f"{device.type} of {cpu_model()}"
 
 
 @cache

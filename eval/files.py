@@ -29,15 +29,15 @@ def read_lines(path: Path) -> list[str]:
     return lines
 
 
-def check_writable(path: Path) -> None:
-    """Make the folder of `path`; raise EvalError now if a file can't be written there."""
+def check_writable(path: Path, place: str = "--out") -> None:
+    """Make the folder of `path`; raise EvalError now if a file can't be written there. `place` chooses it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # A name of its own, as several processes may look at once.
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise explain_os_error(error, path) from error
+        raise explain_os_error(error, path, place) from error
 
 
 def check_own_image(path: Path) -> None:
@@ -53,14 +53,14 @@ def check_own_image(path: Path) -> None:
         raise EvalError(f"{path} was not made by this command and stays as it is; choose another --out")
 
 
-def explain_os_error(error: OSError, path: Path) -> EvalError:
+def explain_os_error(error: OSError, path: Path, place: str = "--out") -> EvalError:
     """Return the error to show when `path` can't be written; it says what a full disk costs: nothing."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return EvalError(
             f"the disk is full: {path} was not written. Everything before it is safe; make room and run the "
             "same command again, it goes on from there."
         )
-    return EvalError(f"can't write {path}: {error.strerror or error}; choose another place with --out")
+    return EvalError(f"can't write {path}: {error.strerror or error}; choose another place with {place}")
 
 
 def write_bytes(path: Path, content: bytes) -> None:

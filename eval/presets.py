@@ -30,13 +30,18 @@ def load_settings(
     the presets.
     Raises EvalError naming each wrong key or value.
     """
-    path = find_config(config) if config is not None else None
-    values = _read_config(path) if path else {}
     given = {key: value for key, value in overrides.items() if value is not None}
+    path = None
     try:
+        path = find_config(config) if config is not None else None
+        values = _read_config(path) if path else {}
         return kind.model_validate({**values, **given})
     except ValidationError as error:
         raise EvalError(_explain(kind, path, set(given), error)) from None
+    except OSError as error:  # of a name that is too long, or of a folder that may not be read
+        raise EvalError(
+            f"can't read {error.filename}: {error.strerror}; name another file or folder"
+        ) from None
 
 
 def find_config(config: str | Path) -> Path:

@@ -6,6 +6,7 @@ Nothing heavy is imported before a setting is checked.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -36,6 +37,8 @@ FeatureName = Literal["efficientnet-lite0", "inception"]
 Scope = Literal["forward", "pipeline"]
 Ratio = Annotated[float, Field(ge=0, le=0.75)]
 DType = Literal["float32", "float16", "bfloat16"]
+SEEDS = 2**32
+"""Of which a generator on the CPU makes streams of their own: it reads no more of a seed than 32 bits."""
 OneRatio = Annotated[Ratio, Field(description="Share of the tokens that is merged.")]
 
 
@@ -93,6 +96,15 @@ ReferenceSteps = Annotated[
 ]
 
 
+def processes() -> int:
+    """Return how many processes a launcher has started for this command; 1 without one.
+
+    torch's launcher and those of MPI leave their number where accelerate looks for it.
+    """
+    names = "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"
+    return max(int(size) if (size := os.environ.get(name, "")).isdecimal() else 1 for name in names)
+
+
 class CommandSettings(BaseModel):
     """The settings of a command."""
 
@@ -102,6 +114,8 @@ class CommandSettings(BaseModel):
     """Settings without an option; YAML may hold them."""
     resumes: ClassVar[bool] = False
     """Whether the command goes on where it was stopped."""
+    shares: ClassVar[bool] = False
+    """Whether several processes share its work; of other commands each would do it all, into one file."""
 
 
 class Settings(CommandSettings):
@@ -117,7 +131,7 @@ class Settings(CommandSettings):
     device: Device | None = None
     """cpu, cuda, cuda:1; else the first GPU, or the CPU."""
     backend: Backend = "sdpa"
-    """Attention of layers that a method leaves alone."""
+    """sdpa or unfused: how all attention is computed, a method's own, too."""
     scheduler: SchedulerName = "dpm++karras"
     steps: Steps = 25
     guidance_scale: Guidance = Field(
@@ -177,7 +191,7 @@ class SamplingSettings(Settings):
     """Pixels, a multiple of 8; else the model's own."""
     width: int | None = Field(None, ge=8, multiple_of=8)
     """Pixels, a multiple of 8; else the model's own."""
-    seed: int = Field(0, ge=0, lt=2**62)
+    seed: int = Field(0, ge=0, lt=SEEDS)
     """Image i starts from the noise of seed + i. So it is whatever the method, batch size or process."""
 
 
@@ -315,6 +329,7 @@ class FolderSettings(SamplingSettings):
 class RunSettings(FolderSettings):
     """Make images with each method and ratio, and a row of quality and cost for each (Table 10)."""
 
+    shares: ClassVar[bool] = True
     methods: Methods = ("fast", "fast/unipckarras", "agentsd", "tomesd", "todo", "deepcache-2")
     fewer_steps: FewerSteps = (0.8, 0.68, 0.56, 0.48, 0.4)
     samplers: PlainSamplers = ("unipckarras",)

@@ -25,7 +25,7 @@ def written(name: str, folder: Path) -> dict[str, str]:
     lines = (RUNS[name] / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     some = [row for row in map(json.loads, lines) if row["method"] in SHOWN]
     if name == "table":
-        tables = quality_table.tables_of(some, run["settings"])
+        tables = quality_table.tables_of(some, run["settings"], run["clock"])
         note = quality_table.note(run["settings"]["features"])
     else:
         tables, note = cost_table.tables_of(some, run["clock"]), ""

@@ -6,13 +6,14 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "eval"
-BASE = {"errors", "names", "settings", "files", "run_file", "environment", "log"}
+BASE = {"errors", "names", "settings", "files", "run_file", "environment", "log", "intervals"}
 WINGS = BASE | {"pages", "images", "cost", "quality", "calibration", "studies"}
 MAY_IMPORT = {
     "__init__": {"calibration"},
     "errors": set(),
     "log": set(),
     "names": set(),
+    "intervals": set(),
     "settings": {"names"},
     "files": {"errors"},
     "run_file": {"errors", "files"},

@@ -11,7 +11,6 @@ from typing import Any, get_args
 from unittest.mock import patch
 
 import numpy as np
-from diffusers import UniPCMultistepScheduler
 from rich.console import Console
 from rich.progress import Progress
 
@@ -22,7 +21,10 @@ from agentsd.hosts import find_model
 from agentsd.modules.adapter import is_quantized
 
 from ..environment import describe_environment
-from ..images.digest import weights_digest
+from ..errors import EvalError
+from ..images.digest import parts_digest, weights_digest
+from ..images.models import scheduler_like
+from ..settings import SEEDS
 from .candidates import CANDIDATES
 from .measurements import Measurements
 from .runs import Cost, Row, Runs
@@ -107,6 +109,8 @@ def calibrate(
             raise TypeError(f"candidates: {recipe!r} is a {type(recipe).__name__}: pass recipes")
         untrained = not any(operator.needs_module for operator in recipe.operators)
         check("candidates", recipe, untrained, "it is to be trained; only what runs without is calibrated")
+    ok = 0 <= seed <= SEEDS - len(prompts) - len(held_out)
+    check("seed", seed, ok, f"torch tells {SEEDS:,} seeds apart, from 0 on: pass a smaller one")
     way_out = f"pass more than num_inference_steps={num_inference_steps}, such as 100"
     check("reference_steps", reference_steps, (reference_steps or math.inf) > num_inference_steps, way_out)
     unet = _free_unet(pipe, num_inference_steps, cost)
@@ -128,7 +132,7 @@ def calibrate(
     of = environment | {
         "held_out": list(held_out),
         "reference_steps": reference_steps,
-        "scheduler_settings": {n: value for n, value in pipe.scheduler.config.items() if n[0] != "_"},
+        **parts_digest(pipe),
         "call": call_kwargs,
     }
     settings = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale, **call_kwargs}
@@ -226,10 +230,12 @@ def _validation(runs: Runs, recipe: Recipe, numbers: Sequence[int]) -> Row:
 
 
 def has_better_sampler(scheduler: Any) -> bool:
-    """Whether UniPC on Karras levels is another sampler, and can be had: EDM has noise levels of its own."""
-    config = scheduler.config
-    already = isinstance(scheduler, UniPCMultistepScheduler) and config["use_karras_sigmas"]
-    return "beta_schedule" in config and not already
+    """Whether UniPC on Karras levels is another sampler, and can be had on the model's noise schedule."""
+    try:
+        better = scheduler_like(scheduler, BETTER_SAMPLER)
+    except EvalError:
+        return False
+    return not (isinstance(scheduler, type(better)) and scheduler.config["use_karras_sigmas"])
 
 
 def distance_at(speedup: float, rows: Sequence[Row], name: str) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..images.methods import Method, check_schedulers, expand
+from ..images.methods import Method, expand
 from ..images.models import find_device, load_pipeline, scheduler_like
 from ..images.sampling import Seconds, Stopwatch
 from ..settings import CostSettings, LatencySettings
@@ -54,41 +54,40 @@ def measure(
     has no cost within one. A method that needs more memory than the GPU has gets a row without figures.
     `report` is called after each round, the warm-up too.
     """
-    check_schedulers(methods, pipe.scheduler, settings.steps)
     for case in cases:
         asked = [method for method in methods if case.scope == "pipeline" or method.within_a_call]
-        counts, seconds = _timed(pipe, case, asked, settings, report)
+        costs, seconds = _timed(pipe, case, asked, settings, report)
         for method in asked:
-            row = row_of(method, case, settings.repeats, seconds.get(method, []))
-            if method in seconds:
-                row |= {"macs": counts[method], "memory_per_image": _memory(method, pipe, case, settings)}
+            row = row_of(method, case, settings.repeats, seconds.get(method, [])) | costs.get(method, {})
             yield row | speedup_of(seconds, method, pipe.unet.device)
 
 
 def _timed(
     pipe: Any, case: Case, methods: list[Method], settings: LatencySettings, report: Callable[[], None]
-) -> tuple[dict[Method, int | None], dict[Method, list[Seconds]]]:
-    """Return the MACs and each round's time of the methods that memory does for.
+) -> tuple[dict[Method, dict[str, Any]], dict[Method, list[Seconds]]]:
+    """Return the MACs and GB, and each round's time, of the methods that memory does for.
 
     Each has a U-Net of its own, on the same weights. They take turns (A B C A B C), after a warm-up round.
     """
-    counts: dict[Method, int | None] = {}
+    costs: dict[Method, dict[str, Any]] = {}
     runs: dict[Method, Run] = {}
+    pipes: dict[Method, Any] = {}
     seconds: dict[Method, list[Seconds]] = {}
     with ExitStack() as stack:
         if settings.compile:  # all these U-Nets run the same code, and each is a recompilation of it
-            stack.enter_context(torch._dynamo.config.patch(recompile_limit=8 * len(methods)))
+            stack.enter_context(torch._dynamo.config.patch(recompile_limit=16 * len(methods)))
         for method in methods:
             own = _with_unet_of_its_own(pipe)
             run = stack.enter_context(applied(method, own, case, settings))
             with as_memory_allows():
-                counts[method] = macs(run) if settings.count else None
+                count = macs(run) if settings.count else None
                 if not settings.count:
                     run()
                 if settings.compile:
                     own.unet.compile()
                     run()
-                runs[method], seconds[method] = run, []
+                runs[method], seconds[method], pipes[method] = run, [], own
+                costs[method] = {"macs": count}
         report()
         for _ in range(settings.repeats):
             for method, run in runs.items():
@@ -96,7 +95,9 @@ def _timed(
                     run()
                 seconds[method].append(watch.seconds)
             report()
-    return counts, seconds
+        for method, own in pipes.items():
+            costs[method]["memory_per_image"] = _memory(own, method, case, settings)
+    return costs, seconds
 
 
 @contextmanager
@@ -140,15 +141,14 @@ def _with_unet_of_its_own(pipe: Any) -> Any:
     return own
 
 
-def _memory(method: Method, pipe: Any, case: Case, settings: LatencySettings) -> float | None:
-    """Return the GB of one more image, if memory does for it."""
+def _memory(pipe: Any, method: Method, case: Case, settings: LatencySettings) -> float | None:
+    """Return the GB of one more image of a method that is applied, if memory does for it."""
 
     def call(batch: int) -> None:
-        with applied(method, pipe, replace(case, batch=batch), settings) as run:
-            run()
+        workload(pipe, replace(case, batch=batch), settings, method.steps)()
 
     with as_memory_allows():
-        return memory_per_image(call, case.batch, pipe.unet.device)
+        return memory_per_image(call, case.batch, pipe.unet.device, warm=settings.compile)
     return None
 
 

@@ -55,15 +55,19 @@ def pipeline_memory(pipe: Any, call: Callable[[int], object]) -> PipelineMemory 
     return PipelineMemory((one, two), (one_decoded, two_decoded))
 
 
-def memory_per_image(call: Callable[[int], object], batch: int, device: torch.device) -> float | None:
+def memory_per_image(
+    call: Callable[[int], object], batch: int, device: torch.device, warm: bool = False
+) -> float | None:
     """Return the growth of peak GPU memory, in GB (1e9 bytes), when a batch grows by 1; None on a CPU.
 
-    `call(n)` runs a batch of n.
+    `call(n)` runs a batch of n; `warm` says that its first call compiles, which is not an image's.
     """
     if device.type != "cuda":
         return None
     peaks = []
     for count in (batch, batch + 1):
+        if warm:
+            call(count)
         _reset(device)
         call(count)
         peaks.append(_peak(device))

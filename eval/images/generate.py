@@ -9,11 +9,11 @@ from typing import Any
 from PIL import Image
 
 from ..settings import FolderSettings, RunSettings
-from .digest import weights_digest
+from .digest import parts_digest
 from .methods import Method
 from .prompts import ImageSpec
 from .sampling import Seconds, sample, size_of, warm_up
-from .store import Store
+from .store import DIGITS, LISTING, Store
 
 RETIMED = 8
 """Of baseline images from an earlier session, how many batches are timed again, for new rows' speed-ups."""
@@ -30,13 +30,14 @@ class Share:
 def fingerprint(pipe: Any, specs: Sequence[ImageSpec], settings: RunSettings) -> dict[str, Any]:
     """Return what makes the images of a run comparable: all that they depend on but the method.
 
-    The number of threads and the batch's size change their last bits alone: a run may go on with others.
+    The number of threads and the batch's size change their last bits alone: a run may go on with others, and
+    with more images.
     """
-    listed = "\n".join(f"{spec.seed} {spec.prompt}" for spec in specs)
+    listed = [hashlib.sha256(f"{spec.seed} {spec.prompt}".encode()).hexdigest()[:DIGITS] for spec in specs]
     height, width = size_of(pipe, settings)
     return {
         "model": settings.model,
-        "weights": weights_digest(pipe.unet),
+        **parts_digest(pipe),
         "dtype": settings.dtype,
         "device": pipe.unet.device.type,
         "scheduler": settings.scheduler,
@@ -44,8 +45,7 @@ def fingerprint(pipe: Any, specs: Sequence[ImageSpec], settings: RunSettings) ->
         "guidance_scale": settings.guidance_scale,
         "height": height,
         "width": width,
-        "images": len(specs),
-        "prompts_and_seeds": hashlib.sha256(listed.encode()).hexdigest()[:16],
+        LISTING: "".join(listed),
     }
 
 

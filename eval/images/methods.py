@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
-
 from agentsd import Recipe, apply_agentsd
 from agentsd.recipe import MODES
 
 from ..errors import EvalError
 from ..names import numbered, read
 from ..settings import Backend, FewerSteps, Settings, recipe_of
+from .backend import attention_backend
 from .models import sampler, scheduler_like
 from .other_packages import OTHER_PACKAGES, unet_of
 
@@ -90,7 +89,7 @@ class Method:
         `seed` fixes the method's own random choices.
         """
         with ExitStack() as stack:
-            stack.enter_context(_attention_backend(pipe, self.backend))
+            stack.enter_context(attention_backend(unet_of(pipe), self.backend))
             if self.scheduler is not None:
                 stack.enter_context(sampler(pipe, self.scheduler))
             for part in self.parts:
@@ -161,20 +160,6 @@ def expand(
 
 
 @contextmanager
-def _attention_backend(pipe: Any, backend: Backend) -> Iterator[None]:
-    """Set the standard attention layers of the U-Net; layers with other processors are left alone."""
-    unet = unet_of(pipe)
-    wanted = {"sdpa": AttnProcessor2_0, "unfused": AttnProcessor}[backend]
-    before = dict(unet.attn_processors)
-    standard = (AttnProcessor, AttnProcessor2_0)
-    unet.set_attn_processor({n: wanted() if type(p) in standard else p for n, p in before.items()})
-    try:
-        yield
-    finally:
-        unet.set_attn_processor(before)
-
-
-@contextmanager
 def _recipe(method: Method, pipe: Any, part: str) -> Iterator[None]:
     """A recipe by its name, or a user's own."""
     ratio = {} if method.ratio is None else {"ratio": method.ratio}
@@ -197,15 +182,15 @@ def _hash(content: bytes) -> str:
 
 
 def check_schedulers(methods: Sequence[Method], scheduler: Any, steps: int) -> None:
-    """Raise EvalError where DeepCache would refresh its cache at the wrong calls of a run of `steps`.
+    """Raise EvalError where a sampler does not suit the model, or DeepCache the sampler in so many `steps`.
 
     DeepCache 0.1.1 finds its step by the first equal timestep. PLMS repeats one timestep, which is
     harmless where both calls reuse the cache (an interval of 3 or more); Heun repeats them all.
     """
     for method in methods:
+        own = scheduler_like(scheduler, method.scheduler or "model")
         if (interval := method.interval) is None:
             continue
-        own = scheduler_like(scheduler, method.scheduler or "model")
         own.set_timesteps(method.steps or steps)
         timesteps = own.timesteps.tolist()
         for call, timestep in enumerate(timesteps):

@@ -39,6 +39,11 @@ _SCHEDULERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sasolverkarras": (SASolverScheduler, _SA | _KARRAS),
 }
 """Those with a number in their name are of that order; SA-Solver is without its noise (tau = 0)."""
+_PREDICTIONS: dict[Any, tuple[str, ...]] = {
+    None: ("epsilon", "v_prediction", "sample"),
+    PNDMScheduler: ("epsilon", "v_prediction"),
+}
+"""What samplers take a model's output for; that of None is usual."""
 
 
 def find_device(name: str | None) -> torch.device:
@@ -87,11 +92,28 @@ def load_pipeline(settings: Settings) -> Any:
 
 
 def scheduler_like(scheduler: Any, name: str) -> Any:
-    """Return a sampler by its name, on the noise schedule of another; "model" is that one itself."""
+    """Return a sampler by its name, on the noise schedule of another; "model" is that one itself.
+
+    Raises EvalError where it can't be on that schedule, or takes no such prediction as the model makes.
+    """
     if name == "model":
         return scheduler
     kind, options = _SCHEDULERS[name]
-    return kind.from_config(scheduler.config, **options)
+    config, prediction = scheduler.config, scheduler.config.get("prediction_type", "epsilon")
+    # Flows have another schedule; levels beyond it or between its timesteps are not on it.
+    own_levels = [config.get(key) for key in ("use_flow_sigmas", "sigma_min", "sigma_max")]
+    own_levels.append(config.get("timestep_type", "discrete") != "discrete")
+    # Of levels up to zero SNR, Karras' are several to a timestep, and diffusers begins at the second of them.
+    own_levels.append(config.get("rescale_betas_zero_snr") and options.get("use_karras_sigmas"))
+    if not any(own_levels) and prediction in _PREDICTIONS.get(kind, _PREDICTIONS[None]):
+        found = kind.from_config(config, **options)
+        ours, theirs = (getattr(one, "alphas_cumprod", torch.empty(0)).double() for one in (scheduler, found))
+        if ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6):
+            return found
+    raise EvalError(
+        f"scheduler {name}: {kind.__name__} can't take over the noise levels and the {prediction} of the "
+        f"model's {type(scheduler).__name__}; use --scheduler model --samplers none, and no NAME/SAMPLER"
+    )
 
 
 @contextmanager

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from ..errors import EvalError
 from ..files import read_lines
-from ..settings import RunSettings, Settings, ShowSettings
+from ..intervals import FEWEST
+from ..settings import SEEDS, RunSettings, Settings, ShowSettings
 
 if TYPE_CHECKING:
     from agentsd_demo.scenes import SceneSplit, Triple
@@ -27,6 +28,13 @@ class ImageSpec:
     prompt: str
     seed: int
     triple: "Triple | None" = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < SEEDS:
+            raise EvalError(
+                f"image {self.index} would have seed {self.seed}: torch tells {SEEDS:,} seeds apart, from 0 "
+                "on; pass a smaller --seed"
+            )
 
 
 def from_triples(triples: "Sequence[Triple]", images: int, seed: int) -> list[ImageSpec]:
@@ -79,6 +87,16 @@ def note_unknown_words(pipe: Any, specs: Sequence[ImageSpec], settings: Settings
     if words := unknown_words(pipe.tokenizer, [spec.prompt for spec in specs]):
         named = ", ".join(map(repr, words[:8]))
         console.print(f"note: the toy model was never taught {named}; its captions are in agentsd_demo")
+
+
+def note_too_few(specs: Sequence[ImageSpec], console: Console) -> None:
+    """Say before a run what it will leave open."""
+    captions = len({spec.prompt for spec in specs})
+    if captions < FEWEST:
+        console.print(
+            f"note: {len(specs)} images a row, of {captions} prompts, are too few for intervals, and to say "
+            f"what gains: take {FEWEST} prompts or more"
+        )
 
 
 def unknown_words(tokenizer: Any, prompts: Sequence[str]) -> list[str]:

@@ -59,11 +59,10 @@ def size_of(pipe: Any, settings: SamplingSettings) -> tuple[int, int]:
     return settings.height or native, settings.width or native
 
 
-def initial_latents(pipe: Any, seeds: Sequence[int], height: int, width: int) -> torch.Tensor:
-    """Return standard normal noise (len(seeds), C, h, w), float32 on the CPU, a generator for each seed."""
+def initial_latents(pipe: Any, rngs: Sequence[torch.Generator], height: int, width: int) -> torch.Tensor:
+    """Return standard normal noise (len(rngs), C, h, w), float32 on the CPU, of a generator each."""
     factor = pipe.vae_scale_factor
     shape = (pipe.unet.config.in_channels, height // factor, width // factor)
-    rngs = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
     return torch.stack([torch.randn(shape, generator=rng, device="cpu") for rng in rngs])
 
 
@@ -93,9 +92,9 @@ def sample(
     height, width = size_of(pipe, settings)
     seeds = [spec.seed for spec in specs]
     device, dtype = pipe.unet.device, pipe.unet.dtype
-    latents = initial_latents(pipe, seeds, height, width).to(device, dtype)
-    # For samplers that add noise at each step; another stream than the one of the initial noise.
-    generators = [torch.Generator("cpu").manual_seed(2**32 + seed) for seed in seeds]
+    # Samplers that add noise at each step go on with the stream that the initial noise was drawn from.
+    generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+    latents = initial_latents(pipe, generators, height, width).to(device, dtype)
     with method.applied(pipe, seeds[0]):
         with Stopwatch(device) as watch:
             output = pipe(

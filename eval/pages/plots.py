@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from ..files import png_bytes
+from ..intervals import enough
 from .rows import Row
 
 MARKERS = "osD^vPX*<>hp"
@@ -44,7 +45,8 @@ def frontier(rows: Sequence[Row], title: str = "") -> Figure:
         axes.fill_between(*zip(*line, strict=True), 1e-12, color="#2a7f4f", alpha=0.07, lw=0)
     for i, row in enumerate(row for row in placed if not is_baseline(row)):
         label, (_, up) = row.get("label") or row["method"], point(row)
-        ends = [[up - row["reference_distance_low"]], [row["reference_distance_high"] - up]]
+        told = enough(row) and row.get("reference_distance_low") is not None
+        ends = [[up - row["reference_distance_low"]], [row["reference_distance_high"] - up]] if told else None
         drawn = _draw(axes, [point(row)], label, yerr=ends, ls="none", zorder=2, **_style(i))
         for number, artist in enumerate(drawn.get_children()):
             artist.set_gid(f"{id_of(label)}-{number}")

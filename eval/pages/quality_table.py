@@ -1,18 +1,14 @@
 """The tables of a run: distances, fidelity and cost, a row for each method."""
 
 from collections.abc import Callable, Mapping, Sequence
-from statistics import NormalDist
 from typing import Any
 
+from ..intervals import FEWEST, enough, half
 from .rows import Column, Row, distance_name, figure, filled, giga, method_text
 
-FEWEST = 30
-"""Images of a row, below which a change and its noise are not told."""
 TOO_FEW = "too few to judge"
 EQUAL = "equal"
 """What stands where every image is the one that it is compared with."""
-Z95 = NormalDist().inv_cdf(0.975)
-"""Half the width of a 95% interval, in standard errors."""
 
 
 def row_label(row: Row) -> str:
@@ -24,18 +20,18 @@ def change(key: str, form: str, factor: float = 1.0, count: str = "images") -> C
     """Return a column's text: the change against the baseline with its 95% half-width, "≈" if inside the
     noise.
 
-    It is told of no fewer than `FEWEST` images, by the row's `count` or one of the figure's own.
+    `count` is the figure of the row that says how many images it is of.
     """
 
     def text(row: Row) -> str:
         value, error = row.get(f"{key}_change"), row.get(f"{key}_change_error")
         if value is None or error is None:
             return "-"
-        if int(row.get(f"{key}_count") or row.get(count) or FEWEST) < FEWEST:
+        if not enough(row, count):
             return TOO_FEW
-        half = Z95 * error
-        return f"{format(factor * value, '+' + form)} ± {format(factor * half, form)}" + (
-            " ≈" if abs(value) <= half else ""
+        wide = half(error, int(row.get("captions") or row.get(count) or FEWEST))
+        return f"{format(factor * value, '+' + form)} ± {format(factor * wide, form)}" + (
+            " ≈" if abs(value) <= wide else ""
         )
 
     return text
@@ -49,7 +45,7 @@ def interval(key: str) -> Callable[[Row], str]:
             return "-"
         if row[key] == 0:
             return EQUAL
-        if row.get("images", FEWEST) < FEWEST:
+        if not enough(row) or row.get(f"{key}_low") is None:
             return f"{row[key]:.4f}"
         return f"{row[key]:.4f} ({row[f'{key}_low']:.4f}-{row[f'{key}_high']:.4f})"
 
@@ -63,9 +59,9 @@ def gain(key: str) -> Callable[[Row], str]:
         if row.get(key) is None:
             return "-"
         bound = {"more": "> ", "less": "< "}.get(row[f"{key}_beyond"] or "", "")
-        if row.get("images", FEWEST) < FEWEST:
+        low, high = row.get(f"{key}_low"), row.get(f"{key}_high")
+        if not enough(row) or low is None or high is None:
             return f"{bound}{row[key]:.2f}"
-        low, high = row[f"{key}_low"], row[f"{key}_high"]
         return f"{bound}{row[key]:.2f} ({low:.2f}-{high:.2f})" + (" no" if round(high, 2) < 1 else "")
 
     return text
@@ -88,13 +84,12 @@ def method_name(row: Row) -> str:
     return row_label(row) if ratio is None else row_label(row).replace(f" r={ratio:g}", "", 1)
 
 
-def tables_of(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, list[Column]]:
+def tables_of(rows: Sequence[Row], settings: Mapping[str, Any], clock: str) -> dict[str, list[Column]]:
     """Return the columns of each table by its title, the paper's first; `settings` are the run's.
 
-    In the others a column without a figure is left out.
+    `clock` is what speed-ups are computed from. In the others a column without a figure is left out.
     """
     features, scenes = settings["features"], settings["model"] == "demo"
-    on_gpu = any(row.get("memory_per_image") is not None for row in rows)
     tables = {
         "perceptual distance to the same seed's images (95%)": [
             Column("images", figure("images", "d")),
@@ -121,7 +116,7 @@ def tables_of(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, lis
             Column("attention", figure("backend", "")),
             Column("s/img", figure("seconds", ".3f")),
             Column("CPU s/img", figure("cpu_seconds", ".3f")),
-            Column(f"speed-up ({'wall' if on_gpu else 'CPU'} time)", figure("speedup", ".2f")),
+            Column(f"speed-up ({clock} time)", figure("speedup", ".2f")),
             Column("GMACs/img", giga("macs")),
             Column("denoising, GB/img", figure("denoising_memory", ".2f")),
             Column("decoding, GB/img", figure("decoding_memory", ".2f")),
@@ -141,12 +136,13 @@ def _psnr(row: Row) -> str:
 def _kernel(row: Row) -> str:
     if row.get("kid") is None:
         return "-"
-    error = f" ± {1e3 * row['kid_error']:.2f}" if row.get("images", FEWEST) >= FEWEST else ""
+    error = f" ± {1e3 * row['kid_error']:.2f}" if enough(row) else ""
     return f"{1e3 * row['kid']:.2f}{error}"
 
 
 _NOTE = (
     "change: against the baseline, same seeds, ± half of a 95% interval; ≈ marks a change inside the noise. "
+    "Intervals are a bootstrap's over captions, or Student's t; below 30 images or captions there are none. "
     "Perceptual distances are geometric means, of EfficientNet-Lite0's features{distances}. Gain: what fewer "
     "steps of the same sampler cost at the same distance, over the row's own cost; best plain sampler: what "
     "the cheapest of all baseline's rows costs there; a row marked no is the worse buy. > and <: fewer steps "

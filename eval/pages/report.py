@@ -4,6 +4,7 @@ import base64
 import csv
 import io
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -85,10 +86,10 @@ def _part(folder: Path, name: str, images: int, run: Row) -> dict[str, Any]:
         tables = subject_table.tables_of(rows)
         part["image"] = _data_uri(folder / "subject.png", 1600)
     else:
-        tables = quality_table.tables_of(rows, settings)
+        tables = quality_table.tables_of(rows, settings, run["clock"])
         distance = distance_name(settings["features"], settings["model"] == "demo")
         part |= {
-            "headline": _gain_and_loss(rows, run.get("clock", "CPU")),
+            "headline": _gain_and_loss(rows, run["clock"]),
             "notes": [quality_table.note(settings["features"])],
             "plot": _svg(plot_of(rows, "", distance)),
             "labels": [quality_table.row_label(row) for row in rows],
@@ -152,7 +153,8 @@ def _svg(figure: Figure | None) -> Markup | None:
 def _facts(run: Row) -> dict[str, str]:
     settings = {key: value for key, value in run["settings"].items() if value not in (None, {}, [])}
     commit = run.get("commit")
-    program = f"commit {commit[:12]}{'' if run['clean'] else ', changed since'}" if commit else "a package"
+    short = re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28}\b", r"\1", commit or "")
+    program = f"commit {short}{'' if run['clean'] is True else ', changed since'}" if commit else "a package"
     return {
         "program": program,
         "device": f"{run['device']}, {run['threads']} threads, {run['processes']} processes",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+from ..intervals import enough
 from .quality_table import change
 from .rows import Column, Row, figure, filled
 
@@ -35,7 +36,7 @@ def tables_of(rows: Sequence[Row]) -> dict[str, list[Column]]:
         tables[title] = []
         for name, score in scores.items():
             form = ".1%" if name == "right" else ".3f"
-            tables[title] += [Column(f"{score} ± s.e.", _with_error(name, form))]
+            tables[title] += [Column(f"{score} ± s.e.", _with_error(name, form, count))]
             tables[title] += [Column("change", change(name, form, count=count))]
     tables["cost"] = [
         Column("s/img", figure("seconds", ".2f")),
@@ -46,9 +47,14 @@ def tables_of(rows: Sequence[Row]) -> dict[str, list[Column]]:
     return {title: [Column("variant", label_of), *columns] for title, columns in shown.items() if columns}
 
 
-def _with_error(key: str, form: str) -> Callable[[Row], str]:
+def _with_error(key: str, form: str, count: str) -> Callable[[Row], str]:
     mean, error = figure(key, form), figure(f"{key}_error", form)
-    return lambda row: mean(row) + (f" ± {error(row)}" if row.get(f"{key}_error") is not None else "")
+
+    def text(row: Row) -> str:
+        told = row.get(f"{key}_error") is not None and enough(row, count)
+        return mean(row) + (f" ± {error(row)}" if told else "")
+
+    return text
 
 
 def note(views: int, scores: Mapping[str, str]) -> str:

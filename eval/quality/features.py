@@ -14,7 +14,7 @@ import torch
 from PIL import Image, ImageOps
 
 from ..errors import EvalError
-from ..files import write_bytes
+from ..files import check_writable, write_bytes
 from .fidelity import to_tensor
 
 SIDE = 224
@@ -121,6 +121,7 @@ def features_of(
             return kept
         except (ValueError, EOFError, OSError):
             path.unlink()  # cut off: made again
+    check_writable(path, "XDG_CACHE_HOME" if user_cache() in path.parents else "--out")
     found = []
     with ThreadPoolExecutor() as threads:
         for start in range(0, len(sources), _BATCH):
@@ -143,12 +144,12 @@ def open_image(source: Image.Image | Path, crop: tuple[int, int] | None = None) 
 
 
 def image_files(folder: Path) -> list[Path]:
-    """Return the images in a folder and below, sorted. Raises EvalError if there are fewer than 2."""
+    """Return the images in a folder and below, sorted. Raises EvalError if there are fewer than 3."""
     suffixes = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
-    if len(files) < 2:
+    if len(files) < 3:
         raise EvalError(
-            f"{folder} holds {len(files)} images (PNG, JPEG, WebP, BMP); a distance needs 2 or more"
+            f"{folder} holds {len(files)} images (PNG, JPEG, WebP, BMP); a distance needs 3 or more"
         )
     return files
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..intervals import interval
+
 Array = np.ndarray
-RESAMPLES = 200
 
 
 def cost_at(distance: float, costs: Array, distances: Array) -> float:
@@ -24,22 +25,24 @@ def cost_at(distance: float, costs: Array, distances: Array) -> float:
 
 @dataclass(frozen=True)
 class Gain:
-    """What a method's gain is, with a 95% interval; below 1 fewer steps are the better buy.
+    """What a method's gain is, with a 95% interval or None; below 1 fewer steps are the better buy.
 
     `beyond` says that its distance lies outside of all that fewer steps were measured at ("more" or "less"
     than `value`), or is None.
     """
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     beyond: str | None = None
 
 
-def gain(ours: Array, cost: float, plain: Sequence[Array], costs: Sequence[float]) -> Gain:
+def gain(
+    ours: Array, cost: float, plain: Sequence[Array], costs: Sequence[float], captions: Sequence[str] = ()
+) -> Gain:
     """Return the cost of fewer steps at a method's distance, over its own cost.
 
-    The interval is a paired bootstrap's: seeds are drawn with replacement, for all alike. A seed at which
+    The interval is a paired bootstrap's: captions are drawn, for all alike. A seed at which
     a row's image is the reference itself (a distance of 0) is in no mean, as in the means that are shown.
 
     Args:
@@ -47,20 +50,20 @@ def gain(ours: Array, cost: float, plain: Sequence[Array], costs: Sequence[float
         cost: what an image of the method costs.
         plain: for each number of steps of the same sampler, its distances (P,) for the same seeds.
         costs: what an image of each costs.
+        captions: of the images; without them each is by itself.
     """
     every = np.stack([np.asarray(one, float) for one in (ours, *plain)])
-    if (apart := (every > 0).all(axis=0)).any():
-        every = every[:, apart]
-    own, *rest = np.log(np.maximum(every, 1e-12))
+    apart = (every > 0).all(axis=0)
+    kept = np.flatnonzero(apart if apart.any() else ~apart)
+    own, *rest = np.log(np.maximum(every[:, kept], 1e-12))
     logs = np.stack(rest)
 
-    def value(picked: Array) -> float:
-        return cost_at(np.exp(own[picked].mean()), np.asarray(costs), np.exp(logs[:, picked].mean(1))) / cost
+    def values(counts: Array) -> Array:
+        shares = counts / counts.sum(1, keepdims=True)
+        points = zip(np.exp(shares @ own), np.exp(shares @ logs.T), strict=True)
+        return np.array([cost_at(far, np.asarray(costs), curve) for far, curve in points]) / cost
 
-    everyone = np.arange(len(own))
-    random = np.random.default_rng(0)
-    drawn = [value(random.integers(len(own), size=len(own))) for _ in range(RESAMPLES)]
-    low, high = np.quantile(drawn, [0.025, 0.975])
+    low, high = interval(values, [captions[int(i)] for i in kept] if captions else kept) or (None, None)
     mean, curve = own.mean(), logs.mean(1)
     beyond = "more" if mean < curve.min() else "less" if mean > curve.max() else None
-    return Gain(value(everyone), float(low), float(high), beyond)
+    return Gain(float(values(np.ones((1, len(own))))[0]), low, high, beyond)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..images.prompts import ImageSpec
+from ..intervals import captions_of
 from ..settings import RunSettings
 from . import fidelity, metrics
 from .encoders import ClipScore
@@ -91,10 +92,12 @@ class Judge:
         singles = self._each(shown, asked)
         if self.real is None:
             return Measured(shown.key, singles)
-        frechet = metrics.FrechetSample(self.projected(shown.features), self.gaussian)
-        if len(shown.images) < _FEWEST:
+        captions = [spec.prompt for spec in asked]
+        frechet = metrics.FrechetSample(self.projected(shown.features), self.gaussian, captions)
+        if min(len(shown.images), len(self.real)) < _FEWEST:
             return Measured(shown.key, singles, frechet)
-        return Measured(shown.key, singles, frechet, metrics.kernel_distance(shown.features, self.kernels))
+        kid = metrics.kernel_distance(shown.features, self.kernels, captions)
+        return Measured(shown.key, singles, frechet, kid)
 
     def _each(self, shown: Shown, asked: Sequence[ImageSpec]) -> list[Row]:
         """Return a row for each image alone; the baseline is not compared with itself."""
@@ -153,4 +156,4 @@ def row_of(ours: Measured, baseline: Measured) -> Row:
             row["kid_change"] = ours.kid.value - other.kid.value
             row["kid_change_error"] = ours.kid.difference_error(other.kid)
     means = summary_of(ours.singles, other.singles if other else None)
-    return row | means | {"images": len(ours.singles)}
+    return row | means | {"images": len(ours.singles), "captions": len(set(captions_of(ours.singles)))}

@@ -1,18 +1,18 @@
 """Distances between sets of feature vectors, in float64, and how sure they are."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from ..intervals import drawn, sums
+
 Array = np.ndarray
 BLOCK = 1024
 """Feature vectors that are worked on at once: 50,000 references need no 50,000 x 50,000 matrix."""
 RESAMPLES = 200
-"""Bootstrap draws for the error of a FD."""
-Z95 = 1.959964
-"""Half the width of a 95% interval, in standard errors."""
+"""Bootstrap draws for the standard error of a FD."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class FrechetSample:
     the N x N matrix X S_ref X^T: a resample costs the eigenvalues of an N x N matrix, whatever D is.
     """
 
-    def __init__(self, features: Array, reference: Gaussian) -> None:
+    def __init__(self, features: Array, reference: Gaussian, captions: Sequence[str] | None = None) -> None:
         self._features = np.asarray(features, dtype=np.float64)
-        self._reference = reference
+        self._reference, self._captions = reference, captions
         self._gram = self._features @ reference.covariance @ self._features.T
 
     def distance(self, picked: Array) -> float:
@@ -64,17 +64,18 @@ class FrechetSample:
 
     @cached_property
     def resampled(self) -> Array:
-        """The distances of bootstrap draws, which are the same for every sample of as many images."""
-        count, random = len(self._features), np.random.default_rng(0)
+        """The distances of bootstrap draws, which are the same for every sample of these captions."""
+        count = len(self._features)
         # Each costs an eigendecomposition as large as the images are many.
         draws = RESAMPLES if count <= 1000 else RESAMPLES // 4
-        return np.array([self.distance(random.integers(count, size=count)) for _ in range(draws)])
+        captions = range(count) if self._captions is None else self._captions
+        return np.array([self.distance(np.repeat(np.arange(count), n)) for n in drawn(captions, draws)])
 
 
 def frechet_difference_error(a: FrechetSample, b: FrechetSample) -> float:
     """Return the standard error of distance(a) - distance(b) for paired images.
 
-    Paired bootstrap: each resample draws the same seeds for both; the reference is held fixed.
+    Paired bootstrap: each resample draws the same captions for both; the reference is held fixed.
     """
     return float(np.std(a.resampled - b.resampled, ddof=1))
 
@@ -86,17 +87,23 @@ class KernelDistance:
     value: float
     without_generated: Array
     without_real: Array
+    captions: Sequence[str] | None = None
+    """Of the generated images, where they may share some."""
 
     @property
     def error(self) -> float:
         """The jackknife's standard error, over generated and real images."""
-        return _jackknife_error(self.without_generated, self.without_real)
+        return self._error(self.without_generated, self.without_real)
 
     def difference_error(self, other: "KernelDistance") -> float:
         """The standard error of the difference to another set of the same seeds and real images."""
-        return _jackknife_error(
+        return self._error(
             self.without_generated - other.without_generated, self.without_real - other.without_real
         )
+
+    def _error(self, generated: Array, real: Array) -> float:
+        parts = sums(generated - generated.mean(), self.captions), real - real.mean()
+        return float(np.sqrt(sum((len(part) - 1) / len(part) * (part**2).sum() for part in parts)))
 
 
 class KernelSet:
@@ -115,7 +122,9 @@ class KernelSet:
         return float(within / (n * (n - 1)) + rest / (m * (m - 1)) - 2 * across / (n * m))
 
 
-def kernel_distance(generated: Array | KernelSet, real: Array | KernelSet) -> KernelDistance:
+def kernel_distance(
+    generated: Array | KernelSet, real: Array | KernelSet, captions: Sequence[str] | None = None
+) -> KernelDistance:
     """Return the KID of features (N, D) and (M, D), N and M at least 3.
 
     The kernel is (x.y / D + 1)^3 (Binkowski et al. 2018, KID), over all pairs rather than subsets. A set
@@ -134,6 +143,7 @@ def kernel_distance(generated: Array | KernelSet, real: Array | KernelSet) -> Ke
         value=float(value(a, b, c, n, m)),
         without_generated=value(a - 2 * x_rows, b - across, c, n - 1, m),
         without_real=value(a, b - down, c - 2 * y_rows, n, m - 1),
+        captions=captions,
     )
 
 
@@ -155,15 +165,6 @@ def _kernel(x: Array, y: Array) -> Array:
     cube = base * base
     cube *= base
     return cube
-
-
-def _jackknife_error(*samples: Array) -> float:
-    return float(np.sqrt(sum((len(s) - 1) / len(s) * ((s - s.mean()) ** 2).sum() for s in samples)))
-
-
-def standard_error(values: Array) -> float:
-    """Return the standard error of the mean of independent values (N,)."""
-    return float(np.std(values, ddof=1) / np.sqrt(len(values)))
 
 
 def unit(features: Array) -> Array:

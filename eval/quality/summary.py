@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from . import metrics
+from ..intervals import captions_of, interval, standard_error
 
 Row = dict[str, Any]
 
@@ -20,7 +20,7 @@ def summary_of(rows: Sequence[Row], baseline: Sequence[Row] | None) -> Row:
     """
     means: Row = {}
     for key in ("baseline_distance", "reference_distance"):
-        means |= _distance(key, [row[key] for row in rows if row.get(key) is not None])
+        means |= _distance(key, [row for row in rows if row.get(key) is not None])
     ratios = [row["psnr"] for row in rows if row.get("psnr") is not None and row["psnr"] < np.inf]
     if ratios:
         means["psnr"] = float(np.mean(ratios))
@@ -29,16 +29,15 @@ def summary_of(rows: Sequence[Row], baseline: Sequence[Row] | None) -> Row:
     return means | _clip(rows, baseline)
 
 
-def _distance(key: str, values: Sequence[float]) -> Row:
+def _distance(key: str, rows: Sequence[Row]) -> Row:
     """Return the geometric mean of distances and its 95% interval; of equal images' alone it is 0."""
-    names = key, f"{key}_low", f"{key}_high"
-    logs = np.log([value for value in values if value > 0])
-    if len(values) and not len(logs):
-        return dict.fromkeys(names, 0.0)
-    if len(logs) < 2:
-        return {}
-    half, middle = metrics.Z95 * metrics.standard_error(logs), logs.mean()
-    return {name: float(np.exp(middle + sign * half)) for name, sign in zip(names, (0, -1, 1), strict=True)}
+    apart = [row for row in rows if row[key] > 0]
+    if not apart:
+        return {key: 0.0} if rows else {}
+    logs = np.log([row[key] for row in apart])
+    found = {key: float(np.exp(logs.mean()))}
+    ends = interval(lambda counts: np.exp(counts @ logs / counts.sum(1)), captions_of(apart))
+    return found if ends is None else found | {f"{key}_low": ends[0], f"{key}_high": ends[1]}
 
 
 def _clip(rows: Sequence[Row], baseline: Sequence[Row] | None) -> Row:
@@ -49,5 +48,8 @@ def _clip(rows: Sequence[Row], baseline: Sequence[Row] | None) -> Row:
     found: Row = {"clip": float(values.mean())}
     if baseline is not None:
         change = values - np.array([row["clip"] for row in baseline])
-        found |= {"clip_change": float(change.mean()), "clip_change_error": metrics.standard_error(change)}
+        found |= {
+            "clip_change": float(change.mean()),
+            "clip_change_error": standard_error(change, captions_of(rows)),
+        }
     return found

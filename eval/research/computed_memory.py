@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..cost.architectures import SD15, SDXL, autoencoder
-from ..environment import describe_run
+from ..environment import describe_environment, describe_run
 from ..images.methods import Method, parse_method
 from ..pages import rows as results
 from ..pages.rows import Column, Row, figure
@@ -65,7 +65,7 @@ FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 def command(settings: ComputedSettings, console: Console) -> None:
     """Count each row, print it and write all."""
-    run = describe_run(settings, torch.device("cpu"))
+    run = describe_run(settings, describe_environment(torch.device("cpu")))
     rows = []
     for row in _rows():
         rows.append(row)

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from ..cost import latency
 from ..cost.memory import pipeline_memory
-from ..environment import describe_environment
+from ..environment import describe_environment, device_name
 from ..errors import EvalError
 from ..images.methods import Method, parse_method
 from ..images.models import scheduler_like
@@ -53,6 +53,10 @@ def command(settings: GpuSettings, console: Console) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise EvalError("no CUDA device is here; --tiny --device cpu tries all stages on the CPU")
     settings.out.mkdir(parents=True, exist_ok=True)
+    if (begun := settings.out / "gpu.jsonl").exists():
+        there = json.loads(begun.read_text(encoding="utf-8").partition("\n")[0]).get("device")
+        if there != (now := device_name(device)):
+            raise EvalError(f"{begun}: its rows are of {there}, this is {now}; choose another --out")
     if settings.tiny:
         make_tiny()
     Campaign(settings, device, console).run()

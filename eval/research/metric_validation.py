@@ -4,19 +4,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Any
+from zlib import crc32
 
 import numpy as np
 from PIL import Image, ImageFilter
 from rich.console import Console
 
-from ..environment import describe_run
 from ..errors import EvalError
 from ..images.methods import Method, parse_method
+from ..intervals import FEWEST, captions_of, half, interval
 from ..pages import rows as results
 from ..pages.rows import Column, Row
 from ..quality.features import open_image
 from ..quality.measure import Measured, Shown
-from ..quality.metrics import Z95, KernelDistance, standard_error
+from ..quality.metrics import KernelDistance
 from ..studies.table import make
 from .settings import ValidationSettings
 
@@ -43,7 +45,7 @@ def command(settings: ValidationSettings, console: Console) -> None:
         shown.append(Shown(name, [degradation(open_image(image)) for image in shown[0].images], made.judge))
     found = {one.key: made.judge.measure(one, made.asked) for one in shown}
     pairs = pairs_of(found, chains | DEGRADED)
-    facts = describe_run(settings, made.device)
+    facts = made.store.describe(settings, [made.store.makers(method) for method in methods])
     tables = {f"what the metrics see, {len(made.asked)} images a row": COLUMNS}
     results.write_rows(settings.out, "metric-validation", pairs, tables, facts, NOTE)
     singles = [single for measured in found.values() for single in measured.singles]
@@ -73,8 +75,8 @@ def blur(radius: float, image: Image.Image) -> Image.Image:
 
 
 def noise(sigma: float, image: Image.Image) -> Image.Image:
-    """Return the image with white noise of this standard deviation, in levels of 0..255."""
-    added = np.random.default_rng(0).normal(0, sigma, (image.height, image.width, 3))
+    """Return the image with white noise of its own, of this standard deviation in levels of 0..255."""
+    added = np.random.default_rng(crc32(image.tobytes())).normal(0, sigma, (image.height, image.width, 3))
     return Image.fromarray((np.asarray(image) + added).round().clip(0, 255).astype(np.uint8))
 
 
@@ -92,34 +94,39 @@ DEGRADED = {name: [f"{name} {strength:g}" for strength in s] for name, (_, s) in
 
 @dataclass(frozen=True)
 class Pair:
-    """The measure of a greater degradation beside a smaller one's: its value, and a 95% interval."""
+    """The measure of a greater degradation beside a smaller one's: its value, and a 95% interval or None."""
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     none: float
     """What it is without any: a ratio of 1, a difference of 0."""
 
     @property
     def verdict(self) -> str:
         """Whether the degradation is seen."""
+        if self.low is None or self.high is None:
+            return f"fewer than {FEWEST} images"
         if self.low > self.none:
             return "seen"
         return "out of order" if self.high < self.none else "not told apart"
 
 
-def ratio(less: Sequence[float], more: Sequence[float]) -> Pair:
+def ratio(less: Sequence[float], more: Sequence[float], captions: Sequence[str] = ()) -> Pair:
     """Return the ratio of two degradations' perceptual distances, paired by seed."""
     logs = np.log(np.maximum(more, 1e-12)) - np.log(np.maximum(less, 1e-12))
-    middle, half = logs.mean(), Z95 * standard_error(logs)
-    low, high = float(np.exp(middle - half)), float(np.exp(middle + half))
-    return Pair(float(np.exp(middle)), low, high, none=1.0)
+    ends = interval(lambda counts: np.exp(counts @ logs / counts.sum(1)), captions or range(len(logs)))
+    low, high = ends or (None, None)
+    return Pair(float(np.exp(logs.mean())), low, high, none=1.0)
 
 
 def difference(less: KernelDistance, more: KernelDistance) -> Pair:
     """Return the difference of two degradations' KIDs x1000, paired by seed."""
-    middle, half = 1e3 * (more.value - less.value), 1e3 * Z95 * more.difference_error(less)
-    return Pair(middle, middle - half, middle + half, none=0.0)
+    middle, units = 1e3 * (more.value - less.value), len(set(more.captions or more.without_generated))
+    if units < FEWEST:
+        return Pair(middle, None, None, none=0.0)
+    wide = 1e3 * half(more.difference_error(less), units)
+    return Pair(middle, middle - wide, middle + wide, none=0.0)
 
 
 def pairs_of(found: Mapping[str, Measured], chains: Mapping[str, Sequence[str]]) -> list[Row]:
@@ -132,14 +139,19 @@ def pairs_of(found: Mapping[str, Measured], chains: Mapping[str, Sequence[str]])
                 ("to reference image", "reference_distance"),
                 ("to the baseline", "baseline_distance"),
             ):
-                values = [[single[key] for single in found[one].singles] for one in (less, more)]
+                values: Any = [[single[key] for single in found[one].singles] for one in (less, more)]
                 if None not in values[0] + values[1] and (chain, key) != ("steps", "baseline_distance"):
-                    pairs[name] = ratio(*values)
+                    pairs[name] = ratio(values[0], values[1], captions_of(found[more].singles))
             smaller, greater = found[less].kid, found[more].kid
             if smaller and greater:
                 pairs["kid"] = difference(smaller, greater)
             for name, pair in pairs.items():
-                values_of = {"value": pair.value, "low": pair.low, "high": pair.high, "verdict": pair.verdict}
+                values_of: Row = {
+                    "value": pair.value,
+                    "low": pair.low,
+                    "high": pair.high,
+                    "verdict": pair.verdict,
+                }
                 rows.append({"chain": chain, "less": less, "more": more, "measure": name} | values_of)
     return rows
 
@@ -149,7 +161,8 @@ def _pair_of(row: Row) -> str:
 
 
 def _interval(row: Row) -> str:
-    return f"{row['value']:.3g} ({row['low']:.3g} to {row['high']:.3g})"
+    ends = "" if row["low"] is None else f" ({row['low']:.3g} to {row['high']:.3g})"
+    return f"{row['value']:.3g}{ends}"
 
 
 COLUMNS = [

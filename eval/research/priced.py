@@ -19,10 +19,10 @@ from agentsd.recipe import MODES, Phases, stages_of
 
 from ..cost.architectures import normal
 from ..cost.latency import Case, forward_call, load, row_of, speedup_of
-from ..environment import describe_run
+from ..environment import describe_environment, describe_run
 from ..errors import EvalError
 from ..files import check_writable
-from ..images.methods import Method, expand
+from ..images.methods import Method, check_schedulers, expand
 from ..images.sampling import Seconds, Stopwatch
 from ..pages.cost_table import tables_of
 from ..pages.rows import Row, progress, show, write_rows
@@ -37,8 +37,9 @@ def command(settings: PricedSettings, console: Console) -> None:
     methods = expand(settings.methods, [settings.ratio], settings, settings.fewer_steps)
     check_writable(settings.out / "latency.jsonl")
     pipe = load(settings)
+    check_schedulers(methods, pipe.scheduler, settings.steps)
     device = pipe.unet.device
-    run = describe_run(settings, device)
+    run = describe_run(settings, describe_environment(device))
     rows: list[Row] = []
     sizes = settings.sizes or (pipe.unet.config.sample_size * pipe.vae_scale_factor,)
     with progress(console) as bars:

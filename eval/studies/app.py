@@ -16,7 +16,7 @@ from agentsd.recipe import MODES
 from ..errors import EvalError
 from ..images.choice import LABELS, STEPS, defaults_of, python_of, recipe_from
 from ..images.methods import Method
-from ..images.models import load_pipeline
+from ..images.models import load_pipeline, scheduler_like
 from ..images.prompts import ImageSpec, prompts_of, unknown_words
 from ..images.sampling import sample, size_of, warm_up
 from ..log import captured
@@ -53,6 +53,7 @@ class Pairs:
         """Load the model."""
         self.settings = settings
         self._pipe = load_pipeline(settings.model_copy(update={"scheduler": "model"}))
+        scheduler_like(self._pipe.scheduler, settings.scheduler)  # where it can't be, the page would fail
         self._warm: set[tuple[int, int]] = set()
         self.device = self._pipe.unet.device
         self._clock = " in CPU time" if self.device.type == "cpu" else ""

@@ -10,8 +10,9 @@ from rich.console import Console
 
 from .. import run_file
 from ..files import write_bytes
+from ..intervals import enough
 from ..pages.plots import is_baseline
-from ..pages.quality_table import FEWEST, row_label
+from ..pages.quality_table import row_label
 from ..pages.report import write_report
 from ..pages.rows import Row
 from ..settings import CheckSettings
@@ -43,9 +44,9 @@ def verdict(rows: Sequence[Row]) -> str:
     rows = [row for row in rows if row.get(key) is not None and not is_baseline(row)]
     if not rows:
         return "No row's gain is known: it takes the baseline in fewer steps, and recipes."
-    if (few := min(row["images"] for row in rows)) < FEWEST:
-        return f"{few} images a row are too few to say what gains: take {FEWEST} or more."
-    gain = [row_label(row) for row in rows if row[f"{key}_low"] > 1]
+    if not all(map(enough, rows)):
+        return "No interval, so nothing is said to gain."
+    gain = [row_label(row) for row in rows if (row.get(f"{key}_low") or 0) > 1]
     if gain:
         return f"Better than fewer steps here, by time, beyond the error: {', '.join(gain)}."
     return "Nothing here is better than fewer steps beyond the error: take fewer steps."

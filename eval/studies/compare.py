@@ -26,8 +26,9 @@ def command(settings: CompareSettings, console: Console) -> None:
     methods = methods_of(settings)
     check_writable(settings.out)
     check_own_image(settings.out)
-    pipe = load_pipeline(settings)
     specs = specs_to_show(settings)
+    pipe = load_pipeline(settings)
+    check_schedulers(methods, pipe.scheduler, settings.steps)
     note_unknown_words(pipe, specs, settings, console)
     with progress(console) as bars:
         task = bars.add_task("images", total=len(methods) * (len(specs) + 1))
@@ -68,7 +69,6 @@ def compare(
     method: medians of the times, means over the images of the others. `report` is called after each image
     and each method's warm-up.
     """
-    check_schedulers(methods, pipe.scheduler, settings.steps)
     for method in methods:
         warm_up(pipe, method, specs[:1], settings)
         report()

@@ -9,6 +9,7 @@ from rich.console import Console
 from torchmetrics.image.fid import FrechetInceptionDistance
 
 from ..images.models import find_device
+from ..intervals import FEWEST
 from ..pages.rows import Column, Row, distance_name, figure, progress, to_terminal
 from ..quality import metrics
 from ..quality.features import features_of, image_files, load_network, pytorch_fid, user_cache
@@ -40,9 +41,8 @@ def distances(sets: Sequence[Sequence[Path]], settings: FidSettings, report: Cal
     cache = user_cache() / "features"
     first, second = (features_of(network, paths, cache, report=report) for paths in sets)
     row: Row = {"images": f"{len(first)} / {len(second)}", "fd": frechet_distance(first, second)}
-    if min(len(first), len(second)) >= 3:
-        kernel = metrics.kernel_distance(first, second)
-        row["kid"] = f"{1e3 * kernel.value:.3f} ± {1e3 * kernel.error:.3f}"
+    kernel, few = metrics.kernel_distance(first, second), min(len(first), len(second)) < FEWEST
+    row["kid"] = f"{1e3 * kernel.value:.3f}" + (f" ± {1e3 * kernel.error:.3f}" if not few else "")
     return row
 
 

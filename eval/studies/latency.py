@@ -3,8 +3,9 @@
 from rich.console import Console
 
 from ..cost.latency import cases_of, load, measure, methods_of
-from ..environment import describe_run
+from ..environment import describe_environment, describe_run
 from ..files import check_writable
+from ..images.methods import check_schedulers
 from ..pages import rows as results
 from ..pages.cost_table import tables_of
 from ..pages.rows import Row
@@ -16,8 +17,9 @@ def command(settings: LatencySettings, console: Console) -> None:
     methods = methods_of(settings)
     check_writable(settings.out / "latency.jsonl")
     pipe = load(settings)
+    check_schedulers(methods, pipe.scheduler, settings.steps)
     cases = cases_of(settings, pipe)
-    run = describe_run(settings, pipe.unet.device)
+    run = describe_run(settings, describe_environment(pipe.unet.device))
     rows: list[Row] = []
     with results.progress(console) as bars:
         task = bars.add_task("rounds", total=len(cases) * (settings.repeats + 1))

@@ -15,10 +15,10 @@ from rich.progress import Progress
 
 from agentsd.dreambooth.checkpoints import list_checkpoints
 
-from ..environment import describe_environment, describe_run
+from ..environment import describe_environment
 from ..errors import EvalError
 from ..files import check_writable, save_image, write_bytes
-from ..images.digest import weights_digest
+from ..images.digest import parts_digest
 from ..images.generate import Share, generate
 from ..images.models import load_pipeline
 from ..images.prompts import ImageSpec
@@ -62,8 +62,8 @@ def command(settings: SubjectSettings, console: Console) -> None:
     rows.append({"variant": "the views among themselves", "images": len(views), **ceiling})
     remarks = note(len(views), {score.name: score.about for score in scores})
     tables = tables_of(rows)
-    facts = describe_run(settings, device)
-    results.write_rows(settings.out, "subject", rows, tables, facts, remarks)
+    remarks = "\n\n".join(filter(None, [remarks, store.mixture(rows)]))
+    results.write_rows(settings.out, "subject", rows, tables, store.describe(settings, rows), remarks)
     grid = [images_of(store, variant, own[:_COLUMNS]) for variant in variants] + [
         shown[: len(own[:_COLUMNS])]
     ]
@@ -76,7 +76,7 @@ def _fingerprint(pipe: Any, views: Sequence[Path], settings: SubjectSettings) ->
     """Return what every training and image depends on."""
     apart = {"out", "subject", "device", "clip", "dino", "batch_size"}
     return {
-        "weights": weights_digest(pipe.unet),
+        **parts_digest(pipe),
         "views": hashlib.sha256(b"".join(path.read_bytes() for path in views)).hexdigest()[:16],
         "device": pipe.unet.device.type,
         **settings.model_dump(mode="json", exclude=apart),

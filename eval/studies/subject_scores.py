@@ -9,10 +9,11 @@ from PIL import Image
 
 from ..images.prompts import ImageSpec
 from ..images.store import Store, times_of
+from ..intervals import standard_error
 from ..pages.rows import Row
 from ..quality.encoders import ClipScore, Dino
 from ..quality.features import load_network
-from ..quality.metrics import standard_error, unit
+from ..quality.metrics import unit
 from ..settings import SubjectSettings
 from .subject_plan import Variant, baseline_of
 
@@ -85,8 +86,8 @@ def rows_of(
     of the first row, whose weights cost the same.
     """
     rows: list[Row] = []
-    untrained = store.timings(next(iter(figures)))
-    for variant, scores in figures.items():
+    times = times_of([store.timings(variant) for variant in figures], device)
+    for (variant, scores), taken in zip(figures.items(), times, strict=True):
         baseline = baseline_of(variant, [*figures])
         row: Row = {
             "variant": variant.where,
@@ -100,5 +101,5 @@ def rows_of(
                 change = values - figures[baseline][name]
                 row[f"{name}_change"] = float(change.mean())
                 row[f"{name}_change_error"] = standard_error(change)
-        rows.append(row | times_of(store.timings(variant), untrained, device))
+        rows.append(row | taken | store.makers(variant))
     return rows

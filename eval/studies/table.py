@@ -15,14 +15,15 @@ from rich.console import Console
 from .. import run_file
 from ..cost.macs import macs
 from ..cost.memory import growth
-from ..environment import describe_environment, describe_run
+from ..environment import describe_environment
 from ..files import check_writable, write_bytes
 from ..images.generate import Share, fingerprint, generate
 from ..images.methods import Method, check_schedulers, expand
 from ..images.models import find_device, load_pipeline
-from ..images.prompts import ImageSpec, note_unknown_words, specs_of
+from ..images.prompts import ImageSpec, note_too_few, note_unknown_words, specs_of
 from ..images.sampling import sample, size_of
 from ..images.store import Store, times_of
+from ..intervals import captions_of
 from ..pages import rows as results
 from ..pages.plots import is_baseline, plot_bytes, plot_of
 from ..pages.quality_table import note, tables_of
@@ -50,14 +51,11 @@ def show(settings: RunSettings, methods: list[Method], name: str, console: Conso
     rows = run(settings, methods, name, console)
     if not rows:
         return rows
-    remarks = [note(settings.features)]
+    remarks = [note(settings.features), *filter(None, [Store(settings.out).mixture(rows)])]
     if settings.limit is not None:
         remarks.append(forecast(rows, settings))
-    if len({row["makers"] for row in rows if row.get("makers")}) > 1:
-        remarks.append(
-            "The images are not all of one program and machine: `makers` in the rows, and run.json say whose."
-        )
-    tables = tables_of(rows, settings.model_dump())
+    clock = run_file.read(settings.out)["results"][name]["clock"]
+    tables = tables_of(rows, settings.model_dump(), clock)
     results.show(console, rows, tables, "\n".join(remarks), settings.out)
     return rows
 
@@ -104,22 +102,24 @@ def run(settings: RunSettings, methods: list[Method], name: str, console: Consol
     if made is None:
         return []
     rows, singles, baseline = [], [], None
-    taken = [made.store.timings(method) for method in methods]
+    taken = times_of([made.store.timings(method) for method in methods], made.device)
     with progress(console) as bars:
-        for method, cost, ours in bars.track(
+        for method, cost, times in bars.track(
             list(zip(methods, made.costs, taken, strict=True)), description="metrics"
         ):
             measured = made.judge.measure(made.shown(method), made.asked)
             baseline = baseline or measured
-            cost |= times_of(ours, taken[0], made.device)
-            rows.append(identity(method) | cost | row_of(measured, baseline) | made.store.makers(method))
+            row = identity(method) | cost | times | row_of(measured, baseline)
+            rows.append(row | made.store.makers(method))
             singles += measured.singles
     add_gain(rows, singles)
     if floor := made.judge.floor(len(made.asked)):
         rows.append(floor)
     rows = [{key: row.get(key) for key in LEADING} | {"features": settings.features} | row for row in rows]
-    facts, tables = describe_run(settings, made.device), tables_of(rows, settings.model_dump())
-    results.write_rows(settings.out, name, rows, tables, facts, note(settings.features))
+    facts = made.store.describe(settings, rows)
+    tables = tables_of(rows, settings.model_dump(), facts["clock"])
+    remark = "\n\n".join(filter(None, [note(settings.features), made.store.mixture(rows)]))
+    results.write_rows(settings.out, name, rows, tables, facts, remark)
     results.write_singles(settings.out / f"{name}-images.csv", singles)
     title = f"{settings.model}, {settings.steps} steps ({settings.scheduler}), {len(made.asked)} images a row"
     plot = plot_of(rows, title, distance_name(settings.features, settings.model == "demo"))
@@ -144,6 +144,7 @@ def make(
     check_schedulers(methods, pipe.scheduler, settings.steps)
     if state.is_main_process:
         note_unknown_words(pipe, asked, settings, console)
+        note_too_few(asked, console)
     height, width = size_of(pipe, settings)
     real = load_real(settings, height, width)
     judge = Judge(settings, pipe.unet.device)
@@ -164,8 +165,9 @@ def make(
         if state.is_main_process and costs:
             task = bars.add_task("memory and MACs", total=len(methods))
             for method, row in zip(methods, taken, strict=True):
-                name = f"{method.key}, batch {settings.batch_size}"
+                name = f"{method.key}, batch {settings.batch_size}, maker {store.maker}"
                 row |= known.get(name) or _cost_of_an_image(pipe, method, asked, settings)
+                row["costed_by"] = store.maker
                 run_file.update(settings.out, costs={name: row})
                 bars.advance(task)
         task = bars.add_task("images", total=-(-len(asked) * len(made) // share.world))
@@ -195,9 +197,9 @@ def add_gain(rows: Sequence[Row], singles: Sequence[Row]) -> None:
     baseline's; by time and by MACs.
     """
     to_reference = any(single["reference_distance"] is not None for single in singles)
-    found: dict[str, list[float | None]] = {row["key"]: [] for row in rows}
-    for single in singles:
-        found[single["method"]].append(single["reference_distance" if to_reference else "baseline_distance"])
+    name = "reference_distance" if to_reference else "baseline_distance"
+    of_row = {row["key"]: [one for one in singles if one["method"] == row["key"]] for row in rows}
+    found = {key: [one[name] for one in ours] for key, ours in of_row.items()}
     measured = [row for row in rows if None not in found[row["key"]]]
     plain = [row for row in measured if is_baseline(row)]
     costs: dict[str, Callable[[Row], float | None]] = {
@@ -206,17 +208,18 @@ def add_gain(rows: Sequence[Row], singles: Sequence[Row]) -> None:
     }
     several = len({row.get("sampler") for row in plain}) > 1
     for row in measured:
-        own = [one for one in plain if one.get("sampler") == row.get("sampler")]
-        curves = {"gain": [] if is_baseline(row) else own, "gain_best": plain if several else []}
-        for (kind, curve), (name, cost_of) in product(curves.items(), costs.items()):
+        same = [one for one in plain if one.get("sampler") == row.get("sampler")]
+        curves = {"gain": [] if is_baseline(row) else same, "gain_best": plain if several else []}
+        for (kind, curve), (by, cost_of) in product(curves.items(), costs.items()):
             known = [cost for one in curve if (cost := cost_of(one)) is not None]
             cost = cost_of(row)
             if len(curve) < 2 or cost is None or len(known) < len(curve):
                 continue
             distances = [np.array(found[one["key"]]) for one in curve]
-            figures = asdict(gain(np.array(found[row["key"]]), cost, distances, known))
-            row[f"{kind}_{name}"] = figures.pop("value")
-            row |= {f"{kind}_{name}_{key}": figure for key, figure in figures.items()}
+            own, captions = np.array(found[row["key"]]), captions_of(of_row[row["key"]])
+            figures = asdict(gain(own, cost, distances, known, captions))
+            row[f"{kind}_{by}"] = figures.pop("value")
+            row |= {f"{kind}_{by}_{key}": figure for key, figure in figures.items()}
 
 
 def identity(method: Method) -> Row:
