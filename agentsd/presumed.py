@@ -116,8 +116,8 @@ class Trail:
     """Whether the calls on one text follow from each other, by the numbers of their inputs and outputs.
 
     Whatever the sampler, the prediction type and the guidance, a step's latent is a sum of the latent before
-    and of the outputs on it, and of little else: a multistep sampler's older outputs, a mask, a nudge. A latent
-    of another image or of new noise is not: what is left of it after a regression is all of its noise.
+    and of the outputs on it, and of little else: a multistep sampler's older outputs, a mask, a nudge. One of
+    another image or of new noise is not: what is left of it after a regression is all of its noise.
 
     A CPU has these numbers at once. CUDA gets to them while the next call is put in its queue, so those of
     computed calls are read one call later and it never waits. On other devices nothing is looked at.

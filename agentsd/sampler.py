@@ -248,8 +248,8 @@ class Sampler:
     def new_noise(self) -> list[float]:
         """For each call the share of its latent that is nearly all its noise, a root mean square.
 
-        Data are of unit variance (EDM: its own). It is infinite where the noise level falls by more than 40% in
-        a step, in which ancestral samplers renew nearly all of it, and never so little as a nudge is.
+        Data are of unit variance (EDM: its own). It is infinite where a step takes more than 40% off the
+        noise level, in which ancestral samplers renew nearly all of it, and never so little as a nudge is.
         """
         if self.sigmas is None:
             return [_NEW] * len(self.timesteps)
