@@ -125,7 +125,7 @@ def test_memory_is_measured_of_the_unet_that_was_timed(pipe: Any, monkeypatch: p
 
 def test_what_compiles_at_first_is_called_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = sys.modules[memory_per_image.__module__]
-    peak, known = 0.0, set()
+    peak, known = 0.0, {2}  # the size that was timed is compiled
 
     def call(batch: int) -> None:
         nonlocal peak
@@ -212,7 +212,7 @@ def test_a_forecast_counts_reference_steps_as_so_many_times_a_run(tmp_path: Path
 
 
 def test_of_equally_cheap_rows_the_nearer_counts() -> None:
-    """By hand: on the line from (.8, 1) to (.2, 4), half of the way is 2; a row at (.4, 4) is no part of it."""
+    """By hand: on the line from (.8, 1) to (.2, 4), half of the way is 2; (.4, 4) is no part of it."""
     for order in (1, -1):
         costs, distances = np.array([1.0, 4.0, 4.0])[::order], np.array([0.8, 0.4, 0.2])[::order]
         assert cost_at(0.4, costs, distances) == pytest.approx(2.0)
