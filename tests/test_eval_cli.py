@@ -177,7 +177,7 @@ def test_a_second_run_goes_on_with_another_ratio(run: Path, model_folder: str, p
     assert after["agentsd r=0.5"]["seconds"] == old["seconds"]
     assert after["agentsd r=0.5"]["speedup"] == old["speedup"]
     # another process made it at another time: its speed-up is over the baseline's batches timed again
-    assert after["agentsd r=0.25"]["speedup_batches"] == 3
+    assert after["agentsd r=0.25"]["speedup_batches"] == 2  # and one of a single image
     (run / "table.jsonl").write_text("\n".join(before) + "\n")
 
 

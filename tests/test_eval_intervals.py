@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from agentsd_eval.images.prompts import from_prompts
 from agentsd_eval.intervals import FEWEST, drawn, enough, half, interval, standard_error
 from agentsd_eval.pages import plots, quality_table, subject_table
 from agentsd_eval.quality import metrics
 from agentsd_eval.quality.gain import gain
+from agentsd_eval.quality.measure import Judge, row_of
 from agentsd_eval.quality.summary import summary_of
 from agentsd_eval.research import metric_validation
 from agentsd_eval.studies import table
@@ -149,6 +152,21 @@ def test_nor_has_a_row(count: int, each: int) -> None:
         assert wide == pytest.approx(half(error, 30), rel=0.1)
     pair = metric_validation.ratio(np.exp(logs), 2 * np.exp(logs), [one["prompt"] for one in own])
     assert pair.verdict == ("seen" if count == 30 else "fewer than 30 images")
+
+
+def test_a_judge_knows_the_captions(monkeypatch: pytest.MonkeyPatch) -> None:
+    random, asked = np.random.default_rng(0), from_prompts(["a cat", "a dog"], 6, 0)
+    judge, real = object.__new__(Judge), random.normal(size=(9, 3))
+    judge.real, judge.gaussian, judge.kernels = real, metrics.fit(real), metrics.KernelSet(real)
+    judge.network, judge.scenes = SimpleNamespace(name="any"), False  # type: ignore[assignment]
+    monkeypatch.setattr(Judge, "_each", lambda *args: [{"prompt": spec.prompt} for spec in asked])
+    shown: Any = SimpleNamespace(key="a", features=random.normal(size=(6, 3)), images=[None] * 6)
+    found = judge.measure(shown, asked)
+    prompts = [spec.prompt for spec in asked]
+    assert found.kid is not None
+    assert found.frechet is not None
+    assert found.kid.captions == found.frechet.captions == prompts
+    assert {key: row_of(found, found)[key] for key in ("images", "captions")} == {"images": 6, "captions": 2}
 
 
 def test_a_gain_is_drawn_by_captions(monkeypatch: pytest.MonkeyPatch) -> None:

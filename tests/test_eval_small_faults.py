@@ -18,6 +18,7 @@ from agentsd_eval.images.methods import parse_method
 from agentsd_eval.pages import quality_table
 from agentsd_eval.quality import features
 from agentsd_eval.quality.features import Network, features_of, image_files
+from agentsd_eval.quality.gain import cost_at
 from agentsd_eval.settings import LatencySettings, RunSettings
 from agentsd_eval.studies import check, table
 from click.testing import CliRunner
@@ -124,7 +125,7 @@ def test_memory_is_measured_of_the_unet_that_was_timed(pipe: Any, monkeypatch: p
 
 def test_what_compiles_at_first_is_called_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = sys.modules[memory_per_image.__module__]
-    peak, known = 0.0, set()
+    peak, known = 0.0, {2}  # the size that was timed is compiled
 
     def call(batch: int) -> None:
         nonlocal peak
@@ -211,11 +212,8 @@ def test_a_forecast_counts_reference_steps_as_so_many_times_a_run(tmp_path: Path
 
 
 def test_of_equally_cheap_rows_the_nearer_counts() -> None:
-    """Whichever comes first, and by a distance between the two."""
-    from agentsd_eval.quality.gain import cost_at
-
+    """By hand: on the line from (.8, 1) to (.2, 4), half of the way is 2; (.4, 4) is no part of it."""
     for order in (1, -1):
-        costs, distances = np.array([1.0, 1.0, 4.0])[::order], np.array([0.4, 0.2, 0.1])[::order]
-        assert cost_at(0.2, costs, distances) == pytest.approx(1.0)
-        assert cost_at(0.2 / 2**0.5, costs, distances) == pytest.approx(2.0)
-        assert cost_at(0.3, costs, distances) == pytest.approx(1.0)
+        costs, distances = np.array([1.0, 4.0, 4.0])[::order], np.array([0.8, 0.4, 0.2])[::order]
+        assert cost_at(0.4, costs, distances) == pytest.approx(2.0)
+        assert cost_at(0.2, costs, distances) == pytest.approx(4.0)

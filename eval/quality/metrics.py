@@ -48,7 +48,7 @@ class FrechetSample:
 
     def __init__(self, features: Array, reference: Gaussian, captions: Sequence[str] | None = None) -> None:
         self._features = np.asarray(features, dtype=np.float64)
-        self._reference, self._captions = reference, captions
+        self._reference, self.captions = reference, captions
         self._gram = self._features @ reference.covariance @ self._features.T
 
     def distance(self, picked: Array) -> float:
@@ -68,7 +68,7 @@ class FrechetSample:
         count = len(self._features)
         # Each costs an eigendecomposition as large as the images are many.
         draws = RESAMPLES if count <= 1000 else RESAMPLES // 4
-        captions = range(count) if self._captions is None else self._captions
+        captions = range(count) if self.captions is None else self.captions
         return np.array([self.distance(np.repeat(np.arange(count), n)) for n in drawn(captions, draws)])
 
 
