@@ -161,9 +161,10 @@ def test_a_failed_look_is_not_remembered(monkeypatch):
         "agentsd.hook.impulse_response", lambda *args: None if next(looks, False) else impulse_response(*args)
     )
     handle = apply_agentsd(host := Host(make_small_unet(), ddim(12)), recipe=CACHED)
+    noise, text = torch.zeros(2, 4, 16, 16), torch.zeros(2, 7, 16)
     for corrected in (False, True):
         host.scheduler.set_timesteps(12)
         with torch.no_grad():
             for t in host.scheduler.timesteps:
-                host.unet(torch.zeros(2, 4, 16, 16), t, torch.zeros(2, 7, 16))
+                host.unet(noise, t, text)
         assert ("corrected" in handle.summary()) == corrected
