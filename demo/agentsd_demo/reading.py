@@ -18,7 +18,10 @@ Box = tuple[int, int, int, int]
 
 FAR = 28.0
 """What a pixel's furthest channel differs from the background by, of 255, to be the sprite's."""
-_MARGIN = 2
+_MARGIN, _RIM = 1 / 32, 3 / 64
+"""Of the canvas' side: what is left around a sprite, and how wide the rim is that the background is read from."""
+_LEAST = 0.007
+"""Of the canvas' pixels: fewer than these are no sprite."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ def fit_background(pixels: np.ndarray) -> np.ndarray:
     y, x = np.mgrid[:height, :width]
     plane = np.stack([x / width, y / height, np.ones((height, width))], -1)
     rim = np.zeros((height, width), bool)
-    for edge in (np.s_[:3], np.s_[-3:], np.s_[:, :3], np.s_[:, -3:]):
+    wide = round(_RIM * min(height, width))
+    for edge in (np.s_[:wide], np.s_[-wide:], np.s_[:, :wide], np.s_[:, -wide:]):
         rim[edge] = True
     points, values = plane[rim], pixels[rim]
     kept = np.abs(values - np.median(values, 0)).max(-1) < 90
@@ -69,7 +73,7 @@ def _middle(name: str) -> np.ndarray:
 
 def _box(differs: np.ndarray) -> Box | None:
     """The rows and columns that hold all but the last percent of the pixels, on either side."""
-    if differs.sum() < 30:
+    if differs.mean() < _LEAST:
         return None
     sides = []
     for axis in (0, 1):
@@ -84,7 +88,7 @@ def crop_sprite(image: Image.Image, box: Box | None) -> Image.Image:
     if box is None:
         return image
     left, top, right, bottom = box
-    half = max(right - left, bottom - top) / 2 + _MARGIN
+    half = max(right - left, bottom - top) / 2 + _MARGIN * min(image.size)
     x, y = (left + right) / 2, (top + bottom) / 2
     return image.crop((round(x - half), round(y - half), round(x + half), round(y + half)))
 
@@ -113,7 +117,7 @@ class ConceptReader:
     def _of(self, colour: str) -> Tensor:
         if colour not in self._known:
             scenes = [
-                compose(Triple(concept, style, colour), f"read/{view}", 96).image
+                compose(Triple(concept, style, colour), f"read/{view}").image
                 for concept, style in self._pairs
                 for view in range(self._views)
             ]
