@@ -19,7 +19,7 @@ Box = tuple[int, int, int, int]
 FAR = 28.0
 """What a pixel's furthest channel differs from the background by, of 255, to be the sprite's."""
 _MARGIN, _RIM = 1 / 32, 3 / 64
-"""Of the canvas' side: what is left around a sprite, and how wide the rim is that the background is read from."""
+"""Of the canvas' side: what is left around a sprite, and how wide the rim is that shows the background."""
 _LEAST = 0.007
 """Of the canvas' pixels: fewer than these are no sprite."""
 

@@ -3,10 +3,10 @@
 A scene is a pure function of its seed, its size and what is asked for, so that training images and fresh
 references are told apart by their seeds alone.
 
-The sprite keeps its proportion on a canvas of any size, so that a prompt means the same picture at each. What
-scale to draw at a U-Net sees by the canvas: its convolutions' padding marks the borders, and its global
-self-attention carries them inwards. So a prompt needs no word for the size, and the model no input that SD 1.5
-hasn't.
+The sprite keeps its proportion on a canvas of any size, so that a prompt means the same picture at each. The
+U-Net sees by the canvas at what scale to draw: its convolutions' padding marks the borders, and its global
+self-attention carries them inwards. So a prompt needs no word for the size, and the model no input that SD
+1.5 hasn't.
 """
 
 import colorsys
@@ -37,6 +37,8 @@ COLOURS: dict[str, tuple[float, tuple[float, float], tuple[float, float]]] = {
     "pink": (0.92, (0.25, 0.45), (0.93, 1.0)),
 }
 """Background colours: a hue, and ranges of saturation and value that keep them apart."""
+SIZES = (128, 192, 256)
+"""The canvases that the model is trained on, pixels on a side."""
 SIDES = (11 / 16, 15 / 16)
 """The smallest and the largest sprite's side, of the canvas': 88 to 120 of 128 px, 176 to 240 of 256."""
 _HUE_SPREAD = 0.012

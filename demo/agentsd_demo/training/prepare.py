@@ -65,7 +65,8 @@ def draw_glyph(font: Path, codepoints: str) -> Image.Image:
 
 def _grid(sprites: Sequence[Image.Image]) -> Image.Image:
     side = sprites[0].width
-    grid = Image.new("RGBA", (side * min(GRID_COLUMNS, len(sprites)), side * -(-len(sprites) // GRID_COLUMNS)))
+    columns, rows = min(GRID_COLUMNS, len(sprites)), -(-len(sprites) // GRID_COLUMNS)
+    grid = Image.new("RGBA", (side * columns, side * rows))
     for cell, sprite in enumerate(sprites):
         row, column = divmod(cell, GRID_COLUMNS)
         grid.paste(sprite, (side * column, side * row))
