@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from agentsd_demo import load_pipeline
 from agentsd_demo.data import load_references
-from agentsd_demo.reading import ConceptReader, read_scene
+from agentsd_demo.reading import ConceptReader, count_things, read_scene
 from agentsd_demo.scenes import COLOURS, SIZES, Triple, compose, random_scene, scene_caption, triples
 from agentsd_demo.training.accuracy import efficientnet_lite0
-from agentsd_demo.training.reading import shares, spread
+from agentsd_demo.training.reading import PARTS, shares, spread
+from PIL import Image
 
 FOX = Triple("fox face", "3d", "blue")
 
@@ -110,10 +111,22 @@ def test_a_composed_scene_is_read_as_what_it_shows(reader):
         assert found.colour == scene.triple.colour
         assert np.abs(truth - found.box).max() <= 6 / 64 * scene.image.width
     every = shares(asked, [scene.image for scene in scenes], reader)
-    assert all(row["concept"] == row["style"] == row["colour"] == 1 for row in every.values())
+    assert all(row[part] == 1 for row in every.values() for part in PARTS)
     # Asked for something else, the same images are wrong.
     others = shares(asked[1:] + asked[:1], [scene.image for scene in scenes], reader)
     assert sum(row["colour"] * row["images"] for row in others.values()) < len(asked) / 2
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_things_are_counted(size):
+    """The oracle pastes them: none, one, and two."""
+    sprite = next(r.sprite for r in load_references() if r.concept == "fox face")
+    sprite = sprite.resize((size // 2, size // 2))
+    canvas = Image.new("RGB", (size, size), "blue")
+    assert count_things(canvas) == 0
+    for count, place in ((1, 0), (2, size // 2)):
+        canvas.paste(sprite, (place, place), sprite)
+        assert count_things(canvas) == count
 
 
 def test_an_empty_background_has_no_sprite_and_the_spread_is_that_of_the_centres():

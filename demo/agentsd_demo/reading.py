@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d, max_pool2d
 
 from .data import Style
 from .scenes import COLOURS, Triple, compose, triples
@@ -20,6 +22,8 @@ FAR = 28.0
 """What a pixel's furthest channel differs from the background by, of 255, to be the sprite's."""
 _MARGIN, _RIM = 1 / 32, 3 / 64
 """Of the canvas' side: what is left around a sprite, and how wide the rim is that shows the background."""
+_THING = 0.015
+"""Of the canvas' pixels: what is smaller is a sprite's ornament, such as a rocket's stars."""
 _LEAST = 0.007
 """Of the canvas' pixels: fewer than these are no sprite."""
 
@@ -39,6 +43,22 @@ def read_scene(image: Image.Image) -> Reading:
     middle = background[background.shape[0] // 2, background.shape[1] // 2]
     differs = np.abs(pixels - background).max(-1) > FAR
     return Reading(nearest_colour(middle), _box(differs))
+
+
+def count_things(image: Image.Image) -> int:
+    """Count what stands apart on the background: regions of `_THING` of the canvas and more.
+
+    Gaps of up to a 32nd of the canvas' side part no thing, as a sprite may hold the background's colour.
+    """
+    pixels = np.asarray(image.convert("RGB"), float)
+    differs = np.abs(pixels - fit_background(pixels)).max(-1) > FAR
+    cells = adaptive_avg_pool2d(torch.from_numpy(differs).float()[None], 64) > 0.5
+    joined = max_pool2d(cells.float(), 3, 1, 1)
+    numbers = joined * torch.arange(1.0, 64 * 64 + 1).view(1, 64, 64)
+    while not torch.equal(spread := max_pool2d(numbers, 3, 1, 1) * joined, numbers):
+        numbers = spread
+    sizes = numbers[cells].unique(return_counts=True)[1]
+    return int((sizes >= _THING * 64 * 64).sum())
 
 
 def fit_background(pixels: np.ndarray) -> np.ndarray:
