@@ -17,12 +17,11 @@ from .accuracy import efficientnet_lite0, generate, image_grid
 from .memorised import nearest_similarities, training_scenes
 
 PARTS = ("concept", "style", "colour", "alone")
-_TRAINING = 2000
 _SPLITS: tuple[SceneSplit, ...] = ("seen", "heldout triple", "heldout pair")
 
 
 def shares(asked: Sequence[Triple], images: Sequence[Image.Image], reader: ConceptReader) -> dict[str, Any]:
-    """By split: how many images, and the shares with the right concept, style and colour, and one thing alone."""
+    """By split: images, and the shares with the right concept, style, colour, and no second thing."""
     hits: dict[str, list[tuple[bool, ...]]] = {}
     for triple, image in zip(asked, images, strict=True):
         reading = read_scene(image)
@@ -48,6 +47,7 @@ def main(
     steps: Annotated[int, typer.Option(help="DPM++ 2M (Karras) steps")] = 25,
     guidance: Annotated[float, typer.Option(help="guidance scale")] = 4.0,
     most: Annotated[int, typer.Option(help="triples of a split at most")] = 72,
+    scenes: Annotated[int, typer.Option(help="of the training that images are compared with")] = 2000,
     grid: Annotated[Path | None, typer.Option(help="where a grid of images goes")] = None,
 ) -> None:
     """Print the shares of images that are right, and how far one caption's sprites spread."""
@@ -70,12 +70,12 @@ def main(
         for kind, row in shares(asked, made, reader).items():
             rights = ", ".join(f"{part} {row[part]:.0%}" for part in PARTS)
             print(f"{name}, {kind}, {row['images']} images: {rights}")
-    if scenes := training_scenes(folder, size, _TRAINING):
-        known = features(scenes)
+    if trained := training_scenes(folder, size, scenes):
+        known = features(trained)
         for name, made in (("composed", composed), ("generated", images)):
             near = np.quantile(nearest_similarities(features(made), known), (0.5, 0.95))
             text = f"median {near[0]:.3f}, 95% below {near[1]:.3f}"
-            print(f"{name}, cosine to the nearest of {len(scenes)} training scenes: {text}")
+            print(f"{name}, cosine to the nearest of {len(trained)} training scenes: {text}")
     first = asked[0]
     same = generate(pipe, [first.caption] * 16, seed=10_000, **options)  # type: ignore[arg-type]
     truth = [compose(first, f"spread/{i}", size).image for i in range(200)]
