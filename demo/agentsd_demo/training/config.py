@@ -54,7 +54,7 @@ class AutoencoderConfig(LoopConfig):
     latent_weight: float = Field(default=0.1, ge=0)
     """Weight of the squared distance to the teacher's latents. They leave room beside them for what only the
     larger image shows."""
-    stages: tuple[Stage, ...] = (Stage(until=0.85, sizes={64: 1.0}), Stage(until=1.0, sizes={128: 1.0}))
+    stages: tuple[Stage, ...] = (Stage(until=0.8, sizes={64: 1.0}), Stage(until=1.0, sizes={128: 1.0}))
     """Crops of scenes along the training. Small ones do for what is local; whole images come last, as the
     statistics of group norm are an image's."""
     rare: float = Field(default=0.15, ge=0, le=1)
