@@ -48,6 +48,7 @@ def main(
     guidance: Annotated[float, typer.Option(help="guidance scale")] = 4.0,
     most: Annotated[int, typer.Option(help="triples of a split at most")] = 72,
     scenes: Annotated[int, typer.Option(help="of the training that images are compared with")] = 2000,
+    same: Annotated[int, typer.Option(help="images of one caption, for the spread of their sprites")] = 16,
     grid: Annotated[Path | None, typer.Option(help="where a grid of images goes")] = None,
 ) -> None:
     """Print the shares of images that are right, and how far one caption's sprites spread."""
@@ -77,11 +78,12 @@ def main(
             text = f"median {near[0]:.3f}, 95% below {near[1]:.3f}"
             print(f"{name}, cosine to the nearest of {len(trained)} training scenes: {text}")
     first = asked[0]
-    same = generate(pipe, [first.caption] * 16, seed=10_000, **options)  # type: ignore[arg-type]
-    truth = [compose(first, f"spread/{i}", size).image for i in range(200)]
-    print(f"spread of {first.caption!r}: {spread(same):.1f} px, composed {spread(truth):.1f} px")
+    alike = generate(pipe, [first.caption] * same, seed=10_000, **options)  # type: ignore[arg-type]
+    if same:
+        truth = [compose(first, f"spread/{i}", size).image for i in range(200)]
+        print(f"spread of {first.caption!r}: {spread(alike):.1f} px, composed {spread(truth):.1f} px")
     if grid is not None:
-        image_grid(images[:48] + same).save(grid)
+        image_grid(images[:48] + alike).save(grid)
 
 
 if __name__ == "__main__":
