@@ -22,6 +22,7 @@ from agentsd_demo.training.config import (
 )
 from agentsd_demo.training.diffusion import shared_suffix, tokenize
 from agentsd_demo.training.loop import CHECKPOINT, lr_factor, train_loop
+from PIL import Image
 from torch import nn
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -131,6 +132,15 @@ def test_the_recipe_runs_from_images_to_a_pipeline(micro, tmp_path, monkeypatch)
     assert all(torch.equal(a, b) for a, b in weights)
     assert pipe.tokenizer.get_vocab() == again.tokenizer.get_vocab()
     assert not torch.equal(pipe.unet.conv_in.weight, again.unet.conv_in.weight)
+
+    # An autoencoder of another factor can take the place of the start's.
+    deeper = micro.autoencoder.model_copy(update={"channels": (8, 8, 8), "teacher": micro.export_dir})
+    second = second.model_copy(update={"run_dir": tmp_path / "deeper", "autoencoder": deeper})
+    path.write_text(yaml.safe_dump(second.model_dump(mode="json")))
+    recipe.main(path)
+    third = load_pipeline(folder=second.export_dir)
+    assert (pipe.vae_scale_factor, third.vae_scale_factor) == (2, 4)
+    assert Image.open(second.run_dir / "diffusion" / "grid_000004.png").height == 32
 
 
 def test_a_caption_shares_its_words_after_the_style(pipe):

@@ -110,8 +110,8 @@ class Recipe:
         config = self.config
         pipe: Any
         if config.init_from is not None:
-            pipe = load_pipeline(folder=config.init_from, device=self.device)
-            pipe.vae = autoencoder
+            parts = self.start().components | {"vae": autoencoder}  # it may be of another factor
+            pipe = StableDiffusionPipeline(**parts, requires_safety_checker=False)
             torch.manual_seed(config.seed)
             renew_embeddings(pipe.text_encoder, pipe.tokenizer, config.fresh_words)
             return pipe
