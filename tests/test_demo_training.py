@@ -173,8 +173,10 @@ def test_normalised_latents_decode_to_the_same_images():
 
 def test_an_autoencoder_of_one_level_more_starts_with_its_teachers_deep_levels():
     teacher = autoencoder.build_autoencoder(AutoencoderConfig(channels=(32, 64)))
+    teacher.register_to_config(scaling_factor=0.9)
     larger = autoencoder.build_autoencoder(AutoencoderConfig(channels=(32, 32, 64)))
     autoencoder.inherit_weights(larger, teacher)
+    assert larger.config.scaling_factor == 0.9
     features, latents = torch.randn(1, 32, 16, 16), torch.randn(1, 4, 8, 8)
     with torch.no_grad():
         for level in (0, 1):

@@ -23,7 +23,6 @@ LARGE: dict[Style, int] = {"3d": 256, "noto": 128}
 GRID_COLUMNS = 32
 REFERENCES = Path(__file__).parent / "references"
 PIPELINE = Path(__file__).parent / "pipeline"
-"""The 48 directions (48, 1280) of greatest variance of EfficientNet-Lite0's features of 4,096 scenes."""
 SUBJECT = Path(__file__).parent / "subject"
 """Folder of views of one image that the model was never trained on, 128x128, for DreamBooth."""
 _SPLIT_SEED = "agentsd-demo-0"

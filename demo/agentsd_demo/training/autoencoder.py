@@ -48,7 +48,10 @@ def factor_of(autoencoder: Any) -> int:
 
 
 def inherit_weights(autoencoder: Any, teacher: Any) -> None:
-    """Copy a teacher's weights where the shapes fit; a level is matched by its distance from the latent."""
+    """Copy a teacher's weights where the shapes fit, and the scale of its latents.
+
+    A level is matched by its distance from the latent.
+    """
     levels = len(autoencoder.config.block_out_channels) - len(teacher.config.block_out_channels)
     weights = autoencoder.state_dict()
     for name, weight in teacher.state_dict().items():
@@ -56,6 +59,7 @@ def inherit_weights(autoencoder: Any, teacher: Any) -> None:
         if name in weights and weights[name].shape == weight.shape:
             weights[name] = weight
     autoencoder.load_state_dict(weights)
+    autoencoder.register_to_config(scaling_factor=teacher.config.scaling_factor)
 
 
 class AutoencoderLoss(nn.Module):

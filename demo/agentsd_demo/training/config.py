@@ -40,7 +40,7 @@ class Stage(_Settings):
 class AutoencoderConfig(LoopConfig):
     """The AutoencoderKL: a 4x-downsampling one has three entries in `channels`."""
 
-    steps: int = Field(default=2700, gt=0)
+    steps: int = Field(default=1400, gt=0)
     batch: int = Field(default=16, gt=0)
     lr: float = Field(default=1.5e-3, gt=0)
     channels: tuple[int, ...] = (32, 32, 64)
@@ -51,7 +51,7 @@ class AutoencoderConfig(LoopConfig):
     teacher: Path | None = None
     """Folder of an exported pipeline whose latents are kept, so that its U-Net stays of use: a teacher that
     downsamples less sees the image as much smaller. What fits of its autoencoder's weights is the start."""
-    latent_weight: float = Field(default=0.1, ge=0)
+    latent_weight: float = Field(default=0.02, ge=0)
     """Weight of the squared distance to the teacher's latents. They leave room beside them for what only the
     larger image shows."""
     stages: tuple[Stage, ...] = (Stage(until=0.8, sizes={64: 1.0}), Stage(until=1.0, sizes={128: 1.0}))
