@@ -6,9 +6,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from agentsd_eval.errors import EvalError
+from agentsd_eval.settings import AppSettings
+from diffusers import EDMEulerScheduler
 
 pytestmark = pytest.mark.slow
 
@@ -157,3 +161,13 @@ def test_a_port_that_is_taken_is_said_at_once(address: str) -> None:
         said_last = done.stderr.splitlines()[-1]  # bitsandbytes prints before it, where it is installed
         assert said_last.startswith(said)
         assert "pass another --port" in said_last
+
+
+def test_the_page_refuses_a_model_with_noise_levels_of_its_own(make_pipeline: Any, tmp_path: Path) -> None:
+    """Unless its own sampler is kept."""
+    from agentsd_eval.studies.app import Pairs  # needs gradio
+
+    make_pipeline(scheduler=EDMEulerScheduler()).save_pretrained(tmp_path)
+    with pytest.raises(EvalError, match="use --scheduler model"):
+        Pairs(AppSettings(model=str(tmp_path)))
+    Pairs(AppSettings(model=str(tmp_path), scheduler="model"))

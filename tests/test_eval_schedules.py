@@ -16,7 +16,6 @@ from agentsd_eval.errors import EvalError
 from agentsd_eval.images.models import scheduler_like
 from agentsd_eval.names import SAMPLERS
 from agentsd_eval.research.__main__ import main as research
-from agentsd_eval.settings import AppSettings
 from click.testing import CliRunner
 from tiny import BETAS
 
@@ -135,10 +134,3 @@ def test_every_command_refuses_before_any_work(
     assert result.exit_code == 2, result.output
     assert "use --scheduler model --samplers none, and no NAME/SAMPLER" in result.output
     assert len(result.output.strip().splitlines()) == 1
-
-
-def test_so_does_the_page(folder: Path) -> None:
-    app = pytest.importorskip("agentsd_eval.studies.app")
-    with pytest.raises(EvalError, match="use --scheduler model"):
-        app.Pairs(AppSettings(model=str(folder)))
-    app.Pairs(AppSettings(model=str(folder), scheduler="model"))
