@@ -27,7 +27,7 @@ from .hosts import RESIDUALS
 from .plan import Call
 
 Numbers = np.ndarray
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = frozenset({bool, int, float, str, type(None)})
 _JUMP = 2.0  # factor by which ControlNet's residuals change in a step where they come or go
 
 
@@ -67,17 +67,24 @@ class ModelState:
         loaded = list(getattr(self._unet(), "peft_config", ()))
         return {
             "the model's weights": (
-                tuple(0 if one.is_inference() else one._version for one in weights),
+                _versions(weights),
                 () if self._moves else tuple(one.data_ptr() for one in weights),
             ),
             "adapters or their scales": str((adapters, scales, loaded)),
             "a switch of a module": tuple(
-                value for held in self._switches for value in held.values() if isinstance(value, _PLAIN)
+                value for held in self._switches for value in held.values() if type(value) in _PLAIN
             ),
             "the model's modules": tuple(
                 map(id, [*processors, *(one for held in self._children for one in held.values())])
             ),
         }
+
+
+def _versions(weights: list[Tensor]) -> tuple[int, ...]:
+    try:
+        return tuple(one._version for one in weights)
+    except RuntimeError:  # those made in inference mode keep none
+        return tuple(0 if one.is_inference() else one._version for one in weights)
 
 
 def conditions_of(call: Call, model: ModelState) -> dict[str, Hashable]:
@@ -109,7 +116,7 @@ def _identity(value: Any, shape_alone: bool) -> Hashable:
         return tuple((key, _identity(one, shape_alone)) for key, one in value.items())
     if isinstance(value, list | tuple):
         return tuple(_identity(one, shape_alone) for one in value)
-    return (type(value), value) if isinstance(value, _PLAIN) else id(value)
+    return (type(value), value) if type(value) in _PLAIN else id(value)
 
 
 class Trail:
