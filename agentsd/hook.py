@@ -58,7 +58,7 @@ class WarnOnce:
 
 def unsupported_reason(unet: Any, count: int, scheduler: Any, timesteps: Sequence[float] = ()) -> str:
     """Why nothing can be skipped in a run down a list of timesteps, in so many steps, or nothing."""
-    if any(later > earlier for earlier, later in pairwise(timesteps)):
+    if any(later > earlier + 0.5 for earlier, later in pairwise(timesteps)):  # KDPM2 rounds every second one
         return (
             "the timesteps go up (an inversion, where what is cached loses much more, or no run of one image)"
         )
@@ -389,7 +389,9 @@ class Hook:
             return None
         if call.index > run.begin:
             self._warn(f"{broken}, so a call computes all layers")
-        trail = Trail(run.sampler.new_noise(), run.model_state.samples) if memory is None else memory.trail
+        deterministic = run.response is not None and not run.response.noisy
+        limits = run.sampler.new_noise(deterministic)
+        trail = Trail(limits, run.model_state.samples) if memory is None else memory.trail
         memory = run.memories[key] = self._new_memory(run, call, trail)
         return memory
 

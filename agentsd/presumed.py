@@ -62,7 +62,7 @@ class ModelState:
         weights = [one for held in self._parameters for one in held.values() if one is not None]
         processors = [one.processor for one in self._attention]
         names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-        adapters = [[getattr(module, name, None) for name in names] for module in self._adapted]
+        adapters = [[_rounded(getattr(module, name, None)) for name in names] for module in self._adapted]
         scales = [getattr(one, "scale", None) for one in processors]
         loaded = list(getattr(self._unet(), "peft_config", ()))
         return {
@@ -78,6 +78,11 @@ class ModelState:
                 map(id, [*processors, *(one for held in self._children for one in held.values())])
             ),
         }
+
+
+def _rounded(value: Any) -> Any:
+    """Scales to six digits: diffusers multiplies and divides them in each call."""
+    return {name: f"{one:.6g}" for name, one in value.items()} if isinstance(value, dict) else value
 
 
 def _versions(weights: list[Tensor]) -> tuple[int, ...]:
@@ -138,6 +143,7 @@ class Trail:
         self._limits, self._samples = limits, samples
         self._before: tuple[Tensor, Tensor] | None = None  # the latent and the output of the last call
         self._others: tuple[Numbers, Numbers] | None = None  # of the last call that was read
+        self._constant: Numbers | None = None  # which of these were as before in it
         self._late: tuple[Tensor, Any, partial[str]] | None = None
 
     def note(self, call: Call, output: Tensor) -> None:
@@ -154,7 +160,7 @@ class Trail:
         device, late, self._late = call.latent.device.type, self._late, None
         if self._before is not None and (device == "cpu" or (device == "cuda" and computed)):
             gram, sizes = _gram(call.latent, *self._before), _sizes(call.inputs)
-            numbers = torch.cat([part.flatten().float() for part in (gram, *sizes, *self._constants(call))])
+            numbers = torch.cat([part.flatten().float() for part in (gram, *sizes, *self._values(call))])
             read = partial(self._read, call.index, gram.shape, len(sizes))
             if device == "cpu":
                 return read(numbers.numpy())
@@ -166,58 +172,71 @@ class Trail:
         late[1].synchronize()
         return late[2](late[0].numpy())
 
-    def _constants(self, call: Call) -> list[Tensor]:
-        """What stays as it is within a run: channels beside the latent's (a mask, an image), weights."""
+    def _values(self, call: Call) -> list[Tensor]:
+        """Of what may stay as it is within a run: each channel, where some are no latent's, and weights."""
         assert self._before is not None
-        _, beside = _split(call.latent, self._before[1])
-        numbers = [] if beside is None else [beside.mean(), beside.square().mean()]
-        return [*numbers, *(weight.to(call.latent.device) for weight in self._samples)]
+        numbers = [weight.to(call.latent.device) for weight in self._samples]
+        if (axis := _wider(call.latent, self._before[1])) is not None:
+            channels = call.latent.movedim(axis, 0).flatten(1)
+            numbers += [channels.mean(1), channels.square().mean(1)]
+        return numbers
 
     def _read(self, call: int, shape: torch.Size, sizes: int, numbers: Numbers) -> str:
         """What no longer held in a call of which all numbers are known."""
-        gram, norms, constants = np.split(numbers.astype(np.float64), [shape.numel(), shape.numel() + sizes])
-        before, self._others = self._others, (norms, constants)
+        if not np.isfinite(numbers).all():  # nothing can be told of an image that is lost
+            return ""
+        gram, norms, values = np.split(numbers.astype(np.float64), [shape.numel(), shape.numel() + sizes])
+        before, self._others = self._others, (norms, values)
         if _unexplained(gram.reshape(shape)) > self._limits[call]:
-            return (
-                "the latent is not what the sampler makes of the call before (another's, new noise, a roll)"
-            )
-        if before is None or [one.shape for one in before] != [norms.shape, constants.shape]:
+            return "the latent is not what the sampler makes of the call before (another, new noise, a roll)"
+        if before is None or [one.shape for one in before] != [norms.shape, values.shape]:
             return ""
         if (np.maximum(before[0], norms) > _JUMP * np.minimum(before[0], norms)).any():
             return "the residuals of a ControlNet or an adapter come or go"
-        if not np.allclose(before[1], constants, rtol=1e-5, atol=0):
+        were, self._constant = self._constant, np.isclose(values, before[1], rtol=1e-5, atol=0)
+        if were is not None and (were & ~self._constant).any():
             return "the channels beside the latent's or an adapter's weights changed"
         return ""
 
 
-def _split(latent: Tensor, output: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The channels of a U-Net's input that its output has, too, and those beside them, if there are any."""
-    axes = [axis for axis, (own, out) in enumerate(zip(latent.shape, output.shape, strict=True)) if own > out]
-    if not axes:
-        return latent, None
-    count = output.shape[axes[0]]
-    return latent.narrow(axes[0], 0, count), latent.narrow(axes[0], count, latent.shape[axes[0]] - count)
+def _wider(latent: Tensor, output: Tensor) -> int | None:
+    """The axis of channels, where a U-Net's input has more of them than its output."""
+    sizes = zip(latent.shape, output.shape, strict=True)
+    return next((axis for axis, (own, out) in enumerate(sizes) if own > out), None)
+
+
+def _parts(latent: Tensor, output: Tensor) -> list[Tensor]:
+    """As many of a U-Net's channels as its output has: the first ones, and the last where it has more.
+
+    The latent is one of these, and the other stays as it is (a mask, an image; Marigold's comes first).
+    """
+    if (axis := _wider(latent, output)) is None:
+        return [latent]
+    own, out = latent.shape[axis], output.shape[axis]
+    return [latent.narrow(axis, 0, out), latent.narrow(axis, own - out, out)]
 
 
 def _gram(latent: Tensor, before: Tensor, output: Tensor) -> Tensor:
-    """(B, R, R) products of a latent, the one before, and the outputs on it.
+    """(B, R, R) products of a latent, the one before, and the outputs on it; for each of its parts.
 
     Of the outputs those of the other passes of guidance, too: the batch's halves and thirds.
     """
     batch = latent.shape[0]
+    output = _parts(output, latent)[0]  # without a learned variance
     shifts = {n * batch // parts for parts in (1, 2, 3) if batch % parts == 0 for n in range(parts)}
-    outputs = [output.roll(shift, 0) for shift in sorted(shifts - {0})]
-    rows = [_split(latent, output)[0], _split(before, output)[0], output, *outputs]
-    matrix = torch.stack([row.flatten(1).float() for row in rows], 1)
-    return matrix @ matrix.mT
+    outputs = [output, *(output.roll(shift, 0) for shift in sorted(shifts - {0}))]
+    grams = []
+    for own, other in zip(_parts(latent, output), _parts(before, output), strict=True):
+        matrix = torch.stack([row.flatten(1).float() for row in (own, other, *outputs)], 1)
+        grams.append(matrix @ matrix.mT)
+    return torch.cat(grams) if grams[1:] else grams[0]
 
 
 def _unexplained(gram: Numbers) -> float:
     """The share (a root mean square) of a latent that is no sum of the others; of the image with most."""
     own, others, with_others = gram[:, 0, 0], gram[:, 1:, 1:], gram[:, 0, 1:]
-    explained = np.einsum(
-        "bi,bij,bj->b", with_others, np.linalg.pinv(others, 1e-6, hermitian=True), with_others
-    )
+    inverse = np.linalg.pinv(others, 1e-6, hermitian=True)
+    explained = np.einsum("bi,bij,bj->b", with_others, inverse, with_others)
     left = np.maximum(own - explained, 0.0) / np.where(own > 0, own, 1.0)
     return float(np.sqrt(left.max()))
 

@@ -245,11 +245,11 @@ class Sampler:
         """
         return list(zip(self.timesteps, self.sigmas or self.timesteps, strict=True))
 
-    def new_noise(self) -> list[float]:
+    def new_noise(self, deterministic: bool) -> list[float]:
         """For each call the share of its latent that is nearly all its noise, a root mean square.
 
-        Data are of unit variance (EDM: its own). It is infinite where a step takes more than 40% off the
-        noise level, in which ancestral samplers renew nearly all of it, and never so little as a nudge is.
+        Data are of unit variance (EDM: its own). It is never so little as a nudge is, and infinite
+        where a step takes more than 40% off the noise level under a sampler that may renew nearly all of it.
         """
         if self.sigmas is None:
             return [_NEW] * len(self.timesteps)
@@ -257,7 +257,7 @@ class Sampler:
         for sigma in self.sigmas:
             data = 1 - sigma if self.is_flow else self._config.get("sigma_data") or 1.0
             share = max(sigma / math.hypot(sigma, data), _LEAST_SHARE)
-            limits.append(_NEW * share if sigma > 0.6 * before else math.inf)
+            limits.append(_NEW * share if deterministic or sigma > 0.6 * before else math.inf)
             before = sigma
         return limits
 

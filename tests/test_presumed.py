@@ -149,10 +149,10 @@ def test_what_is_unexplained_of_a_latent():
 def test_the_share_of_noise_in_a_latent(scheduler, share):
     scheduler.set_timesteps(50)
     sampler = Sampler(scheduler, [float(t) for t in scheduler.timesteps])
-    limits, sigmas = sampler.new_noise(), scheduler.sigmas.tolist()
+    limits, sigmas = sampler.new_noise(True), scheduler.sigmas.tolist()
     assert limits[20] == pytest.approx(0.9 * share(sigmas[20]))
     assert min(limits) >= 0.09
-    assert Sampler(None, ()).new_noise() == []
+    assert Sampler(None, ()).new_noise(True) == []
 
 
 # ---- what else a call is given
@@ -438,3 +438,59 @@ def test_the_least_tokens_are_those_of_the_finest_level():
             caller(unet, i)
     assert all("downsample" in words for words in seen[256].values())
     assert all("downsample" not in words for words in seen[257].values())
+
+
+# ---- what passes
+
+
+def test_an_image_that_is_lost_raises_nothing():
+    """As half precision overflows: it ends as it does without a patch."""
+    unet, caller = make_unet(), Guided(STEPS)
+    handle = apply_agentsd(caller.pipe(unet), recipe=CACHED)
+    caller.latents = caller.latents * torch.inf
+    assert torch.isnan(outputs(unet, caller)[-1]).all()
+    assert letters(handle) == "Ff" * (STEPS // 2)
+
+
+def test_a_learned_variance_is_no_latent():
+    """Four channels in, eight out."""
+    unet, caller = make_unet(out_channels=8), Guided(STEPS)
+    handle = apply_agentsd(caller.pipe(unet), recipe=CACHED)
+    outputs(unet, caller)
+    assert letters(handle) == "Ff" * (STEPS // 2)
+
+
+@pytest.mark.parametrize("name", ["KDPM2DiscreteScheduler", "KDPM2AncestralDiscreteScheduler"])
+@pytest.mark.parametrize("steps", [10, 28, 50])
+def test_timesteps_that_are_rounded_go_down(name, steps):
+    scheduler = getattr(diffusers, name)(**BETAS, use_karras_sigmas="Ancestral" not in name)
+    scheduler.set_timesteps(steps)
+    unet, caller = make_small_unet(), Guided(len(scheduler.timesteps), size=(8, 8))
+    caller.scheduler, caller.timesteps = scheduler, scheduler.timesteps
+    handle = apply_agentsd(caller.pipe(unet), recipe=CACHED)
+    for i in range(4):
+        caller(unet, i)
+    assert "f" in letters(handle)
+
+
+def test_a_loras_scale_may_be_multiplied_and_divided_in_each_call():
+    unet, caller = make_unet(), Guided(STEPS)
+    unet.add_adapter(peft.LoraConfig(**LORA | {"r": 5, "lora_alpha": 2}), "one")
+    handle = apply_agentsd(caller.pipe(unet), recipe=CACHED)
+    with silent():
+        outputs(unet, caller, cross_attention_kwargs={"scale": 0.7})
+    assert letters(handle) == "Ff" * (STEPS // 2)
+
+
+def test_eight_large_steps_are_looked_at():
+    scheduler = diffusers.EulerDiscreteScheduler(**BETAS, use_karras_sigmas=True)
+    scheduler.set_timesteps(8)
+    unet, caller = make_unet(), Guided(8)
+    caller.scheduler, caller.timesteps = scheduler, scheduler.timesteps
+    caller.latents = torch.randn(8, 1, 4, 16, 16, generator=torch.Generator().manual_seed(1)).repeat(
+        1, 2, 1, 1, 1
+    )
+    handle = apply_agentsd(caller.pipe(unet), recipe=CACHED)
+    with warned("the latent is not what the sampler makes"):
+        outputs(unet, caller)
+    assert letters(handle) == "F" * 8
