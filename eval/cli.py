@@ -140,7 +140,7 @@ def _check_alone(kind: type[s.CommandSettings]) -> None:
 
 def explain_missing(error: ModuleNotFoundError) -> str:
     """Return what to install for a package that is not there; raises the error if it is none of ours."""
-    if error.name == "agentsd_demo":
+    if (error.name or "").partition(".")[0] == "agentsd_demo":
         try:
             importlib.import_module("agentsd.demo")
         except ModuleNotFoundError as missing:
