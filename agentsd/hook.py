@@ -23,7 +23,7 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .foreign import foreign_inside, foreign_outside
-from .hosts import latent_and_timestep, named_arguments, regroup
+from .hosts import RESIDUALS, latent_and_timestep, named_arguments, regroup
 from .layers import PatchedLayers
 from .memory import CachedFeatures, Corrections, Memory, Residuals
 from .plan import COMPUTED, FULL, Call, CallKind, plan_run
@@ -399,7 +399,9 @@ class Hook:
         steps, residual = self._recipe.steps, self._recipe.residual
         order = 0 if steps is None else steps.extrapolation_order
         features = CachedFeatures(order, interpolates=run.response is not None)
-        memory = Memory(tree_leaves(call.inputs), trail, features)
+        given = call.inputs.items()  # but the call's own, which are large and told by no address
+        held = [one for name, one in given if name not in RESIDUALS and one is not call.latent]
+        memory = Memory(tree_leaves(held), trail, features)
         if call.index > run.begin:  # no warm-up is planned there
             memory.warmup = order + 1
         if run.response is not None:
