@@ -212,11 +212,11 @@ class Runs:
         if run is None:
             self._drop()
             run = Run(self._timing)
-        self._runs[key] = run
         call = run.place(latent, timestep, listed)
         self._latest = self._histories[thread] = run.history
         if call.begins:
             run.scheduler = next((one for one in schedulers if holds(one, run.source)), None)
+        self._runs[key] = run  # last: a run that was interrupted while it took a call in is gone
         return run, call
 
     def _drop(self) -> None:

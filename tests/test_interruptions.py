@@ -153,8 +153,8 @@ def test_a_run_that_was_broken_off_leaves_nothing_to_the_next(start, convert):
     assert len(made[0][1]) == 11
 
 
-FILES = {str(PACKAGE / name) for name in ("apply.py", "hook.py", "hosts.py", "layers.py", "skip.py")}
-"""The code that puts stubs, processors and hooks in and out."""
+FILES = {str(PACKAGE / name) for name in ("apply.py", "hook.py", "hosts.py", "layers.py", "run.py", "skip.py")}
+"""The code that puts stubs, processors and hooks in and out, and knows where in a run a call is."""
 
 
 def traced(work, at=None):
