@@ -27,7 +27,6 @@ COMMANDS: dict[str, tuple[type[s.CommandSettings], str]] = {
     "latency": (s.LatencySettings, "studies.latency"),
     "fid": (s.FidSettings, "studies.fid"),
     "report": (s.ReportSettings, "pages.report"),
-    "app": (s.AppSettings, "studies.app"),
 }
 """Each one's settings, and the module whose `command(settings, console)` does its work."""
 
@@ -145,9 +144,7 @@ def explain_missing(error: ModuleNotFoundError) -> str:
             importlib.import_module("agentsd.demo")
         except ModuleNotFoundError as missing:
             return str(missing)
-    if error.name != "gradio":
-        raise error
-    return "gradio is not installed: pip install 'gradio>=6'"
+    raise error
 
 
 def _version(ctx: click.Context, option: click.Parameter, asked: bool) -> None:

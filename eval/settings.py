@@ -220,19 +220,6 @@ class CompareSettings(ShowSettings):
     """The PNG to write."""
 
 
-class AppSettings(SamplingSettings):
-    """Serve a page in the browser: baseline and a recipe side by side, from one seed."""
-
-    prompt: str | None = None
-    """The prompt that the page begins with."""
-    recipe: Literal["agentsd", "fast"] = "fast"
-    """The recipe that the page begins with: a mode."""
-    host: str = "127.0.0.1"
-    """The address that it listens on. 127.0.0.1 is this machine alone; 0.0.0.0 is every network it is in."""
-    port: int | None = Field(None, ge=1, le=65535)
-    """The port; else the first free one from 7860 on."""
-
-
 class CostSettings(Settings):
     """What the commands share that measure cost without looking at images."""
 

@@ -138,18 +138,6 @@ def test_the_first_tutorial_runs() -> None:
     assert handle_of(names["pipe"]) is None
 
 
-def test_the_app_py_of_a_hosted_space_reaches_the_apps_settings(monkeypatch: Any, capsys: Any) -> None:
-    """It is all read but for the port, which there can't be."""
-    page = (ROOT / "docs/how_to/app.md").read_text(encoding="utf-8")
-    [block] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    monkeypatch.setenv("PORT", "99999")
-    with pytest.raises(SystemExit, match="2"):
-        exec(compile(block, "app.py", "exec"), {"__name__": "__main__"})
-    error = capsys.readouterr().err
-    assert "port" in error
-    assert "65535" in error
-
-
 def test_the_modes_of_the_page_are_those_of_the_code() -> None:
     """Its cells are Python: a schedule, a `StepCache`, a `ResidualSharing`."""
     page = (ROOT / "docs/reference/recipe.md").read_text(encoding="utf-8")

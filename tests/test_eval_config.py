@@ -112,7 +112,7 @@ def test_commands_sample_alike() -> None:
             key: getattr(COMMANDS[name][0](**({"speedup": 2} if name == "calibrate" else {})), key)
             for key in KEYS
         }
-        for name in ("compare", "table", "check", "calibrate", "app")
+        for name in ("compare", "table", "check", "calibrate")
     ]
     assert sampled == [sampled[0]] * len(sampled)
 

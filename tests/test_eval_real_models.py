@@ -204,7 +204,7 @@ def test_the_toy_model_is_asked_for_by_nobody_else(model_folder: str, tmp_path: 
     parts = [
         f"agentsd_eval.{path.parent.name}.{path.stem}"
         for path in (Path(__file__).parents[1] / "eval").glob("*/*.py")
-        if path.stem not in ("__init__", "__main__", "scenes", "scene_details", "app")
+        if path.stem not in ("__init__", "__main__", "scenes", "scene_details")
     ]
     code = f"""
 import importlib, sys

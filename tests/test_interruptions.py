@@ -153,7 +153,9 @@ def test_a_run_that_was_broken_off_leaves_nothing_to_the_next(start, convert):
     assert len(made[0][1]) == 11
 
 
-FILES = {str(PACKAGE / name) for name in ("apply.py", "hook.py", "hosts.py", "layers.py", "run.py", "skip.py")}
+FILES = {
+    str(PACKAGE / name) for name in ("apply.py", "hook.py", "hosts.py", "layers.py", "run.py", "skip.py")
+}
 """The code that puts stubs, processors and hooks in and out, and knows where in a run a call is."""
 
 
@@ -201,7 +203,9 @@ def test_an_interruption_between_any_two_lines_is_undone(time):
     clean, stock = fingerprint(unet := make_small_unet()), [caller(unet, i) for i in range(6)]
     apply_agentsd(caller.pipe(unet), recipe=BOTH)
     expected = [caller(unet, i) for i in range(6)]
-    lines = traced(partial(patched_calls, make_small_unet(), caller, []))  # as deep in the stack, which is walked
+    lines = traced(
+        partial(patched_calls, make_small_unet(), caller, [])
+    )  # as deep in the stack, which is walked
     assert len(lines) > 300
     for number, (line, count) in enumerate(sorted(lines.items())):
         unet, made = make_small_unet(), []
