@@ -1,4 +1,4 @@
-"""The two commands for a machine with a GPU, on tiny shapes on the CPU: what they leave behind."""
+"""The commands for a machine with a GPU, on tiny shapes on the CPU: what they leave behind."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def test_the_first_command(tmp_path: Path) -> None:
     run("first", tmp_path / "out", SECONDS_IN_ALL=240, BESIDE=150)
     rows = [json.loads(line) for line in (tmp_path / "out" / "gpu.jsonl").read_text().splitlines()]
     assert not [row for row in rows if row.get("failed")]
-    assert {"environment", "build", "tests", "training", "runs, large"} <= {row["stage"] for row in rows}
+    assert {"environment", "build", "tests", "training", "SDXL, runs"} <= {row["stage"] for row in rows}
     assert rows[-1]["stage"] == "end"
     tests = next(row for row in rows if row["stage"] == "tests")
     assert "skipped" in tests["last"][0]
     peaks = [row for row in rows if row["stage"] == "training" and "ratio" in row]
     assert [(row["ratio"], row["optimizer"]) for row in peaks] == [(0.4, "AdamW"), (0.0, "AdamW")]
-    methods = {row["method"] for row in rows if row["stage"] == "runs, large" and "seconds" in row}
-    assert {"baseline", "baseline@17", "agentsd", "fast"} <= methods
+    methods = {row["method"] for row in rows if row["stage"] == "SDXL, runs" and "seconds" in row}
+    assert {"baseline", "baseline@17/unipckarras", "agentsd", "fast"} <= methods
     assert all(row["same_image"] for row in rows if "same_image" in row)
     assert (tmp_path / "out" / "versions.txt").read_text()
 
@@ -65,3 +65,18 @@ def test_the_second_command(tmp_path: Path) -> None:
     text = (out / "accuracy.log").read_text()
     assert text.count("generated, ") == 3
     assert {Image.open(path).size[0] for path in out.glob("seed_0_*.png")} == {8 * s for s in (64, 96, 128)}
+
+
+@pytest.mark.slow
+def test_the_third_command(tmp_path: Path) -> None:
+    """Three images a row, two of them of the round before."""
+    run("third", tmp_path / "out", SECONDS_IN_ALL=900, WORK=tmp_path / "work")
+    tables = sorted(path.parent.name for path in (tmp_path / "out").glob("*/table.jsonl"))
+    assert len(tables) == 5
+    assert "left out" not in (tmp_path / "out" / "third.log").read_text()
+    for name in tables:
+        rows = [
+            json.loads(line) for line in (tmp_path / "out" / name / "table.jsonl").read_text().splitlines()
+        ]
+        assert {row["images"] for row in rows} == {3}
+        assert {"baseline", "fast"} <= {row["method"] for row in rows}

@@ -1,5 +1,6 @@
 """The images that a run asks for: each has its prompt and a seed of its own."""
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -38,13 +39,14 @@ class ImageSpec:
 
 
 def from_triples(triples: "Sequence[Triple]", images: int, seed: int) -> list[ImageSpec]:
-    """Return `images` images whose captions are spread evenly over what scenes can show.
+    """Return `images` images, the first of any more, whose captions are spread over what scenes can show.
 
     Asking for more images than captions starts over with new seeds.
     """
     count = len(triples)
-    step = max(count / images, 1.0)
-    chosen = [triples[int(i * step) % count] for i in range(images)]
+    # A stride near the golden section of the list, and coprime to it: no part is missed, whatever the number.
+    stride = next(n for n in range(round(count * 0.382), 2 * count) if math.gcd(n, count) == 1)
+    chosen = [triples[i * stride % count] for i in range(images)]
     return [ImageSpec(i, triple.caption, seed + i, triple) for i, triple in enumerate(chosen)]
 
 

@@ -52,9 +52,9 @@ class GpuSettings(CommandSettings):
     """cuda, cuda:1, or cpu for a trial; else the first GPU."""
     tiny: bool = False
     """Tiny shapes, to try all stages."""
-    seconds: float = Field(330, gt=0)
+    seconds: float = Field(230, gt=0)
     """Limit of all; what would not fit is shortened, then left out."""
-    beside: float = Field(130, ge=0)
+    beside: float = Field(90, ge=0)
     """Seconds after which tests and training, which run side by side at first, are ended."""
     start: str | None = None
     """The stage to begin with, by name; those before it are left out."""
