@@ -37,7 +37,7 @@ html_extra_path = ["_root"]
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]
 
-COMMANDS = ("compare", "table", "check", "calibrate", "subject", "latency", "fid", "report")
+COMMANDS = ("compare", "table", "check", "calibrate", "latency", "fid", "report")
 """The commands of `agentsd-eval` that the reference explains, in this order."""
 
 

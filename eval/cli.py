@@ -23,7 +23,6 @@ COMMANDS: dict[str, tuple[type[s.CommandSettings], str]] = {
     "table": (s.RunSettings, "studies.table"),
     "check": (s.CheckSettings, "studies.check"),
     "calibrate": (s.CalibrateSettings, "studies.calibration"),
-    "subject": (s.SubjectSettings, "studies.subject"),
     "latency": (s.LatencySettings, "studies.latency"),
     "fid": (s.FidSettings, "studies.fid"),
     "report": (s.ReportSettings, "pages.report"),

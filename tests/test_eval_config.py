@@ -11,7 +11,7 @@ from agentsd_eval.errors import EvalError
 from agentsd_eval.images.methods import parse_method
 from agentsd_eval.images.prompts import specs_of
 from agentsd_eval.presets import load_settings, presets
-from agentsd_eval.research.settings import PricedSettings
+from agentsd_eval.research.settings import PricedSettings, SubjectSettings
 from agentsd_eval.settings import CompareSettings, LatencySettings, RunSettings
 from agentsd_eval.studies import table
 
@@ -122,6 +122,7 @@ KEYS = ("scheduler", "steps", "guidance_scale", "height", "width", "seed")
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_each_preset_of_a_study_is_valid(path: Path) -> None:
-    settings = load_settings(PricedSettings if "priced" in path.stem else RunSettings, path, {})
-    for method in settings.methods:
+    others = {"latency_sd15_priced": PricedSettings, "subject": SubjectSettings}
+    settings: Any = load_settings(others.get(path.stem, RunSettings), path, {})
+    for method in getattr(settings, "methods", ()):
         assert parse_method(method, 0.4, settings).name == method

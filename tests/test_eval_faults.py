@@ -118,13 +118,13 @@ def test_presets_are_found_by_name_from_anywhere(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     assert load_settings(RunSettings, "table13", {}).out == Path("runs/table13")
     assert load_settings(RunSettings, "table10", {}).classes.read_text().startswith("tench\n")  # type: ignore[union-attr]
-    with pytest.raises(EvalError, match="no such file or preset; did you mean --config subject"):
-        load_settings(RunSettings, "subjects", {})
+    with pytest.raises(EvalError, match="no such file or preset; did you mean --config table10"):
+        load_settings(RunSettings, "tables10", {})
     with pytest.raises(EvalError, match=r"configs/table10.yaml: no such file .* --config table10"):
         load_settings(RunSettings, "configs/table10.yaml", {})
     (tmp_path / "table10").write_text("steps: 3\n")  # a file of one's own comes first
     assert load_settings(RunSettings, "table10", {}).steps == 3
-    assert {"table13", "subject", "latency_sd15_gpu"} <= set(presets.presets())
+    assert {"table13", "latency_sd15_gpu"} <= set(presets.presets())
     assert not {"demo_model", "dreambooth_sd15"} & set(presets.presets())
 
 

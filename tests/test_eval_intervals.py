@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from agentsd_eval.images.prompts import from_prompts
 from agentsd_eval.intervals import FEWEST, drawn, enough, half, interval, standard_error
-from agentsd_eval.pages import plots, quality_table, subject_table
+from agentsd_eval.pages import plots, quality_table
 from agentsd_eval.quality import metrics
 from agentsd_eval.quality.gain import gain
 from agentsd_eval.quality.measure import Judge, row_of
 from agentsd_eval.quality.summary import summary_of
-from agentsd_eval.research import metric_validation
+from agentsd_eval.research import metric_validation, subject_table
 from agentsd_eval.studies import table
 
 ROOT = Path(__file__).parents[1]

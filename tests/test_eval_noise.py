@@ -15,11 +15,11 @@ from agentsd_eval.images.prompts import from_prompts
 from agentsd_eval.images.sampling import sample
 from agentsd_eval.presets import load_settings
 from agentsd_eval.research import metric_validation
+from agentsd_eval.research.settings import SubjectSettings
 from agentsd_eval.settings import (
     CalibrateSettings,
     CompareSettings,
     RunSettings,
-    SubjectSettings,
 )
 from diffusers import (
     DDIMScheduler,

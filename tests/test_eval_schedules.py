@@ -129,7 +129,7 @@ def test_every_command_refuses_before_any_work(
     words = [name, "--model", folder, *COMMANDS[command]]
     words += ["--subject", photographs] if name == "subject" else []
     words += ["--out", tmp_path / ("x.png" if name == "compare" else "x")]
-    program = research if name in ("priced", "metric-validation") else main
+    program = research if name in ("priced", "metric-validation", "subject") else main
     result = CliRunner().invoke(program, list(map(str, words)))
     assert result.exit_code == 2, result.output
     assert "use --scheduler model --samplers none, and no NAME/SAMPLER" in result.output

@@ -67,7 +67,7 @@ WORDS = " ".join(["word"] * 1000)
         ["table", "--model"], ["table", "--methods"], ["table", "--device"], ["table", "--scheduler"],
         ["table", "--prompts"], ["table", "--reference"], ["table", "--steps"], ["table", "--samplers"],
         ["table", "--config"], ["compare", "--ratio"], ["latency", "--arch"], ["check", "--calibrated"],
-        ["subject", "--subject"], ["fid"], ["report"], ["calibrate", "--speedup"], [], ["table"],
+        ["fid"], ["report"], ["calibrate", "--speedup"], [], ["table"],
     ],
 )  # fmt: skip
 def test_no_error_repeats_a_long_value(words: list[str], value: str) -> None:

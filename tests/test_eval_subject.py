@@ -21,14 +21,14 @@ from agentsd_demo.reading import ConceptReader, read_scene
 from agentsd_demo.scenes import compose, triples
 from agentsd_demo.training.accuracy import efficientnet_lite0
 from agentsd_demo.training.subject import View
-from agentsd_eval.cli import main
 from agentsd_eval.images import generate
 from agentsd_eval.images.prompts import ImageSpec
 from agentsd_eval.images.sampling import Seconds
 from agentsd_eval.images.store import Store
 from agentsd_eval.pages.rows import progress
-from agentsd_eval.settings import SubjectSettings
-from agentsd_eval.studies import subject, subject_plan, subject_scores
+from agentsd_eval.research import subject, subject_plan, subject_scores
+from agentsd_eval.research.__main__ import main
+from agentsd_eval.research.settings import SubjectSettings
 from click.testing import CliRunner
 from PIL import Image
 from rich.console import Console

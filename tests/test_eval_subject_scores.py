@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from agentsd_eval.cli import main
 from agentsd_eval.errors import EvalError
 from agentsd_eval.images.prompts import from_prompts
-from agentsd_eval.settings import SubjectSettings
-from agentsd_eval.studies import subject_scores
+from agentsd_eval.research import subject_scores
+from agentsd_eval.research.__main__ import main
+from agentsd_eval.research.settings import SubjectSettings
 from click.testing import CliRunner
 from PIL import Image
 from sd_folder import save_clip, save_dino

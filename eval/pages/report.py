@@ -19,7 +19,7 @@ from .. import run_file
 from ..errors import EvalError
 from ..files import write_bytes
 from ..settings import ReportSettings
-from . import cost_table, quality_table, subject_table
+from . import cost_table, quality_table
 from .plots import id_of, is_baseline, plot_of
 from .rows import Column, Row, cells, distance_name, method_text
 
@@ -28,7 +28,6 @@ _RESULTS = {
     "table": "Methods (Table 10)",
     "check": "The recipes on this model",
     "latency": "Cost alone",
-    "subject": "A subject taught with agent attention",
 }
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, OSError, StopIteration, TypeError, ValueError)
 """What files that were cut or edited make the reading of them raise."""
@@ -82,9 +81,6 @@ def _part(folder: Path, name: str, images: int, run: Row) -> dict[str, Any]:
     if name == "latency":
         tables = cost_table.tables_of(rows, run["clock"])
         part["labels"] = list(dict.fromkeys(map(method_text, rows)))
-    elif name == "subject":
-        tables = subject_table.tables_of(rows)
-        part["image"] = _data_uri(folder / "subject.png", 1600)
     else:
         tables = quality_table.tables_of(rows, settings, run["clock"])
         distance = distance_name(settings["features"], settings["model"] == "demo")
@@ -100,13 +96,10 @@ def _part(folder: Path, name: str, images: int, run: Row) -> dict[str, Any]:
 
 
 def _table(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> dict[str, Any]:
-    shown = [{"of": _row_name(row), "cells": line} for row in rows for line in cells([row], columns)]
+    shown = [
+        {"of": quality_table.row_label(row), "cells": line} for row in rows for line in cells([row], columns)
+    ]
     return {"title": title, "heads": [column.title for column in columns], "rows": shown}
-
-
-def _row_name(row: Row) -> str:
-    """Return what a row is shown and hidden by."""
-    return subject_table.label_of(row) if "variant" in row else quality_table.row_label(row)
 
 
 def _best(rows: Sequence[Row]) -> Row | None:

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from ..intervals import enough
-from .quality_table import change
-from .rows import Column, Row, figure, filled
+from ..pages.quality_table import change
+from ..pages.rows import Column, Row, figure, filled
 
 SCORES = {
     "the subject": {"similarity": "similarity", "clip_i": "CLIP-I", "dino": "DINO"},

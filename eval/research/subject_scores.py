@@ -14,7 +14,7 @@ from ..pages.rows import Row
 from ..quality.encoders import ClipScore, Dino
 from ..quality.features import load_network
 from ..quality.metrics import unit
-from ..settings import SubjectSettings
+from .settings import SubjectSettings
 from .subject_plan import Variant, baseline_of
 
 Images = Sequence[Image.Image]

@@ -15,7 +15,7 @@ from agentsd.dreambooth.data import find_images, load_image
 from ..errors import EvalError
 from ..images.methods import Method
 from ..images.prompts import ImageSpec, from_prompts, prompts_of
-from ..settings import SubjectSettings
+from .settings import SubjectSettings
 
 TRAININGS = ("baseline", "agents", "baseline-prior", "agents-prior")
 """Plain or with agents in every step, without or with prior preservation: the names of their folders, too."""

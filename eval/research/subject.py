@@ -27,10 +27,10 @@ from ..images.store import Store
 from ..pages import rows as results
 from ..pages.grid import draw_grid
 from ..pages.rows import progress
-from ..pages.subject_table import label_of, note, tables_of
-from ..settings import SubjectSettings
+from .settings import SubjectSettings
 from .subject_plan import TRAININGS, Variant, as_trained, specs_of, training_config, variants_of, views_of
 from .subject_scores import Score, load_scores, rows_of, similarity, similarity_among
+from .subject_table import label_of, note, tables_of
 
 _COLUMNS, _TILE = 8, 96  # of the drawn grid
 
