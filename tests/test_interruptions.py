@@ -153,7 +153,8 @@ def test_a_run_that_was_broken_off_leaves_nothing_to_the_next(start, convert):
     assert len(made[0][1]) == 11
 
 
-FILES = {str(PACKAGE / name) for name in ("apply.py", "hook.py", "hosts.py", "layers.py", "skip.py")}
+NAMES = ("apply", "hook", "hosts", "layers", "skip", "turn")
+FILES = {str(PACKAGE / f"{name}.py") for name in NAMES}
 """The code that puts stubs, processors and hooks in and out."""
 
 
@@ -201,7 +202,9 @@ def test_an_interruption_between_any_two_lines_is_undone(time):
     clean, stock = fingerprint(unet := make_small_unet()), [caller(unet, i) for i in range(6)]
     apply_agentsd(caller.pipe(unet), recipe=BOTH)
     expected = [caller(unet, i) for i in range(6)]
-    lines = traced(partial(patched_calls, make_small_unet(), caller, []))  # as deep in the stack, which is walked
+    lines = traced(
+        partial(patched_calls, make_small_unet(), caller, [])
+    )  # as deep in the stack, which is walked
     assert len(lines) > 300
     for number, (line, count) in enumerate(sorted(lines.items())):
         unet, made = make_small_unet(), []

@@ -245,7 +245,7 @@ def attended(monkeypatch):
         attend = plan.attend
 
         def note(self, attn, *args, attend=attend):
-            seen.add(attn.processor.name)
+            seen.add(attn.processor.layer.name)
             return attend(self, attn, *args)
 
         monkeypatch.setattr(plan, "attend", note)
