@@ -6,7 +6,6 @@ what it leaves for later calls, correct the cached ones before it, drop what is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from .recipe import Recipe
 from .run import Run, Runs
 from .skip import SkippedLayers
 from .turn import INNER, OWN, Turn
+from .warn import WarnOnce
 
 
 class UnderWay(NamedTuple):
@@ -54,9 +54,7 @@ class Hook:
         ValueError: the model's blocks are not Stable Diffusion's, and calls are to be cached.
     """
 
-    def __init__(
-        self, recipe: Recipe, unet: Any, pipe: Any, layers: PatchedLayers, warn: Callable[[str], None]
-    ) -> None:
+    def __init__(self, recipe: Recipe, unet: Any, pipe: Any, layers: PatchedLayers, warn: WarnOnce) -> None:
         self._recipe, self._layers, self._warn = recipe, layers, warn
         self.caches = bool(recipe.steps or recipe.residual)
         if self.caches and not hasattr(unet, "up_blocks"):
@@ -178,12 +176,12 @@ class Hook:
         run.history.kinds.append(CallKind(call.kind.computed, attention))
         if memory is None:
             return None
-        if not call.kind.computed:
-            output = self._make_up(call, memory, output)
-        else:
-            if computed is not None:
-                memory.features.keep(call.sigma, [computed.clone()])
+        if computed is not None:
+            memory.features.keep(call.sigma, [computed.clone()])
+        if call.kind.computed:
             output = self._correct(unet, run, call, memory, output)
+        else:
+            output = self._make_up(call, memory, output)
         memory.before = call.latent.detach().clone(), sample_of(output).detach().clone()
         if run.cache is not None and call.index + run.stride >= len(run.timesteps):  # nothing will use it
             run.cache.drop(memory)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -21,6 +20,7 @@ from .modules.operators import TrainedOperator
 from .plan import FULL, KEEP, OPERATOR, SHARE, Call, CallKind, ResidualSharing
 from .recipe import Recipe, stages_of
 from .skip import SkippedLayers
+from .warn import WarnOnce
 
 
 class _Graph:
@@ -119,7 +119,7 @@ class PatchedLayers:
         ValueError: the model lacks such a layer, or another package holds it.
     """
 
-    def __init__(self, model: Any, recipe: Recipe, warn: Callable[[str], None]) -> None:
+    def __init__(self, model: Any, recipe: Recipe, warn: WarnOnce) -> None:
         layers: list[AttentionLayer] = []
         if recipe.attention is not None:
             some = recipe.levels is None  # two, or one where there is one
@@ -200,7 +200,7 @@ class PatchedLayers:
             if not (group.skipped and (cached or for_cached)):
                 self._plan(index, group, call, residuals, shared)
         for one in self.processors:
-            self._hold(one)
+            _put_in(one, self._warn)
             one.attention = FULL if one.skipped and for_cached else attention
             one.residual = None  # the last call may have died with one
         if attention == SHARE and residuals is not None:
@@ -226,19 +226,6 @@ class PatchedLayers:
             group.plan = group.make_plan(call, grid, shared)
             if attention == KEEP and group.plan is not None:
                 group.plan.hold()
-
-    def _hold(self, one: AgentAttnProcessor) -> None:
-        """Put a processor in the place of a layer's own, where that computes plain attention."""
-        attn: Any = one.layer.block.attn1
-        own = attn.processor
-        if own is one:  # as a backward is still to come
-            return
-        one.held = own is one.fallback or is_plain(own)
-        if one.held:
-            one.fallback = own
-            attn.set_processor(one)
-        else:
-            self._warn(f"{one.layer.name} now has a {type(own).__name__}; it is left untouched")
 
     def end(self, call: Call, residuals: Residuals | None, output: Any) -> str:
         """What the layers computed, all in all, in the call that ends; they keep nothing of it but residuals.
@@ -311,21 +298,39 @@ class PatchedLayers:
         """Forget what the layers hold of a call that ends, but their plans."""
         self._limit.lift()
         for one in self.processors:
-            reason = None
-            if one.beside:
-                reason = f"is given {one.beside}"
-            elif one.block_input is not None:
-                reason = "was computed without its attention processor (T-GATE does so)"
-            elif one.mismatch is not None:
-                images, tokens = one.mismatch
-                reason = (
-                    f"got {tokens} tokens of {images} images where the latent's size gives "
-                    f"{one.group.tokens} of {one.group.images}"
-                )
-            if reason is not None and not raised:
+            if not raised and (reason := _left_untouched(one)):
                 self._warn(f"{one.layer.name} {reason}; it was left untouched")
             one.block_input, one.mismatch, one.beside = None, None, ""
             one.attention, one.residual = OPERATOR, None
+
+
+def _put_in(one: AgentAttnProcessor, warn: WarnOnce) -> None:
+    """Put a processor in the place of a layer's own, where that computes plain attention."""
+    attn: Any = one.layer.block.attn1
+    own = attn.processor
+    if own is one:  # as a backward is still to come
+        return
+    one.held = own is one.fallback or is_plain(own)
+    if one.held:
+        one.fallback = own
+        attn.set_processor(one)
+    else:
+        warn(f"{one.layer.name} now has a {type(own).__name__}; it is left untouched")
+
+
+def _left_untouched(one: AgentAttnProcessor) -> str:
+    """Why a layer that was to run its operator in a call did not; nothing where it did."""
+    if one.beside:
+        return f"is given {one.beside}"
+    if one.block_input is not None:
+        return "was computed without its attention processor (T-GATE does so)"
+    if one.mismatch is None:
+        return ""
+    images, tokens = one.mismatch
+    return (
+        f"got {tokens} tokens of {images} images where the latent's size gives "
+        f"{one.group.tokens} of {one.group.images}"
+    )
 
 
 def _check_free(layer: AttentionLayer) -> None:

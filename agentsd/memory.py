@@ -21,6 +21,7 @@ from .presumed import ModelState, Trail, conditions_of
 from .recipe import Recipe
 from .sampler import ImpulseResponse, Sampler
 from .skip import SkippedLayers
+from .warn import WarnOnce
 
 Select: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 _MOST_CONDITIONS = 32
@@ -302,7 +303,7 @@ class RunCache:
         recipe: Recipe,
         layers: Sequence[AgentAttnProcessor],
         skipped: SkippedLayers,
-        warn: Callable[[str], None],
+        warn: WarnOnce,
     ) -> None:
         self._plan, self._kinds, self._recipe = plan, plan.kinds, recipe
         self._layers, self._skipped, self._warn = layers, skipped, warn

@@ -85,15 +85,14 @@ class Run:
                 the largest one counts.
             known: the list that a timestep is placed by which is an element of none.
 
-        What moves a call by is told from its place and that of the call before:
+        | the call, `moved` places from the one before         | begins | repeats | jumps |
+        |------------------------------------------------------|--------|---------|-------|
+        | is on another list, or back on its own (`moved` < 0) | yes    |         |       |
+        | is in its place (0), or `stride` further             |        |         |       |
+        | has the timestep of the one before (PLMS, Heun)      |        | yes     |       |
+        | is elsewhere: `stride` is `moved` from then on       |        |         | yes   |
 
-        | the call is | begins | repeats | jumps | off_list |
-        |-------------|--------|---------|-------|----------|
-        | on another list than the one before, or back on the same | yes | | | |
-        | on its place or the next but `stride` - 1 | | | | |
-        | on the timestep of the one before (PLMS, Heun) | | yes | | |
-        | further on: it sets the stride of the calls to come | | | yes | |
-        | on a timestep that the list hasn't: its place is the nearest | as above | | | yes |
+        It is `off_list` where its timestep is not on the list: its place is that of the nearest.
         """
         own, before = own_list(timestep), self.index
         renewed = self._look_up(known if own is None else own, is_own=own is not None)
@@ -130,11 +129,13 @@ class Run:
                 "this run has no early step (img2img of low strength has none), so what runs early "
                 f"never runs in it; raise early_frac={self._early_frac:g} (1.0: every step)"
             )
-        return call.off_list * (
-            f"timestep {call.timestep:g} is not one of the scheduler's, so early steps are "
-            "guessed; pass an element of scheduler.timesteps to the U-Net, or apply agentsd to the "
-            "pipeline"
-        )
+        if call.off_list:
+            return (
+                f"timestep {call.timestep:g} is not one of the scheduler's, so early steps are "
+                "guessed; pass an element of scheduler.timesteps to the U-Net, or apply agentsd to the "
+                "pipeline"
+            )
+        return ""
 
     def _is_early(self, timestep: float) -> bool:
         return timestep > self._threshold + _NEAR
@@ -301,10 +302,11 @@ def schedulers_of(pipe: Any) -> list[Any]:
 
 
 def own_list(timestep: Any) -> Tensor | None:
-    """The list that a timestep is an element of: all of its storage; None for a tensor of another kind.
+    """The list that a timestep is an element of; None for a tensor of another kind.
 
-    `scheduler.timesteps` of [900, 600, 300] is one storage of three numbers; its element 600 is a view of
-    that storage at offset 1. So 600 leads to all three, and its offset is its place among them.
+    A caller passes one timestep, which alone has to tell whose run it is of, and where in it. An element of
+    a list is a view of the list's storage: of [900, 600, 300], 600 is a view at offset 1. So it leads to all
+    three, and its offset is its place among them.
     """
     if not isinstance(timestep, Tensor) or timestep.device.type == "meta":
         return None

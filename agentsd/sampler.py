@@ -97,8 +97,8 @@ def impulse_response(scheduler: Any, begin: int = 0) -> ImpulseResponse | None:
     try:
         state = state_of(scheduler)
         latents, scales = _step_through(scheduler, state, begin, pulse=1.0)
-        units, large, nothing, start = _numbers(len(scales))
-        noisy = bool(latents[:, nothing].any())
+        units, large, idle, start = _numbers(len(scales))
+        noisy = bool(latents[:, idle].any())
         response = latents - _step_through(scheduler, state, begin, pulse=0.0)[0] if noisy else latents
     except Exception:  # a scheduler by anyone: it wants what a pipeline would give it
         return None
