@@ -203,8 +203,3 @@ def is_plain(processor: Any) -> bool:
     """
     has_weights = isinstance(processor, Module) and bool([*processor.parameters(), *processor.buffers()])
     return type(processor).__name__ in PLAIN_PROCESSORS and not has_weights
-
-
-def is_tomesd_block(block: Module) -> bool:
-    """Whether the tomesd package has patched this block."""
-    return type(block).__name__ == "ToMeBlock"

@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from .attention.operator import MODULE, Plan
 from .attention.processor import AgentAttnProcessor, Group, Plans
-from .hosts import AttentionLayer, find_attention_layers, frames_of, is_plain, is_tomesd_block, remove_hooks
+from .hosts import AttentionLayer, find_attention_layers, frames_of, is_plain, remove_hooks
 from .memory import Residuals
 from .modules.adapter import NamedLayer, build_module
 from .modules.operators import TrainedOperator
@@ -334,7 +334,7 @@ def _left_untouched(one: AgentAttnProcessor) -> str:
 
 
 def _check_free(layer: AttentionLayer) -> None:
-    if is_tomesd_block(layer.block):
+    if type(layer.block).__name__ == "ToMeBlock":
         raise ValueError(f"{layer.name} is patched by tomesd: call tomesd.remove_patch(pipe) first")
     processor = layer.attn.processor
     if not is_plain(processor):

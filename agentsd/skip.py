@@ -47,29 +47,26 @@ class FeatureHook:
     """Forward hook where the computed layers begin: notes the hidden state, or puts one in its place.
 
     Attributes:
-        cached: whether the call puts one in.
-        hidden: (B, C, H, W) that one.
+        hidden: (B, C, H, W) what a cached step puts in; None in a computed one.
         computed: (B, C, H, W) what a computed step had there.
         compiled: the last call of it was in a compiled graph.
         aliased: the host writes into this state (FreeU on the last up block).
     """
 
     def __init__(self) -> None:
-        self.cached = self.compiled = self.aliased = False
+        self.compiled = self.aliased = False
         self.hidden: Tensor | None = None
         self.computed: Tensor | None = None
 
     def __call__(self, module: Module, args: Any, output: Any) -> Any:
         """Forward hook."""
         self.compiled = torch.compiler.is_compiling()
-        if self.cached:
-            state = self.hidden
-        else:
+        state = self.hidden
+        if state is None:
             state = self.computed = output[0] if isinstance(output, tuple) else output
             if not self.aliased:
                 return None
         if self.aliased:
-            assert state is not None
             state = state.clone()
         return (state,) if isinstance(output, tuple) else state
 
@@ -159,7 +156,7 @@ class SkippedLayers:
 
     def put(self, hidden: Tensor) -> None:
         """From here on the model skips them, and computes its last layers on `hidden`."""
-        self.feature_hook.cached, self.feature_hook.hidden = True, hidden
+        self.feature_hook.hidden = hidden
         for module, forward in self._stubs:
             attributes = vars(module)
             if attributes.get("forward") is not forward:
@@ -178,20 +175,19 @@ class SkippedLayers:
                 attributes["forward"] = self._own[module]
         self._own.clear()
         hook = self.feature_hook
-        computed, hook.computed, hook.hidden, hook.cached = hook.computed, None, None, False
+        computed, hook.computed, hook.hidden = hook.computed, None, None
         return computed
 
-    def suspend(self) -> tuple[bool, Tensor | None, Tensor | None]:
+    def suspend(self) -> tuple[Tensor | None, Tensor | None]:
         """Let the model skip none for a while; returns what `resume` takes."""
-        hook = self.feature_hook
-        state = hook.cached, hook.hidden, hook.computed
+        state = self.feature_hook.hidden, self.feature_hook.computed
         self.end()
         return state
 
-    def resume(self, cached: bool, hidden: Tensor | None, computed: Tensor | None) -> None:
+    def resume(self, hidden: Tensor | None, computed: Tensor | None) -> None:
         """Go on as before."""
         self.end()
-        if cached and hidden is not None:
+        if hidden is not None:
             self.put(hidden)
         self.feature_hook.computed = computed
 

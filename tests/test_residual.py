@@ -190,6 +190,9 @@ def test_a_stage_of_another_operator_begins_with_full_attention():
     letters = handle.summary().split("attention ")[1].split()[0]
     assert letters[6] == "a"
     assert letters.count("a") < 8
+    unet, handle = patched(Phases(Agents(), Downsample(), 0.5), ResidualSharing(9, 2))
+    outputs(unet, caller)
+    assert handle.summary().split("attention ")[1].startswith("aassssasss")
     unet, handle = patched(ByDistance((PooledAgents(4), PooledAgents(9)), (0.9,)), ResidualSharing(3, 2))
     outputs(unet, caller)
     assert "s" in handle.summary().split("attention ")[1].split()[0]
