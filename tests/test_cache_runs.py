@@ -141,9 +141,9 @@ def test_corrections_are_by_the_schedulers_of_the_pipeline_that_is_patched(make_
 
 def test_a_strided_loop_is_planned_by_its_own_stride():
     unet, twin, scheduler = make_unet(), make_unet(), ddim(40)
-    handle = apply_agentsd(unet, recipe=CACHED)
+    handle = apply_agentsd(host := Host(unet, scheduler), recipe=CACHED)
     with warned("skip some of the scheduler's list"):
-        loop(unet, scheduler, scheduler.timesteps[::3])
+        loop(host.unet, scheduler, scheduler.timesteps[::3])
     assert letters(handle).startswith("FFfFfF")
     assert "corrected" not in handle.summary()
     caller = Caller(steps=20)
