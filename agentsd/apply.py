@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 from weakref import WeakSet
 
-from diffusers.utils import logging
 from torch.nn import Module, Parameter
 
 from .attention import Agents
-from .hook import Hook, WarnOnce
+from .hook import Hook
 from .hosts import find_model, remove_hooks
 from .layers import PatchedLayers
 from .modules.adapter import FILE_NAME as WEIGHTS
@@ -29,6 +27,7 @@ from .modules.adapter import (
 )
 from .plan import CallKind
 from .recipe import FILE_NAME, MODES, Phases, Recipe, changed_text
+from .warn import WarnOnce
 
 
 class AgentSDHandle:
@@ -68,7 +67,7 @@ class AgentSDHandle:
     @property
     def pipe(self) -> Any:
         """The pipeline that was patched, or what wraps the U-Net; None for a bare U-Net."""
-        return self._hook.pipe
+        return self._hook.runs.pipe
 
     def remove(self) -> None:
         """Undo this patch; nothing happens if it was undone or replaced before."""
@@ -106,7 +105,7 @@ class AgentSDHandle:
         Pipelines need none of it. A loop by hand that breaks off and goes on with another image on the same
         list of timesteps calls this, or `scheduler.set_timesteps`, which tells runs apart.
         """
-        self._hook.clean()
+        self._hook.clean(self._patched())
 
     def summary(self) -> str:
         """What each call of the last run was: a letter a call, and counts.
@@ -134,7 +133,8 @@ class AgentSDHandle:
     def enabled(self, value: bool) -> None:
         if not value and self._loaded is not None:
             raise ValueError("enabled=False: the trained weights would stay, call handle.remove() instead")
-        self._hook.switch(bool(value))
+        self._hook.enabled = bool(value)
+        self._hook.clean(self._patched())  # the next call begins a run
 
     def __enter__(self) -> AgentSDHandle:
         self._entered = True
@@ -170,9 +170,8 @@ class AgentSDHandle:
         if self._trained is not None:
             self._loaded = LoadedWeights(self._layers.named, self._trained)
         if self._hook.caches:
-            unet._reset_stateful_cache = self._hook.end_run
-        if self._hook.skipped is not None:
-            self._hook.skipped.attach()
+            unet._reset_stateful_cache = self._hook.runs.end
+        self._hook.skipped.attach()
         unet.register_forward_pre_hook(self._hook.begin, with_kwargs=True)
         unet.register_forward_hook(self._hook.end, always_call=True)
 
@@ -186,9 +185,8 @@ class AgentSDHandle:
             way_out = "trained weights were loaded before, and can't be taken out again: load the model anew"
             check_plain(self._layers.named, way_out)
         remove_hooks(unet, self._hook.begin, self._hook.end)
-        if self._hook.skipped is not None:
-            self._hook.skipped.detach()
-        self._hook.clean()
+        self._hook.skipped.detach()
+        self._hook.clean(unet)
         if self._hook.caches:
             vars(unet).pop("_reset_stateful_cache", None)
         if self._loaded is not None:
@@ -199,7 +197,8 @@ class AgentSDHandle:
             del unet._agentsd
 
 
-logger = logging.get_logger(__name__)
+_warn_once = WarnOnce()
+"""For all pipelines together."""
 _handles: WeakSet[AgentSDHandle] = WeakSet()
 """All that live: a pipeline's U-Net may have been exchanged since it was patched."""
 
@@ -253,7 +252,7 @@ def apply_agentsd(
     unet = find_model(pipe)
     outer: AgentSDHandle | None = getattr(unet, "_agentsd", None)
     if outer is not None:
-        outer._hook.undo_interrupted()  # else its processors look like another package's
+        outer._hook.undo_interrupted(unet)  # else its processors look like another package's
     handle = AgentSDHandle(recipe, pipe, unet, trained)
     if outer is not None:
         outer._detach(unet)
@@ -281,7 +280,9 @@ def _recipe_of(recipe: Any, mode: str, changed: dict[str, Any]) -> tuple[Recipe,
         if of_agents and changed.get("early_frac") == 0:
             raise ValueError(f"{of_agents[0]}={changed[of_agents[0]]!r}: early_frac=0 runs no agents")
         if mode == "agentsd":
-            _say_what_it_does()
+            _warn_once(
+                'AgentSD changes images, as in the paper; mode="fast" keeps them nearer to the model\'s own'
+            )
         return recipe, None
     if changed:
         raise ValueError(f"{changed} beside recipe={recipe!r}, which holds all settings: pass it alone")
@@ -291,13 +292,6 @@ def _recipe_of(recipe: Any, mode: str, changed: dict[str, Any]) -> tuple[Recipe,
     if isinstance(recipe, Recipe):
         return recipe, None
     return _load(Path(recipe))
-
-
-@lru_cache(maxsize=1)  # once
-def _say_what_it_does() -> None:
-    logger.warning(
-        'agentsd: AgentSD changes images, as in the paper; mode="fast" keeps them nearer to the model\'s own'
-    )
 
 
 def _equal(value: Any, other: Any) -> bool:

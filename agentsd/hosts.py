@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import torch
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
@@ -143,18 +144,27 @@ def frames_of(config: Any, latent: Tensor) -> int:
     return latent.shape[1 if getattr(config, "num_frames", None) else 2]
 
 
-def named_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A forward call's arguments by name, positional ones first."""
-    return dict(zip(_parameters_of(model), args, strict=False)) | kwargs
-
-
-def latent_and_timestep(model: Any, given: dict[str, Any]) -> tuple[Tensor, Any]:
-    """The two arguments of a forward call that the patch reads, wherever the model's signature has them.
+def read_call(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], Tensor, Any]:
+    """A forward call's arguments by name, positional ones first; its latent and its timestep among them.
 
     Raises:
-        KeyError: the call has none of these names.
+        ValueError: the call has none of these names, or is being traced.
     """
-    return given[_parameters_of(model)[0]], given["timestep"]
+    if torch.jit.is_tracing():
+        raise ValueError(
+            "the U-Net is being traced; the trace is the model's own, as no patch comes out of it again"
+        )
+    names = _parameters(model.__class__)
+    given = dict(zip(names, args, strict=False)) | kwargs
+    try:
+        return given, given[names[0]], given["timestep"]
+    except (KeyError, IndexError) as error:
+        raise ValueError(
+            f"a call of the {type(model).__name__} has no argument {error}, so it is left as it "
+            "is; name latents and timestep as diffusers' forward does"
+        ) from None
 
 
 def regroup(given: dict[str, Any], positional: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -165,12 +175,7 @@ def regroup(given: dict[str, Any], positional: int) -> tuple[tuple[Any, ...], di
 
 def takes(model: Any, argument: str) -> bool:
     """Whether a model's forward has an argument of that name."""
-    return argument in _parameters_of(model)
-
-
-def _parameters_of(model: Any) -> list[str]:
-    kind: Any = type(model)
-    return _parameters(kind)
+    return argument in _parameters(model.__class__)
 
 
 @lru_cache(maxsize=64)
@@ -198,8 +203,3 @@ def is_plain(processor: Any) -> bool:
     """
     has_weights = isinstance(processor, Module) and bool([*processor.parameters(), *processor.buffers()])
     return type(processor).__name__ in PLAIN_PROCESSORS and not has_weights
-
-
-def is_tomesd_block(block: Module) -> bool:
-    """Whether the tomesd package has patched this block."""
-    return type(block).__name__ == "ToMeBlock"

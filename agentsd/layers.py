@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -14,13 +13,14 @@ from torch.nn import Module
 
 from .attention.operator import MODULE, Plan
 from .attention.processor import AgentAttnProcessor, Group, Plans
-from .hosts import AttentionLayer, find_attention_layers, frames_of, is_plain, is_tomesd_block, remove_hooks
+from .hosts import AttentionLayer, find_attention_layers, frames_of, is_plain, remove_hooks
 from .memory import Residuals
 from .modules.adapter import NamedLayer, build_module
 from .modules.operators import TrainedOperator
 from .plan import FULL, KEEP, OPERATOR, SHARE, Call, CallKind, ResidualSharing
 from .recipe import Recipe, stages_of
 from .skip import SkippedLayers
+from .warn import WarnOnce
 
 
 class _Graph:
@@ -34,7 +34,7 @@ class _Graph:
 
 
 class PendingBackward:
-    """Keeps the layers' plans where a call's backward will compute the layers again."""
+    """Tells whether layers keep the plans of a call until its backward, which computes them again."""
 
     def __init__(self) -> None:
         self._checkpoints = False
@@ -44,16 +44,18 @@ class PendingBackward:
     def __reduce__(self) -> tuple[Any, ...]:  # a copy has no call under way
         return PendingBackward, ()
 
-    def enter(self, model: Module, layers: PatchedLayers) -> None:
-        """Note whether the call that begins is to be computed again.
+    def enter(self, model: Module, plans: list[Plan | None]) -> None:
+        """A call begins, and the layers have the plans of the call before.
 
         Raises:
-            RuntimeError: the backward of the call before is still to come, and would see this one's plans.
+            RuntimeError: the backward of that one is still to come, and would see this one's plans.
         """
         graph = self._graph() if self._graph is not None else None
         awaited = graph is not None and not graph.computed
-        self._checkpoints = checkpoints(model)
-        self._plans = layers.plans() if awaited else []
+        self._checkpoints = torch.is_grad_enabled() and any(
+            module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules()
+        )
+        self._plans = plans if awaited else []
         if awaited and torch.is_grad_enabled():
             raise RuntimeError(
                 "agentsd: a second forward before the backward of the first, under gradient checkpointing "
@@ -61,15 +63,44 @@ class PendingBackward:
                 "forward (gradients add up), or unet.disable_gradient_checkpointing()"
             )
 
-    def leave(self, output: Any, layers: PatchedLayers) -> None:
-        """Drop the plans of the call that gave this (None if it raised), unless its backward needs them."""
+    def leave(self, output: Any) -> list[Plan | None] | None:
+        """The plans that the layers have after a call that gave this (None if it raised), none as a rule.
+
+        None where they keep those of the call, which its backward needs.
+        """
         sample = output[0] if isinstance(output, tuple) else getattr(output, "sample", None)
-        if self._checkpoints and isinstance(sample, Tensor) and sample.requires_grad:
-            graph = _Graph()
-            sample.register_hook(graph.begin)
-            self._graph = weakref.ref(graph)
-        else:
-            layers.set_plans(self._plans)
+        if not (self._checkpoints and isinstance(sample, Tensor) and sample.requires_grad):
+            return self._plans
+        graph = _Graph()
+        sample.register_hook(graph.begin)
+        self._graph = weakref.ref(graph)
+        return None
+
+
+class RecompileLimit:
+    """Dynamo's limit, raised while a call is under way.
+
+    Blocks run the same code, and each kind of block is a recompilation of it: of a group the one that ranks
+    and the others, in either phase.
+    """
+
+    def __init__(self) -> None:
+        self._before: int | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy has no call under way
+        return RecompileLimit, ()
+
+    def raise_for(self, groups: int) -> None:
+        """Let the blocks of so many groups be compiled as often as they have to."""
+        self.lift()
+        self._before = torch._dynamo.config.recompile_limit
+        torch._dynamo.config.recompile_limit = self._before + 4 * groups
+
+    def lift(self) -> None:
+        """Put the limit back to what it was."""
+        if self._before is not None:
+            torch._dynamo.config.recompile_limit = self._before
+            self._before = None
 
 
 class PatchedLayers:
@@ -81,68 +112,58 @@ class PatchedLayers:
         warn: warns the user, once of each thing.
 
     Attributes:
-        attention_layers: where the layers are.
-        processors: what stands in each while a call is under way.
+        processors: what stands in each layer while a call is under way.
         groups: those that share a plan.
-        modules: the trained module of each, where it has one.
 
     Raises:
         ValueError: the model lacks such a layer, or another package holds it.
     """
 
-    def __init__(self, model: Any, recipe: Recipe, warn: Callable[[str], None]) -> None:
-        self.attention_layers: list[AttentionLayer] = []
+    def __init__(self, model: Any, recipe: Recipe, warn: WarnOnce) -> None:
+        layers: list[AttentionLayer] = []
         if recipe.attention is not None:
             some = recipe.levels is None  # two, or one where there is one
-            self.attention_layers = find_attention_layers(model, recipe.levels or 2, at_most=some)
+            layers = find_attention_layers(model, recipe.levels or 2, at_most=some)
+        self._config, self._warn, self._residual = model.config, warn, recipe.residual
+        self._backward, self._limit = PendingBackward(), RecompileLimit()
         self.processors: list[AgentAttnProcessor] = []
-        self.modules: list[Module | None] = []
-        self._config, self._warn = model.config, warn
-        self._residual = recipe.residual
-        self._backward = PendingBackward()
-        self._limit: int | None = None  # of recompilations, as it was before the call under way
         stages = stages_of(recipe.attention)
         own = any(operator.own_ranking for operator in recipe.operators)
         trained = [operator for operator in recipe.operators if isinstance(operator, TrainedOperator)]
-        finest = min((layer.downsampling_factor for layer in self.attention_layers), default=1)
+        finest = min((layer.downsampling_factor for layer in layers), default=1)
         groups: dict[int, Group] = {}
-        for i, layer in enumerate(self.attention_layers):
+        for i, layer in enumerate(layers):
             _check_free(layer)
             group = Group(layer.grid, i, stages, layer.downsampling_factor // finest, recipe.seed)
             group = groups.setdefault(i if own else layer.downsampling_factor, group)
-            self.processors.append(AgentAttnProcessor(layer.name, layer.attn.processor, group))
-            self.modules.append(build_module(layer, trained[0], recipe.seed, model) if trained else None)
+            module = build_module(layer, trained[0], recipe.seed, model) if trained else None
+            self.processors.append(AgentAttnProcessor(layer, layer.attn.processor, group, module))
         self.groups = list(groups.values())
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_limit": None}
 
     @property
     def named(self) -> list[NamedLayer]:
         """Each layer with its name and its trained module."""
-        layers = zip(self.attention_layers, self.modules, strict=True)
-        return [(layer.name, layer.attn, module) for layer, module in layers]
+        return [(one.layer.name, one.layer.attn, one.module) for one in self.processors]
 
     def attach(self) -> None:
         """Put a trained module and a hook into each layer."""
-        layers = zip(self.attention_layers, self.processors, self.modules, strict=True)
-        for layer, processor, module in layers:
-            if module is not None:
-                layer.attn.add_module(MODULE, module)
-            layer.block.norm1.register_forward_pre_hook(processor.note_input)
+        for one in self.processors:
+            if one.module is not None:
+                one.layer.attn.add_module(MODULE, one.module)
+            one.layer.block.norm1.register_forward_pre_hook(one.note_input)
 
     def detach(self) -> None:
         """Take them out again, also after an attachment that broke off."""
         self.clean()
-        for layer, processor in zip(self.attention_layers, self.processors, strict=True):
-            remove_hooks(layer.block.norm1, processor.note_input)
-            if hasattr(layer.attn, MODULE):
-                delattr(layer.attn, MODULE)
+        for one in self.processors:
+            remove_hooks(one.layer.block.norm1, one.note_input)
+            if hasattr(one.layer.attn, MODULE):
+                delattr(one.layer.attn, MODULE)
 
     def find_skipped(self, skipped: SkippedLayers) -> None:
         """Note the layers, and the groups, that a cached call skips."""
-        for layer, processor in zip(self.attention_layers, self.processors, strict=True):
-            processor.skipped = skipped.holds(layer.block)
+        for one in self.processors:
+            one.skipped = skipped.holds(one.layer.block)
         for group in self.groups:
             group.skipped = all(one.skipped for one in self.processors if one.group is group)
 
@@ -152,19 +173,15 @@ class PatchedLayers:
         Raises:
             RuntimeError: the backward of the call before is still to come, and would see this one's plans.
         """
-        self._lift_limits()
-        self._backward.enter(model, self)
+        self._limit.lift()
+        self._backward.enter(model, self.plans())
 
     def residual_on(self, latent: Tensor) -> ResidualSharing | None:
         """How residuals are shared on a latent's grid."""
-        if self._residual is None or not self.groups:
-            return self._residual
+        if self._residual is None:
+            return None
         group = self.groups[0]
         return self._residual.on_grid(math.prod(group.grid(latent)) * group.downsampling_factor**2)
-
-    def _cached_alone(self, latent: Tensor) -> bool:
-        residual = self.residual_on(latent)
-        return residual is not None and residual.interval == 1
 
     def begin(self, call: Call, residuals: Residuals | None, interpolate: bool = False) -> None:
         """Make the plans of a call, and put processors into its layers.
@@ -175,20 +192,23 @@ class PatchedLayers:
             interpolate: it is computed again, at a noise level between those that residuals are known at.
         """
         cached, attention = not call.kind.computed, call.kind.attention
-        # Where cached calls alone share residuals, the layers that they skip need none.
-        alone = attention == KEEP and self._cached_alone(call.latent)
+        sharing = self.residual_on(call.latent) if attention == KEEP else None
+        # Residuals that no computed call will use are kept of the layers alone that cached calls compute.
+        for_cached = sharing is not None and sharing.interval == 1
         shared: Plans = {}
         for index, group in enumerate(self.groups):
-            if not (group.skipped and (cached or alone)):
+            if not (group.skipped and (cached or for_cached)):
                 self._plan(index, group, call, residuals, shared)
-        for layer, processor in zip(self.attention_layers, self.processors, strict=True):
-            self._hold(layer.block.attn1, processor)
-            processor.attention = FULL if processor.skipped and alone else attention
-            processor.residual = None  # the last call may have died with one
+        for one in self.processors:
+            _put_in(one, self._warn)
+            one.attention = FULL if one.skipped and for_cached else attention
+            one.residual = None  # the last call may have died with one
         if attention == SHARE and residuals is not None:
             residuals.give(call.sigma, interpolate, cached)
-        if any(layer.block._compiled_call_impl is not None for layer in self.attention_layers):
-            self._raise_limits()
+        if any(one.layer.block._compiled_call_impl is not None for one in self.processors):
+            # CUDA graphs may overwrite what those before them gave, maps of tokens too, but within one step.
+            torch.compiler.cudagraph_mark_step_begin()
+            self._limit.raise_for(len(self.groups))
 
     def _plan(self, index: int, group: Group, call: Call, residuals: Residuals | None, shared: Plans) -> None:
         """Make a group's plan of a call."""
@@ -207,35 +227,6 @@ class PatchedLayers:
             if attention == KEEP and group.plan is not None:
                 group.plan.hold()
 
-    def _hold(self, attn: Any, processor: AgentAttnProcessor) -> None:
-        """Put a processor in the place of a layer's own, where that computes plain attention."""
-        own = attn.processor
-        if own is processor:  # as a backward is still to come
-            return
-        processor.held = own is processor.fallback or is_plain(own)
-        if processor.held:
-            processor.fallback = own
-            attn.set_processor(processor)
-        else:
-            self._warn(f"{processor.name} now has a {type(own).__name__}; it is left untouched")
-
-    def _raise_limits(self) -> None:
-        """Let blocks that are compiled one by one be compiled as often as they have to.
-
-        They run the same code, and each kind of block is a recompilation of it: of a group the one that ranks
-        and the others, in either phase. As CUDA graphs they may overwrite what those before them in the call
-        gave, maps of tokens too, unless it is one step.
-        """
-        torch.compiler.cudagraph_mark_step_begin()
-        self._lift_limits()
-        self._limit = torch._dynamo.config.recompile_limit
-        torch._dynamo.config.recompile_limit = self._limit + 4 * len(self.groups)
-
-    def _lift_limits(self) -> None:
-        if self._limit is not None:
-            torch._dynamo.config.recompile_limit = self._limit
-            self._limit = None
-
     def end(self, call: Call, residuals: Residuals | None, output: Any) -> str:
         """What the layers computed, all in all, in the call that ends; they keep nothing of it but residuals.
 
@@ -253,7 +244,8 @@ class PatchedLayers:
     def leave(self, output: Any) -> None:
         """The layers keep nothing of the call that ends, but what its backward needs."""
         self._let_go(raised=output is None)
-        self._backward.leave(output, self)
+        if (plans := self._backward.leave(output)) is not None:
+            self._set_plans(plans)
 
     def _ran(self, kind: CallKind) -> str:
         if any(processor.attention == SHARE for processor in self.processors):
@@ -273,73 +265,76 @@ class PatchedLayers:
         """Those of the call under way, one a group."""
         return [group.plan for group in self.groups]
 
-    def set_plans(self, plans: list[Plan | None]) -> None:
+    def _set_plans(self, plans: list[Plan | None]) -> None:
         """Put plans in their place; where the list is empty none, and each layer has its own processor."""
         for i, group in enumerate(self.groups):
             group.plan = plans[i] if plans else None
-        if not plans:
-            for layer, processor in zip(self.attention_layers, self.processors, strict=True):
-                attn = layer.block.attn1
-                if (
-                    getattr(attn, "processor", processor) is processor
-                ):  # it has none between two lines of diffusers'
-                    attn.set_processor(processor.fallback)
+        for one in self.processors if not plans else ():
+            attn: Any = one.layer.block.attn1
+            if getattr(attn, "processor", one) is one:  # it has none between two lines of diffusers'
+                attn.set_processor(one.fallback)
 
-    def suspend(self) -> list[bool]:
+    def suspend(self) -> list[AgentAttnProcessor]:
         """Let each layer be the model's own for a while; returns what `resume` takes."""
-        held = [
-            layer.attn.processor is one
-            for layer, one in zip(self.attention_layers, self.processors, strict=True)
-        ]
-        for layer, one, was in zip(self.attention_layers, self.processors, held, strict=True):
+        held = [one for one in self.processors if one.layer.attn.processor is one]
+        for one in held:
             one.held = False
-            if was:
-                layer.attn.set_processor(one.fallback)
+            one.layer.attn.set_processor(one.fallback)
         return held
 
-    def resume(self, held: list[bool]) -> None:
+    def resume(self, held: list[AgentAttnProcessor]) -> None:
         """Go on as before."""
-        for layer, one, was in zip(self.attention_layers, self.processors, held, strict=True):
-            one.held = was
-            if was:
-                layer.attn.set_processor(one)  # type: ignore[arg-type]
+        for one in held:
+            one.held = True
+            one.layer.attn.set_processor(one)  # type: ignore[arg-type]
 
     def clean(self) -> None:
         """Let each layer be the model's own, whatever a call was at."""
         self._let_go(raised=True)
         self._backward = PendingBackward()
-        self.set_plans([])
+        self._set_plans([])
 
     def _let_go(self, raised: bool) -> None:
         """Forget what the layers hold of a call that ends, but their plans."""
-        self._lift_limits()
+        self._limit.lift()
         for one in self.processors:
-            reason = None
-            if one.beside:
-                reason = f"is given {one.beside}"
-            elif one.block_input is not None:
-                reason = "was computed without its attention processor (T-GATE does so)"
-            elif one.mismatch is not None:
-                images, tokens = one.mismatch
-                reason = (
-                    f"got {tokens} tokens of {images} images where the latent's size gives "
-                    f"{one.group.tokens} of {one.group.images}"
-                )
-            if reason is not None and not raised:
-                self._warn(f"{one.name} {reason}; it was left untouched")
+            if not raised and (reason := _left_untouched(one)):
+                self._warn(f"{one.layer.name} {reason}; it was left untouched")
             one.block_input, one.mismatch, one.beside = None, None, ""
             one.attention, one.residual = OPERATOR, None
 
 
-def checkpoints(model: Module) -> bool:
-    """Whether a training forward of the model will be computed again in its backward."""
-    return torch.is_grad_enabled() and any(
-        module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules()
+def _put_in(one: AgentAttnProcessor, warn: WarnOnce) -> None:
+    """Put a processor in the place of a layer's own, where that computes plain attention."""
+    attn: Any = one.layer.block.attn1
+    own = attn.processor
+    if own is one:  # as a backward is still to come
+        return
+    one.held = own is one.fallback or is_plain(own)
+    if one.held:
+        one.fallback = own
+        attn.set_processor(one)
+    else:
+        warn(f"{one.layer.name} now has a {type(own).__name__}; it is left untouched")
+
+
+def _left_untouched(one: AgentAttnProcessor) -> str:
+    """Why a layer that was to run its operator in a call did not; nothing where it did."""
+    if one.beside:
+        return f"is given {one.beside}"
+    if one.block_input is not None:
+        return "was computed without its attention processor (T-GATE does so)"
+    if one.mismatch is None:
+        return ""
+    images, tokens = one.mismatch
+    return (
+        f"got {tokens} tokens of {images} images where the latent's size gives "
+        f"{one.group.tokens} of {one.group.images}"
     )
 
 
 def _check_free(layer: AttentionLayer) -> None:
-    if is_tomesd_block(layer.block):
+    if type(layer.block).__name__ == "ToMeBlock":
         raise ValueError(f"{layer.name} is patched by tomesd: call tomesd.remove_patch(pipe) first")
     processor = layer.attn.processor
     if not is_plain(processor):

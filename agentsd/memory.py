@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Module
+from torch.utils._pytree import tree_leaves
 
 from .attention.operator import Plan
 from .attention.processor import AgentAttnProcessor
+from .hosts import RESIDUALS
 from .plan import FULL, KEEP, SHARE, Call, CallKind
-from .presumed import Trail
+from .presumed import ModelState, Trail, conditions_of
+from .recipe import Recipe
 from .sampler import ImpulseResponse, Sampler
+from .skip import SkippedLayers
+from .warn import WarnOnce
 
 Select: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
+_MOST_CONDITIONS = 32
+"""Texts, or other conditions, that a step's calls are told apart by."""
+_NEGLIGIBLE = 1e-5  # of the largest response: below it is float32's rounding
 
 
 class CachedFeatures:
@@ -56,10 +65,12 @@ class CachedFeatures:
         """The features at a noise level before the last."""
         return self._at(sigma, self._kept, select)
 
-    def change(self, sigma: float | None) -> float:
-        """How far `interpolate` now moves the features that `extrapolate` gave before the last was kept.
+    def newton_term(self, sigma: float | None) -> float:
+        """By how many times one difference the features at a level moved when the last ones were kept.
 
-        That is Newton's next term: a difference that is the same everywhere, times this.
+        `extrapolate` gave them before, `interpolate` gives them now. One more level adds a term to Newton's
+        form of the polynomial: the product of (sigma - level) over the levels before, times a difference that
+        is the same for all sigma.
         """
         before = [level for level, _ in self._kept[:-1]]
         if sigma is None or None in before:
@@ -67,6 +78,7 @@ class CachedFeatures:
         return float(np.prod([sigma - level for level in before[-self._order - 1 :] if level is not None]))
 
     def _at(self, sigma: float | None, kept: list[tuple[float | None, list[Tensor]]], select: Select) -> Any:
+        """The method, 1 of 3: what a cached call computes its last layers on."""
         levels = [level for level, _ in kept if level is not None]
         newest = select(kept[-1][1])
         if not newest or sigma is None or len(levels) < len(kept) or len(kept) == 1:
@@ -138,8 +150,8 @@ class Corrections:
 
     A cached step's hidden state is extrapolated from computed steps before it. The next computed step shows
     the state on the other side: on the state between, the same layers tell how wrong the output was. The
-    states of several cached steps in a row change by the same difference, times a number for each
-    (`CachedFeatures.change`); to first order their outputs do, too, so that one tells for all. By then
+    states of several cached steps in a row move by the same difference, times a number for each
+    (`CachedFeatures.newton_term`); to first order their outputs do, too, so that one tells for all. By then
     the sampler has moved the latent by that. With R the sampler's impulse response (`agentsd.sampler`), the
     latent of call n is off by the sum of R[n, j] wrong[j]. So call n gives
 
@@ -157,7 +169,7 @@ class Corrections:
 
     def __init__(self, sampler: Sampler, response: ImpulseResponse, begin: int) -> None:
         self._sampler, self._response = sampler, response
-        self._since = begin  # the last call whose latent was right
+        self._right = begin  # the last call whose latent was right
         self._wrong: dict[int, Tensor] = {}  # (B, ...) by call: what it gave less what is right
 
     def note(self, calls: Sequence[Call], features: CachedFeatures, last: Tensor) -> None:
@@ -168,20 +180,22 @@ class Corrections:
             features: those that are known now.
             last: (B, ...) what the last one's layers give on them.
         """
-        change, its_share = last - calls[-1].output, features.change(calls[-1].sigma)
-        for call in calls:
-            share = min(1.0, features.change(call.sigma) / its_share) if its_share else 1.0
-            self._wrong[call.index] = call.given - self._best(call.index, call.output + share * change)
+        moved, of_last = last - calls[-1].output, features.newton_term(calls[-1].sigma)
+        for call in calls:  # the last output moved by that, and the others by a share of it
+            share = min(1.0, features.newton_term(call.sigma) / of_last) if of_last else 1.0
+            self._wrong[call.index] = call.given - self._best(call.index, call.output + share * moved)
 
     def correct(self, call: int, output: Tensor) -> Tensor:
-        """What a computed call (B, ...) gives, all calls before it being noted: the next latent is right."""
+        """The method, 2 of 3: what a computed call (B, ...) gives, so that the next latent is right.
+
+        All calls before it are noted.
+        """
         best, change = self._best(call, output), self._change(call)
         if change is None:
             return best
-        self._wrong[call] = change
-        self._since = call + 1
-        shown = np.any(self._response.weights(slice(call + 2, None), self._since), axis=0)
-        self._wrong = {one: wrong for one, wrong in self._wrong.items() if shown[one]}
+        self._wrong[call], self._right = change, call + 1
+        later = np.any(self._weights(slice(call + 2, None)), axis=0)
+        self._wrong = {one: wrong for one, wrong in self._wrong.items() if later[one]}
         return best + change
 
     def make_up(self, call: int, output: Tensor) -> Tensor:
@@ -191,15 +205,26 @@ class Corrections:
 
     def _best(self, call: int, output: Tensor) -> Tensor:
         """An output as it would be on the right latent."""
-        gain = self._sampler.gain(call) * float(self._response.input_scale[call])
-        error = self._sum(gain * self._response.weights(call, self._since))
-        return output if error is None else output - error
+        sensitivity = self._sampler.sensitivity(call) * float(self._response.input_scale[call])
+        moved = self._sum(sensitivity * self._weights(call))
+        return output if moved is None else output - moved
 
     def _change(self, call: int) -> Tensor | None:
         """What a call's output changes by to make up for all that is wrong before it."""
-        weights = self._response.weights(call + 1, self._since)
+        weights = self._weights(call + 1)
         own, weights[call] = weights[call], 0.0
         return self._sum(weights / -own) if own else None  # a last step may move nothing
+
+    def _weights(self, at: int | slice) -> np.ndarray:
+        """(..., calls) what a unit of each output's error adds to the latents `at`.
+
+        The last right latent is right: what came before it shows in a multistep sampler's history alone.
+        """
+        outputs, latent = self._response.outputs, self._response.latent
+        rows = outputs[at]
+        if abs(latent[self._right]) > _NEGLIGIBLE:
+            rows = rows - np.multiply.outer(latent[at] / latent[self._right], outputs[self._right])
+        return np.where(np.abs(rows) > _NEGLIGIBLE * np.abs(outputs).max(), rows, 0.0)
 
     def _sum(self, weights: np.ndarray) -> Tensor | None:
         """The errors so far, weighted; None where there are none."""
@@ -210,6 +235,27 @@ class Corrections:
         return total
 
 
+@dataclass(frozen=True)
+class RunPlan:
+    """What the calls of a run compute from one of them on; made whole at that call (`agentsd.planning`).
+
+    Attributes:
+        kinds: of the calls, by their place on the run's list; empty where nothing is cached.
+        begin: the place of the first.
+        stride: places from one call to the next.
+        sampler: what is known of the run's scheduler.
+        response: of that to each call's output; None where cached calls are not corrected.
+        remark: what a user should know of that.
+    """
+
+    kinds: Mapping[int, CallKind] = field(default_factory=dict)
+    begin: int = 0
+    stride: int = 1
+    sampler: Sampler = field(default_factory=lambda: Sampler(None, ()))
+    response: ImpulseResponse | None = None
+    remark: str = ""
+
+
 @dataclass
 class Memory:
     """What the calls of a run under the same conditions leave for those after them.
@@ -218,26 +264,139 @@ class Memory:
         inputs: of its first call, held so that no other tensor gets the address of one of the conditions.
         trail: tells whether a call follows from the one before.
         features: where the last layers begin.
+        warmup: how many of its first calls are computed, whatever is planned.
         residuals: of attention, where they are shared.
         corrections: of what cached calls got wrong, where the sampler's response is known.
         cached: the cached calls since the last computed one that are to be corrected.
-        warmup: how many of its first calls are computed, whatever is planned.
-        index: of its last call, on the list of timesteps.
+        before: latent and output of its last call.
+        index: of that, on the list of timesteps.
     """
 
     inputs: list[Any]
     trail: Trail
     features: CachedFeatures
-    residuals: Residuals | None = None
-    corrections: Corrections | None = None
+    warmup: int
+    residuals: Residuals | None
+    corrections: Corrections | None
     cached: list[Call] = field(default_factory=list)
-    warmup: int = 1
+    before: tuple[Tensor, Tensor] | None = None
     index: int = -1
 
-    def decide(self, planned: CallKind, stage: int) -> CallKind:
-        """What a call computes: what is planned, or more where what that needs is not known yet."""
-        computed, attention = planned.computed or len(self.features) < self.warmup, planned.attention
-        fits = self.residuals is None or self.residuals.stage == stage  # else they are another operator's
-        if attention == SHARE and not fits:
-            attention = KEEP if computed else FULL
-        return CallKind(computed, attention)
+
+class RunCache:
+    """What a run's calls leave for later ones, by all that they are computed from but latent and time.
+
+    Args:
+        plan: of the run.
+        recipe: says what is kept.
+        layers: that share residuals.
+        skipped: what cached calls skip.
+        warn: warns the user, once of each thing.
+
+    Attributes:
+        memories: by conditions.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        recipe: Recipe,
+        layers: Sequence[AgentAttnProcessor],
+        skipped: SkippedLayers,
+        warn: WarnOnce,
+    ) -> None:
+        self._plan, self._kinds, self._recipe = plan, plan.kinds, recipe
+        self._layers, self._skipped, self._warn = layers, skipped, warn
+        self.memories: dict[Any, Memory] = {}
+        self._model: ModelState | None = None
+        self._conditions: dict[str, Any] = {}  # of the last call, by name
+        self._unmatched = 0  # for how many steps in a row nothing that was kept could be used
+
+    def memory_of(self, unet: Module, call: Call) -> Memory | None:
+        """What earlier calls left that a call may use, and where it leaves its own; completes its kind.
+
+        None where it computes all layers and leaves nothing.
+        """
+        if self._recipe.residual is not None:
+            call.kind = CallKind(attention=FULL)
+        if call.off_list and self._kinds:
+            self._warn(
+                "a timestep is not one of the scheduler's list, so its call computes all layers; pass "
+                "elements of scheduler.timesteps to the U-Net"
+            )
+        if call.off_list or call.index not in self._kinds:
+            return None
+        if torch.is_grad_enabled():
+            self.memories.clear()
+            self._warn(
+                "gradients are on, under which no layer is skipped; call the U-Net under torch.no_grad() to "
+                "skip some"
+            )
+            return None
+        memory = self._matching(unet, call)
+        if memory is None:
+            return None
+        planned, sigmas = self._kinds[call.index], self._plan.sampler.sigmas
+        computed, attention = planned.computed or len(memory.features) < memory.warmup, planned.attention
+        residuals = memory.residuals
+        if attention == SHARE and residuals is not None and residuals.stage != call.stage:
+            attention = KEEP if computed else FULL  # there are none yet, or they are another operator's
+        call.kind, call.sigma = CallKind(computed, attention), sigmas[call.index] if sigmas else None
+        memory.index = call.index
+        return memory
+
+    def _matching(self, unet: Module, call: Call) -> Memory | None:
+        """The memory of a call's conditions, a new one where it follows from no other."""
+        plan = self._plan
+        oldest = call.index - plan.stride  # what was not called in the step before is too old
+        self.memories = {key: one for key, one in self.memories.items() if one.index >= oldest}
+        self._model = self._model or ModelState(unet)
+        before, conditions = self._conditions, conditions_of(call, self._model)
+        self._conditions, key = conditions, tuple(conditions.items())
+        memory = self.memories.get(key)
+        if memory is None:
+            if not self._skipped.are_in(unet):
+                other = "the U-Net has other blocks than when agentsd was applied (apply it again)"
+                return self._give_up(other)
+            changed = [name for name in before | conditions if before.get(name) != conditions.get(name)]
+            broken = f"{' and '.join(changed)} changed"
+        elif memory.index == call.index:
+            return self._give_up("the U-Net is called more than once in a step on the same text")
+        elif not (broken := memory.trail.broken(call, memory.before, self._kinds[call.index].computed)):
+            self._unmatched = 0
+            return memory
+        others = [one for one in self.memories.values() if one.index == call.index]
+        self._unmatched += not others  # the step's first call
+        if self._unmatched == 3 or len(others) == _MOST_CONDITIONS:
+            return self._give_up(f"in {len(others) or 3} calls in succession {broken}")
+        if call.index > plan.begin:
+            self._warn(f"{broken}, so a call computes all layers")
+        memory = self.memories[key] = self._new(call, memory, self._model)
+        return memory
+
+    def _new(self, call: Call, old: Memory | None, model: ModelState) -> Memory:
+        """A memory that begins with a call; of an old one it takes the trail, which has a call before."""
+        plan, steps, residual = self._plan, self._recipe.steps, self._recipe.residual
+        order, response = 0 if steps is None else steps.extrapolation_order, plan.response
+        deterministic = response is not None and not response.noisy
+        trail = Trail(plan.sampler.new_noise(deterministic), model.samples) if old is None else old.trail
+        # But for the call's own inputs, which are large and told by no address.
+        held = [one for name, one in call.inputs.items() if name not in RESIDUALS and one is not call.latent]
+        return Memory(
+            tree_leaves(held),
+            trail,
+            CachedFeatures(order, interpolates=response is not None),
+            1 if call.index == plan.begin else order + 1,  # no warm-up is planned there
+            None if residual is None else Residuals(self._layers, residual.extrapolation_order),
+            None if response is None else Corrections(plan.sampler, response, plan.begin),
+        )
+
+    def _give_up(self, reason: str) -> Memory | None:
+        self._kinds, self.memories = {}, {}
+        self._warn(f"{reason}; nothing more is skipped in this run")
+        return None
+
+    def drop(self, memory: Memory) -> None:
+        """Let go of a memory; of the model, too, where none is left."""
+        self.memories = {key: other for key, other in self.memories.items() if other is not memory}
+        self._model = self._model if self.memories else None

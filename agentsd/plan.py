@@ -195,7 +195,7 @@ class Call:
         jumps: it skips timesteps of the list, otherwise than the call before.
         off_list: its timestep is not on the list that it was placed by.
         kind: what it computes.
-        inputs: its arguments by name, where something is cached.
+        inputs: its arguments by name, where something is cached; so many of them are positional.
         sigma: its noise level, as features are kept by.
         output: (B, ...) what a cached call's layers gave, until it is corrected.
         given: (B, ...) what the call gave for that.
@@ -211,13 +211,14 @@ class Call:
     off_list: bool = False
     kind: CallKind = COMPUTED
     inputs: dict[str, Any] = field(default_factory=dict)
+    positional: int = 0
     sigma: float | None = None
     output: Any = None
     given: Any = None
 
 
 def plan_run(
-    steps: StepCache | None, step_of_call: Sequence[float], residual: ResidualSharing | None = None
+    steps: StepCache | None, step_of_call: Sequence[Any], residual: ResidualSharing | None = None
 ) -> list[CallKind]:
     """The kind of each call of a run, in its order; calls of one step (PLMS, Heun) are of one kind."""
     number = {step: i for i, step in enumerate(dict.fromkeys(step_of_call))}

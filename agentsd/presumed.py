@@ -141,26 +141,23 @@ class Trail:
 
     def __init__(self, limits: Sequence[float], samples: list[Tensor]) -> None:
         self._limits, self._samples = limits, samples
-        self._before: tuple[Tensor, Tensor] | None = None  # the latent and the output of the last call
         self._others: tuple[Numbers, Numbers] | None = None  # of the last call that was read
         self._constant: Numbers | None = None  # which of these were as before in it
         self._late: tuple[Tensor, Any, partial[str]] | None = None
 
-    def note(self, call: Call, output: Tensor) -> None:
-        """Take in what a call gave."""
-        self._before = call.latent.detach().clone(), output.detach().clone()
-
-    def broken(self, call: Call, computed: bool) -> str:
+    def broken(self, call: Call, before: tuple[Tensor, Tensor] | None, computed: bool) -> str:
         """What no longer holds in a call, in words; nothing where all does, so far as is known.
 
         Args:
             call: the next.
+            before: latent and output of the call before.
             computed: it is planned to compute all layers.
         """
         device, late, self._late = call.latent.device.type, self._late, None
-        if self._before is not None and (device == "cpu" or (device == "cuda" and computed)):
-            gram, sizes = _gram(call.latent, *self._before), _sizes(call.inputs)
-            numbers = torch.cat([part.flatten().float() for part in (gram, *sizes, *self._values(call))])
+        if before is not None and (device == "cpu" or (device == "cuda" and computed)):
+            gram, sizes = _gram(call.latent, *before), _sizes(call.inputs)
+            values = self._values(call.latent, before[1])
+            numbers = torch.cat([part.flatten().float() for part in (gram, *sizes, *values)])
             read = partial(self._read, call.index, gram.shape, len(sizes))
             if device == "cpu":
                 return read(numbers.numpy())
@@ -172,12 +169,11 @@ class Trail:
         late[1].synchronize()
         return late[2](late[0].numpy())
 
-    def _values(self, call: Call) -> list[Tensor]:
+    def _values(self, latent: Tensor, output: Tensor) -> list[Tensor]:
         """Of what may stay as it is within a run: each channel, where some are no latent's, and weights."""
-        assert self._before is not None
-        numbers = [weight.to(call.latent.device) for weight in self._samples]
-        if (axis := _wider(call.latent, self._before[1])) is not None:
-            channels = call.latent.movedim(axis, 0).flatten(1)
+        numbers = [weight.to(latent.device) for weight in self._samples]
+        if (axis := _wider(latent, output)) is not None:
+            channels = latent.movedim(axis, 0).flatten(1)
             numbers += [channels.mean(1), channels.square().mean(1)]
         return numbers
 

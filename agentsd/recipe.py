@@ -53,15 +53,15 @@ def stages_of(schedule: Schedule | None) -> tuple[Operator | None, ...]:
     return schedule.stages if isinstance(schedule, Phases | ByDistance) else (schedule,)
 
 
-def with_setting(schedule: Schedule | None, name: str, value: Any) -> Any:
-    """A schedule with a setting changed wherever it has it."""
-    if isinstance(schedule, Phases):
-        early, late = (with_setting(stage, name, value) for stage in schedule.stages)
-        early_frac = value if name == "early_frac" else schedule.early_frac
-        return replace(schedule, early=early, late=late, early_frac=early_frac)
-    if isinstance(schedule, ByDistance):
-        return replace(schedule, stages=tuple(with_setting(stage, name, value) for stage in schedule.stages))
-    return replace(schedule, **{name: value}) if hasattr(schedule, name) else schedule  # type: ignore[type-var]
+def with_setting(settings: Any, name: str, value: Any) -> Any:
+    """Settings with those of a name changed, in their parts, too."""
+    if isinstance(settings, tuple):
+        return tuple(with_setting(one, name, value) for one in settings)
+    if not is_dataclass(settings) or isinstance(settings, type):
+        return settings
+    parts = {f.name: getattr(settings, f.name) for f in fields(settings)}
+    changed = {one: value if one == name else with_setting(part, name, value) for one, part in parts.items()}
+    return replace(settings, **changed)
 
 
 _KINDS = (Agents, PooledAgents, Merge, Downsample, AgentModule, FocusedLinear, AttnZero)
@@ -69,22 +69,15 @@ OPERATORS: dict[str, type[Operator]] = {kind.name: kind for kind in _KINDS}
 """By their names in a file; add one's own here to read and write it."""
 
 
-def write_schedule(schedule: Schedule | None) -> Any:
-    """Plain values of a schedule: a mapping of an operator's name to its settings, or of stages of these."""
-    if schedule is None:
-        return "full"
-    if isinstance(schedule, Phases):
-        early, late = map(write_schedule, schedule.stages)
-        return {"early": early, "late": late, "early_frac": schedule.early_frac}
-    if isinstance(schedule, ByDistance):
-        stages = [write_schedule(stage) for stage in schedule.stages]
-        return {"stages": stages, "thresholds": list(schedule.thresholds)}
-    return write_settings(schedule)
-
-
-def write_settings(settings: Any) -> dict[str, Any]:
-    """{name: settings that are not the default}."""
-    return {settings.name: write_changed(settings)}
+def write_schedule(schedule: Any) -> Any:
+    """Plain values of a schedule or its parts: an operator's name and its settings, or stages of these."""
+    if isinstance(schedule, Operator):
+        return {schedule.name: write_changed(schedule)}
+    if isinstance(schedule, Phases | ByDistance):
+        return {f.name: write_schedule(getattr(schedule, f.name)) for f in fields(schedule)}
+    if isinstance(schedule, tuple):
+        return [write_schedule(one) for one in schedule]
+    return "full" if schedule is None else schedule
 
 
 def write_changed(settings: Any) -> dict[str, Any]:
@@ -225,30 +218,21 @@ class Recipe:
         """
         recipe = self
         for name, value in settings.items():
-            if name == "seed":
-                recipe = replace(recipe, seed=value)
-            elif any(hasattr(part, name) for part in [recipe.attention, *recipe.operators]):
-                recipe = replace(recipe, attention=with_setting(recipe.attention, name, value))
-            else:
+            if name != "seed" and not any(hasattr(part, name) for part in [self.attention, *self.operators]):
                 raise ValueError(f"{name}={value!r}: this recipe has no {name}, leave it out")
+            recipe = with_setting(recipe, name, value)
         return recipe
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain values by name, as in a file: what differs from its default."""
-        content: dict[str, Any] = {"version": VERSION}
-        if self.attention is not None:
-            content["attention"] = write_schedule(self.attention)
-        if self.levels is not None:
-            content["levels"] = self.levels
-        for name in _PARTS:
-            if (value := getattr(self, name)) is not None:
-                content[name] = write_changed(value)
-        if self.seed:
-            content["seed"] = self.seed
-        if self.measured:
-            content["measured"] = dict(self.measured)
-        plain: dict[str, Any] = json.loads(json.dumps(content, default=lambda number: number.item()))
-        return plain  # without numpy's numbers
+        forms: dict[str, Any] = {"attention": write_schedule, "measured": dict} | dict.fromkeys(
+            _PARTS, write_changed
+        )
+        changed = {name: value for name, value in write_changed(self).items() if value != {}}
+        content = {name: forms.get(name, int)(value) for name, value in changed.items()}
+        # A number of numpy's becomes a plain one.
+        plain = json.loads(json.dumps(content, default=lambda number: number.item()))
+        return {"version": VERSION, **plain}
 
     @classmethod
     def from_mapping(cls, content: Mapping[Any, Any], where: str = "recipe") -> Recipe:
@@ -261,17 +245,12 @@ class Recipe:
             raise ValueError(f"{where}: version {found!r} of a recipe is not read here, only {VERSION}")
         try:
             check_known(content, {"version", *(f.name for f in fields(cls))})
-            return cls(
-                attention=read_schedule(content.get("attention")),
-                levels=content.get("levels"),
-                **{
-                    name: read_settings(name, content[name], kind)
-                    for name, kind in _PARTS.items()
-                    if content.get(name) is not None
-                },
-                seed=content.get("seed", 0),
-                measured=content.get("measured") or {},
-            )
+            given = {
+                name: value for name, value in content.items() if name != "version" and value is not None
+            }
+            for name in _PARTS.keys() & given.keys():
+                given[name] = read_settings(name, given[name], _PARTS[name])
+            return cls(**given | {"attention": read_schedule(content.get("attention"))})
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where}: {error}") from None
 

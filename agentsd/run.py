@@ -7,17 +7,17 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from diffusers import SchedulerMixin
 from torch import Tensor
+from torch.nn import Module
 
 from .attention.by_distance import LatentDistance
-from .memory import Memory
+from .memory import RunCache
 from .plan import SHARE, Call, CallKind, describe
-from .presumed import ModelState
 from .recipe import ByDistance, Phases
-from .sampler import ImpulseResponse, Sampler, holds
 
 TRAINING_TIMESTEPS = tuple(float(t) for t in range(999, -1, -1))
 """What a call is placed by that no scheduler's list is known of, noisiest first."""
@@ -56,18 +56,9 @@ class Run:
         stride: places from one call to the next: 1, or more where a caller skips timesteps.
         source: the tensor that the list was read from; held, so that no other list gets its address.
         guesses: no scheduler's list is known.
+        scheduler: that has the list, where it is known; it may be gone by now.
         history: what its calls were.
-
-    What is planned from the run's first call on, and kept (`agentsd.hook`):
-        is_open: it is planned.
-        begin: the place of the first call that is planned.
-        kinds: of its calls, by their place; empty where nothing is cached.
-        sampler: what is known of its scheduler.
-        response: of that to each call's output, where cached calls are corrected.
-        model_state: tells whether weights, scales, switches or modules change in it.
-        memories: what its calls left for later ones, by all that they are computed from but latent and time.
-        conditions: of the last call, by name.
-        unmatched: for how many steps in a row nothing that was kept could be used.
+        cache: what they leave for later ones, by a plan; without one the next call plans what is left of it.
     """
 
     def __init__(self, timing: Phases | ByDistance | None = None) -> None:
@@ -81,17 +72,9 @@ class Run:
         self._version = -1
         self._threshold = math.inf
         self._previous = math.nan
-        self._scheduler: Any = None
+        self._scheduler: Callable[[], Any] = lambda: None
         self.history = History()
-        self.is_open = False
-        self.begin = 0
-        self.kinds: dict[int, CallKind] = {}
-        self.sampler = Sampler(None, ())
-        self.response: ImpulseResponse | None = None
-        self.model_state: ModelState | None = None
-        self.memories: dict[Any, Memory] = {}
-        self.conditions: dict[str, Any] = {}
-        self.unmatched = 0
+        self.cache: RunCache | None = None
 
     def place(self, latent: Any, timestep: Any, known: Any = None) -> Call:
         """Find where in the run a call is.
@@ -101,6 +84,15 @@ class Run:
             timestep: the U-Net's second argument: a number or a tensor; of a batch of different timesteps
                 the largest one counts.
             known: the list that a timestep is placed by which is an element of none.
+
+        | the call, `moved` places from the one before         | begins | repeats | jumps |
+        |------------------------------------------------------|--------|---------|-------|
+        | is on another list, or back on its own (`moved` < 0) | yes    |         |       |
+        | is in its place (0), or `stride` further             |        |         |       |
+        | has the timestep of the one before (PLMS, Heun)      |        | yes     |       |
+        | is elsewhere: `stride` is `moved` from then on       |        |         | yes   |
+
+        It is `off_list` where its timestep is not on the list: its place is that of the nearest.
         """
         own, before = own_list(timestep), self.index
         renewed = self._look_up(known if own is None else own, is_own=own is not None)
@@ -110,8 +102,6 @@ class Run:
         else:
             t = float(timestep.max() if isinstance(timestep, Tensor) else timestep)
             self.index = self._nearest(t, -1 if renewed else before)
-        # A run begins on another list, or by going back. Else the calls of a step stay where they are or move
-        # on by one (PLMS and Heun list a timestep twice), and whoever skips steps does so by a stride.
         begins, moved = renewed or self.index < before, self.index - before
         jumps = not begins and moved not in (0, self.stride)
         if begins:
@@ -129,6 +119,23 @@ class Run:
     def is_late(self) -> bool:
         """Whether no call from the last one on is early, so far as its timesteps are known."""
         return not self.guesses and not any(map(self._is_early, self.timesteps[self.index :]))
+
+    def remark(self, call: Call) -> str:
+        """What a user should know of the early steps, so far as a call tells; nothing where all is well."""
+        if not 0 < self._early_frac < 1:
+            return ""
+        if call.begins and self.is_late:
+            return (
+                "this run has no early step (img2img of low strength has none), so what runs early "
+                f"never runs in it; raise early_frac={self._early_frac:g} (1.0: every step)"
+            )
+        if call.off_list:
+            return (
+                f"timestep {call.timestep:g} is not one of the scheduler's, so early steps are "
+                "guessed; pass an element of scheduler.timesteps to the U-Net, or apply agentsd to the "
+                "pipeline"
+            )
+        return ""
 
     def _is_early(self, timestep: float) -> bool:
         return timestep > self._threshold + _NEAR
@@ -162,84 +169,94 @@ class Run:
     @property
     def scheduler(self) -> Any:
         """The run's scheduler, while it is in use elsewhere."""
-        return None if self._scheduler is None else self._scheduler()
+        return self._scheduler()
 
-    @scheduler.setter
-    def scheduler(self, found: Any) -> None:
-        self._scheduler = None if found is None else weakref.ref(found)
+    def find_scheduler(self, schedulers: Sequence[Any]) -> None:
+        """Note which of these has the run's list, if one has."""
+        found = [weakref.ref(one) for one in schedulers if holds(one, self.source)]
+        self._scheduler = found[0] if found else lambda: None
 
     @property
     def is_over(self) -> bool:
         """Whether its scheduler is gone or has another list by now, so that no call of it will come."""
-        return self._scheduler is not None and not holds(self.scheduler, self.source)
-
-    def forget(self) -> None:
-        """Let go of all tensors that the run keeps; its next call opens it again."""
-        self.memories, self.is_open, self.model_state = {}, False, None
+        known = isinstance(self._scheduler, weakref.ref)
+        return known and not holds(self.scheduler, self.source)
 
 
 class Runs:
     """The runs under way on a U-Net. A run is a thread's on one list of timesteps.
 
     So pipelines that take turns, in threads of their own or in one (asyncio), each have their own.
+
+    Args:
+        timing: what their stages go by.
+        pipe: what was patched, where that is not the U-Net itself; it is not held.
+
+    Attributes:
+        under_way: the runs by thread and list.
     """
 
-    def __init__(self, timing: Phases | ByDistance | None) -> None:
+    def __init__(self, timing: Phases | ByDistance | None, pipe: Any = None) -> None:
         self._timing = timing
-        self._runs: dict[tuple[int, int], Run] = {}  # the one that was called last comes last
+        self._pipe = (lambda: None) if pipe is None else weakref.ref(pipe)
+        self.under_way: dict[tuple[int, int], Run] = {}  # the one that was called last comes last
         self._histories: dict[int, History] = {}  # the last of each thread
         self._latest = History()
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy begins anew
         return Runs, (self._timing,)
 
-    def __iter__(self) -> Iterator[Run]:
-        return iter(list(self._runs.values()))
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runs:  # where the pipeline is being copied, too, for that
+        return Runs(self._timing, memo.get(id(self.pipe)))
 
-    def place(self, latent: Tensor, timestep: Any, schedulers: Sequence[Any]) -> tuple[Run, Call]:
+    @property
+    def pipe(self) -> Any:
+        """What was patched: a pipeline or a wrapper of the model; None where the model was, or it is gone."""
+        return self._pipe()
+
+    def place(self, latent: Tensor, timestep: Any) -> tuple[Run, Call]:
         """The run that a call on a latent (B, ..., H, W) is of, and where in it.
 
-        Args:
-            latent, timestep: the U-Net's first arguments.
-            schedulers: that are known; the first has the list of a timestep that is an element of none.
+        Where a timestep is an element of no list, that of the pipeline's scheduler counts.
         """
+        schedulers = schedulers_of(self.pipe)
         listed = own_list(timestep)
         if listed is None and schedulers:
             listed = list_of(schedulers[0])
         thread = threading.get_ident()
         key = thread, listed.data_ptr() if isinstance(listed, Tensor) else 0
-        run = self._runs.pop(key, None)
+        run = self.under_way.pop(key, None)
         if run is None:
             self._drop()
             run = Run(self._timing)
         call = run.place(latent, timestep, listed)
         self._latest = self._histories[thread] = run.history
         if call.begins:
-            run.scheduler = next((one for one in schedulers if holds(one, run.source)), None)
-        self._runs[key] = run  # last: a run that was interrupted while it took a call in is gone
+            run.find_scheduler(schedulers)
+        self.under_way[key] = run  # last: a run that was interrupted while it took a call in is gone
         return run, call
 
     def _drop(self) -> None:
         """Let go of the runs that are over, before another begins."""
         alive = set(sys._current_frames())  # the ids of the threads that live
         self._histories = {thread: of for thread, of in self._histories.items() if thread in alive}
-        live = {key: run for key, run in self._runs.items() if key[0] in alive and not run.is_over}
-        self._runs = dict(list(live.items())[1 - _MOST_RUNS :])
+        live = {key: run for key, run in self.under_way.items() if key[0] in alive and not run.is_over}
+        self.under_way = dict(list(live.items())[1 - _MOST_RUNS :])
 
     @property
     def history(self) -> History:
         """Of the thread's last run; of the last run of any, where it had none."""
         return self._histories.get(threading.get_ident(), self._latest)
 
-    def end(self) -> None:
-        """Let go of the thread's run that was called last."""
-        mine = [key for key in self._runs if key[0] == threading.get_ident()]
+    def end(self, *args: Any, **kwargs: Any) -> None:
+        """Let go of the thread's run that was called last; diffusers calls it when a pipeline is done."""
+        mine = [key for key in self.under_way if key[0] == threading.get_ident()]
         if mine:
-            del self._runs[mine[-1]]
+            del self.under_way[mine[-1]]
 
     def clear(self) -> None:
         """Let go of all runs, of all threads."""
-        self._runs.clear()
+        self.under_way.clear()
 
 
 def early_threshold(timesteps: Sequence[float], early_frac: float) -> float:
@@ -267,11 +284,29 @@ def list_of(scheduler: Any) -> Any:
     return found.flatten().tolist()
 
 
-def own_list(timestep: Any) -> Tensor | None:
-    """The list that a timestep is an element of: all of its storage; None for a tensor of another kind.
+def holds(scheduler: Any, timesteps: Tensor | None) -> bool:
+    """Whether a tensor is, or is a part of, a scheduler's list of timesteps."""
+    own = getattr(scheduler, "timesteps", None)
+    if timesteps is None or not isinstance(own, Tensor) or own.device.type == "meta":
+        return False
+    return own.untyped_storage().data_ptr() == timesteps.untyped_storage().data_ptr()
 
-    `scheduler.timesteps` of [900, 600, 300] is one storage of three numbers; its element 600 is a view of
-    that storage at offset 1. So 600 leads to all three, and its offset is its place among them.
+
+def schedulers_of(pipe: Any) -> list[Any]:
+    """The schedulers among a pipeline's parts, its `scheduler` first; none of a bare model."""
+    if pipe is None or isinstance(pipe, Module):
+        return []
+    first = getattr(pipe, "scheduler", None)
+    parts = [part for part in vars(pipe).values() if isinstance(part, SchedulerMixin) and part is not first]
+    return parts if first is None else [first, *parts]
+
+
+def own_list(timestep: Any) -> Tensor | None:
+    """The list that a timestep is an element of; None for a tensor of another kind.
+
+    A caller passes one timestep, which alone has to tell whose run it is of, and where in it. An element of
+    a list is a view of the list's storage: of [900, 600, 300], 600 is a view at offset 1. So it leads to all
+    three, and its offset is its place among them.
     """
     if not isinstance(timestep, Tensor) or timestep.device.type == "meta":
         return None

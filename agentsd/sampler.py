@@ -13,7 +13,7 @@ import math
 import pickle
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -47,9 +47,25 @@ _VALUES = (
     torch.dtype,
     torch.device,
 )
+_SCALINGS: dict[str, Callable[[float, float], tuple[float, float, float]]] = {
+    "epsilon": lambda sigma, d: (1.0, -sigma, 1 / math.hypot(1, sigma)),
+    "sample": lambda sigma, d: (0.0, 1.0, 1 / math.hypot(1, sigma)),
+    "original_sample": lambda sigma, d: (0.0, 1.0, 1 / math.hypot(1, sigma)),
+    "v_prediction": lambda sigma, d: (
+        d**2 / (d**2 + sigma**2),
+        -sigma * d / math.hypot(d, sigma),
+        1 / math.hypot(d, sigma),
+    ),
+    "flow_prediction": lambda sigma, d: (1.0, -sigma, 1.0),
+}
+"""c_skip, c_out and c_in of a model by what it predicts, as in k-diffusion's `get_scalings`.
+
+They are of its noise level and of the deviation of data: 1, or EDM's own, whose models predict velocities (of
+either sign).
+"""
+_LEAST_SIGMA = 1e-6
 _NEW = 0.9  # of a latent's noise; an ancestral step that lowers it by 40% renews 0.8
 _LEAST_SHARE = 0.1  # of noise in a latent
-_NEGLIGIBLE = 1e-5  # of the largest response: below it is float32's rounding
 
 
 @dataclass(frozen=True)
@@ -68,16 +84,6 @@ class ImpulseResponse:
     input_scale: np.ndarray
     noisy: bool
 
-    def weights(self, at: int | slice, since: int) -> np.ndarray:
-        """(..., calls) what each output's error adds to the latents `at`, that of call `since` being right.
-
-        What came before `since` shows then in the history of a multistep sampler alone.
-        """
-        rows = self.outputs[at]
-        if abs(self.latent[since]) > _NEGLIGIBLE:
-            rows = rows - np.multiply.outer(self.latent[at] / self.latent[since], self.outputs[since])
-        return np.where(np.abs(rows) > _NEGLIGIBLE * np.abs(self.outputs).max(), rows, 0.0)
-
 
 def impulse_response(scheduler: Any, begin: int = 0) -> ImpulseResponse | None:
     """The response of a scheduler that is about to make the call at index `begin` of its list.
@@ -90,33 +96,37 @@ def impulse_response(scheduler: Any, begin: int = 0) -> ImpulseResponse | None:
     """
     try:
         state = state_of(scheduler)
-        driven = _step_through(scheduler, state, begin, drive=True)
-        silent = driven[0][:, -2].any()
-        still = _step_through(scheduler, state, begin, drive=False) if silent else driven
+        latents, scales = _step_through(scheduler, state, begin, pulse=1.0)
+        units, large, idle, start = _numbers(len(scales))
+        noisy = bool(latents[:, idle].any())
+        response = latents - _step_through(scheduler, state, begin, pulse=0.0)[0] if noisy else latents
     except Exception:  # a scheduler by anyone: it wants what a pipeline would give it
         return None
-    latents, scales = driven
-    response = latents - still[0] if silent else latents
-    calls = len(scales)
-    units, large = response[:, :calls], response[:, calls : 2 * calls]
-    tolerance = 1e-4 * _LARGE * np.abs(units).max(initial=1.0)
-    if not np.isfinite(response).all() or np.abs(large - _LARGE * units).max(initial=0.0) > tolerance:
+    tolerance = 1e-4 * _LARGE * np.abs(response[:, units]).max(initial=1.0)
+    curved = np.abs(response[:, large] - _LARGE * response[:, units]).max(initial=0.0) > tolerance
+    if curved or not np.isfinite(response).all():
         return None
-    return ImpulseResponse(units, response[:, -1], scales, bool(silent))
+    return ImpulseResponse(response[:, units], response[:, start], scales, noisy)
+
+
+def _numbers(calls: int) -> tuple[slice, slice, int, int]:
+    """What each number of a latent that is stepped through a run shows; they know nothing of each other.
+
+    A number for each call whose output is 1 in that call alone, and one where it is 1,000; one that gets no
+    output, and shows the sampler's own noise; and one that begins at 1.
+    """
+    return slice(calls), slice(calls, 2 * calls), 2 * calls, 2 * calls + 1
 
 
 def _step_through(
-    scheduler: Any, state: dict[str, Any], begin: int, drive: bool
+    scheduler: Any, state: dict[str, Any], begin: int, pulse: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The latents of a run in numbers that know nothing of each other, and the scale of each call's input.
-
-    A number for each call's output of 1, then of 1,000; one without any; and one that begins at 1.
-    """
+    """The latents of a run in these numbers, times `pulse`, and the scale of each call's input."""
     copy = _with_state(scheduler, state)
     timesteps = copy.timesteps
     calls = len(timesteps)
     latent = torch.zeros(1, 1, 1, 2 * calls + 2, dtype=torch.float32, device="cpu")
-    latent[..., -1] = float(drive)
+    latent[..., -1] = pulse
     more: dict[str, Any] = {}
     if "generator" in inspect.signature(copy.step).parameters:
         more["generator"] = torch.Generator("cpu").manual_seed(0)
@@ -124,8 +134,7 @@ def _step_through(
     with torch.no_grad(), torch.device("cpu"), _global_random_numbers_kept():
         for i in range(begin, calls):
             output = torch.zeros_like(latent)
-            if drive:
-                output[..., i], output[..., calls + i] = 1.0, _LARGE
+            output[..., i], output[..., calls + i] = pulse, _LARGE * pulse
             one = torch.ones(1, 1, 1, 1, dtype=torch.float32)
             scales[i] = float(copy.scale_model_input(one, timesteps[i]))
             before = latents[-1].clone()  # which a sampler may write into
@@ -204,75 +213,59 @@ class Sampler:
         timesteps: of the run, in its order.
 
     Attributes:
+        is_flow: its latents are (1 - sigma) data + sigma noise; else they are data + sigma noise, scaled.
         sigmas: the noise level of each call, over which features are extrapolated; None where it isn't known.
+        step_of_call: what tells of which step each call is. Calls on one noise level share theirs (PLMS,
+            Heun); rounded timesteps may repeat at levels of their own (Karras spacing of many steps).
     """
 
     def __init__(self, scheduler: Any, timesteps: Sequence[float]) -> None:
-        self._config: Any = getattr(scheduler, "config", None) or {}
-        self._by_name = hasattr(scheduler, "scale_noise")
-        self.timesteps = timesteps
+        config: Any = getattr(scheduler, "config", None) or {}
+        predicts, edm = config.get("prediction_type"), config.get("sigma_data")
+        unnamed = hasattr(scheduler, "scale_noise") and predicts is None
+        self.is_flow = unnamed or predicts == "flow_prediction" or bool(config.get("use_flow_sigmas"))
+        self._predicts = "flow_prediction" if self.is_flow else "v_prediction" if edm else predicts
+        self._spread = edm or 1.0  # the deviation of data
         self.sigmas: list[float] | None = None
         own = getattr(scheduler, "sigmas", None)
         if isinstance(own, Tensor) and len(own) == len(timesteps) + 1:
             self.sigmas = list(map(float, own.tolist()))[:-1]
-        elif timesteps and self._on_training_timesteps(levels := training_sigmas(scheduler)):
-            self.sigmas = np.interp(timesteps, np.arange(len(levels)), levels).tolist()
-
-    def _on_training_timesteps(self, levels: np.ndarray) -> bool:
-        """Whether its timesteps are those of a training schedule, and not functions of sigma."""
-        continuous = self._config.get("timestep_type") == "continuous"
-        if self.is_edm or self.is_flow or continuous:
-            return False
-        return min(self.timesteps) >= 0 and 1 < max(self.timesteps) <= len(levels)
-
-    @property
-    def is_edm(self) -> bool:
-        """Whether its model is preconditioned as EDM's are (Karras et al. 2022)."""
-        return self._config.get("sigma_data") is not None
-
-    @property
-    def is_flow(self) -> bool:
-        """Whether its latents are (1 - s) data + s noise."""
-        prediction_type = self._config.get("prediction_type")
-        by_name = self._by_name and prediction_type is None
-        return by_name or prediction_type == "flow_prediction" or bool(self._config.get("use_flow_sigmas"))
-
-    @property
-    def step_of_call(self) -> list[Any]:
-        """What tells of which step each call is: calls on one noise level share theirs (PLMS, Heun).
-
-        Timesteps that are rounded may repeat at levels of their own (Karras spacing of many steps).
-        """
-        return list(zip(self.timesteps, self.sigmas or self.timesteps, strict=True))
+        elif timesteps and not (edm or self.is_flow or config.get("timestep_type") == "continuous"):
+            levels = training_sigmas(scheduler)
+            if min(timesteps) >= 0 and 1 < max(timesteps) <= len(levels):  # else they are functions of sigma
+                self.sigmas = np.interp(timesteps, np.arange(len(levels)), levels).tolist()
+        self.step_of_call = list(zip(timesteps, self.sigmas or timesteps, strict=True))
 
     def new_noise(self, deterministic: bool) -> list[float]:
         """For each call the share of its latent that is nearly all its noise, a root mean square.
 
-        Data are of unit variance (EDM: its own). It is never so little as a nudge is, and infinite
-        where a step takes more than 40% off the noise level under a sampler that may renew nearly all of it.
+        It is never so little as a nudge is, and infinite where a step takes more than 40% off the noise level
+        under a sampler that may renew nearly all of it.
         """
         if self.sigmas is None:
-            return [_NEW] * len(self.timesteps)
+            return [_NEW] * len(self.step_of_call)
         limits, before = [], 0.0
         for sigma in self.sigmas:
-            data = 1 - sigma if self.is_flow else self._config.get("sigma_data") or 1.0
+            data = 1 - sigma if self.is_flow else self._spread
             share = max(sigma / math.hypot(sigma, data), _LEAST_SHARE)
             limits.append(_NEW * share if deterministic or sigma > 0.6 * before else math.inf)
             before = sigma
         return limits
 
-    def gain(self, call: int) -> float:
-        """How far an error of the model's input moves its output, dF/dx, on Gaussian data of unit variance.
+    def sensitivity(self, call: int) -> float:
+        """How far an error of the model's input moves its output, dF/dx, on Gaussian data.
 
-        A velocity there does not depend on the latent at all, nor does EDM's output.
+        Of x = data + sigma noise the best guess at data moves by dD/dx = d^2 / (d^2 + sigma^2), and as
+        D = c_skip x + c_out F(c_in x), F moves by what is left of that. Velocities do not move at all.
         """
-        if self.sigmas is None or self.is_edm:
+        if self.sigmas is None:
             return 0.0
-        sigma = self.sigmas[call]
+        sigma, spread = max(self.sigmas[call], _LEAST_SIGMA), self._spread
+        slope = spread**2 / (spread**2 + sigma**2)
         if self.is_flow:
-            return float((2 * sigma - 1) / ((1 - sigma) ** 2 + sigma**2))
-        known = {"epsilon": sigma, "sample": 1.0, "original_sample": 1.0}
-        return float(known.get(self._config.get("prediction_type"), 0.0) / (1 + sigma**2) ** 0.5)
+            slope = (1 - sigma) / ((1 - sigma) ** 2 + sigma**2)
+        c_skip, c_out, c_in = _SCALINGS.get(self._predicts, _SCALINGS["v_prediction"])(sigma, spread)
+        return (slope - c_skip) / (c_out * c_in)
 
 
 def training_sigmas(scheduler: Any = None) -> np.ndarray:
@@ -289,18 +282,3 @@ def is_for_few_steps(scheduler: Any) -> bool:
     boundary = "get_scalings_for_boundary_condition"
     own = "original_inference_steps" in (getattr(scheduler, "config", None) or {})
     return own or hasattr(scheduler, boundary) or hasattr(scheduler, f"{boundary}_discrete")
-
-
-def holds(scheduler: Any, timesteps: Tensor | None) -> bool:
-    """Whether a tensor is, or is a part of, a scheduler's list of timesteps."""
-    own = getattr(scheduler, "timesteps", None)
-    if timesteps is None or not isinstance(own, Tensor) or own.device.type == "meta":
-        return False
-    return own.untyped_storage().data_ptr() == timesteps.untyped_storage().data_ptr()
-
-
-def schedulers_of(pipe: Any) -> list[Any]:
-    """The schedulers among a pipeline's parts, its `scheduler` first."""
-    first = getattr(pipe, "scheduler", None)
-    parts = [part for part in vars(pipe).values() if isinstance(part, SchedulerMixin) and part is not first]
-    return parts if first is None else [first, *parts]

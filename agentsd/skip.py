@@ -47,31 +47,26 @@ class FeatureHook:
     """Forward hook where the computed layers begin: notes the hidden state, or puts one in its place.
 
     Attributes:
-        cached: whether the call puts one in.
-        hidden: (B, C, H, W) that one.
+        hidden: (B, C, H, W) what a cached step puts in; None in a computed one.
         computed: (B, C, H, W) what a computed step had there.
         compiled: the last call of it was in a compiled graph.
         aliased: the host writes into this state (FreeU on the last up block).
     """
 
-    def __init__(self, aliased: bool) -> None:
-        self.cached = False
+    def __init__(self) -> None:
+        self.compiled = self.aliased = False
         self.hidden: Tensor | None = None
         self.computed: Tensor | None = None
-        self.compiled = False
-        self.aliased = aliased
 
     def __call__(self, module: Module, args: Any, output: Any) -> Any:
         """Forward hook."""
         self.compiled = torch.compiler.is_compiling()
-        if self.cached:
-            state = self.hidden
-        else:
+        state = self.hidden
+        if state is None:
             state = self.computed = output[0] if isinstance(output, tuple) else output
             if not self.aliased:
                 return None
         if self.aliased:
-            assert state is not None
             state = state.clone()
         return (state,) if isinstance(output, tuple) else state
 
@@ -81,13 +76,20 @@ class SkippedLayers:
 
     Args:
         unet: the model.
-        layers: how many last layers of the last up block are computed.
+        layers: how many last layers of the last up block are computed; None where no step is cached.
 
     Raises:
         ValueError: its blocks are not Stable Diffusion's, or it has fewer layers.
     """
 
-    def __init__(self, unet: Any, layers: int) -> None:
+    def __init__(self, unet: Any, layers: int | None) -> None:
+        self._stubs: list[tuple[Module, Callable[..., Any]]] = []
+        self._own: dict[Module, Any] = {}  # what stubs took the place of
+        self._names: dict[str, Module] = {}
+        self._hooked: Module | None = None
+        self.feature_hook = FeatureHook()
+        if layers is None:
+            return
         _check_blocks(unet)
         *others, last = unet.up_blocks
         count = len(last.resnets)
@@ -99,40 +101,35 @@ class SkippedLayers:
         self._skips = layers
         self._has_adapter = takes(unet, ADAPTER_RESIDUALS)
         self._takes_adapter = layers > len(first.resnets) and getattr(first, "has_cross_attention", False)
-        self._stubs: list[tuple[Module, Callable[..., Any]]] = []
         if layers == 1:
             deeper = [first, *deeper]
         else:
-            self._add_stubs(_layers(first)[layers - 1 :])
+            self._stubs += [pair for layer in _layers(first)[layers - 1 :] for pair in layer]
             self._stubs += [(module, stub) for module in first.downsamplers or ()]
         for block in deeper:
             outputs = len(block.resnets) + len(block.downsamplers or ())
             self._stubs.append((block, partial(down_block_stub, outputs)))
         self._stubs += [(block, stub) for block in before]
-        self._add_stubs(_layers(last)[: count - layers])
+        self._stubs += [pair for layer in _layers(last)[: count - layers] for pair in layer]
         self._hooked = _layers(last)[count - layers - 1][-1][0] if layers < count else before[-1]
-        self.feature_hook = FeatureHook(aliased=getattr(last, "resolution_idx", None) in (0, 1))
-        self._own: dict[Module, Any] = {}  # what stubs took the place of
-        names = {module: name for name, module in unet.named_modules()}
-        self._places: list[tuple[Any, str, Any]] = []
-        for module in (*(module for module, _ in self._stubs), self._hooked):
-            parent = unet
-            for name in names[module].split("."):
-                self._places.append((parent._modules, name, parent._modules[name]))
-                parent = parent._modules[name]
+        self.feature_hook.aliased = getattr(last, "resolution_idx", None) in (0, 1)
+        known = {self._hooked, *(module for module, _ in self._stubs)}
+        self._names = {name: module for name, module in unet.named_modules() if module in known}
 
-    @property
-    def are_current(self) -> bool:
+    def are_in(self, unet: Any) -> bool:
         """Whether the model still has them where it had them."""
-        return all(held.get(name) is module for held, name, module in self._places)
+        named = dict(unet.named_modules())
+        return all(named.get(name) is module for name, module in self._names.items())
 
     def attach(self) -> None:
         """Register the feature hook."""
-        self._hooked.register_forward_hook(self.feature_hook)
+        if self._hooked is not None:
+            self._hooked.register_forward_hook(self.feature_hook)
 
     def detach(self) -> None:
         """Take it out again."""
-        remove_hooks(self._hooked, self.feature_hook)
+        if self._hooked is not None:
+            remove_hooks(self._hooked, self.feature_hook)
 
     def holds(self, layer: Module) -> bool:
         """Whether a layer is skipped."""
@@ -159,7 +156,7 @@ class SkippedLayers:
 
     def put(self, hidden: Tensor) -> None:
         """From here on the model skips them, and computes its last layers on `hidden`."""
-        self.feature_hook.cached, self.feature_hook.hidden = True, hidden
+        self.feature_hook.hidden = hidden
         for module, forward in self._stubs:
             attributes = vars(module)
             if attributes.get("forward") is not forward:
@@ -178,20 +175,19 @@ class SkippedLayers:
                 attributes["forward"] = self._own[module]
         self._own.clear()
         hook = self.feature_hook
-        computed, hook.computed, hook.hidden, hook.cached = hook.computed, None, None, False
+        computed, hook.computed, hook.hidden = hook.computed, None, None
         return computed
 
-    def suspend(self) -> tuple[bool, Tensor | None, Tensor | None]:
+    def suspend(self) -> tuple[Tensor | None, Tensor | None]:
         """Let the model skip none for a while; returns what `resume` takes."""
-        hook = self.feature_hook
-        state = hook.cached, hook.hidden, hook.computed
+        state = self.feature_hook.hidden, self.feature_hook.computed
         self.end()
         return state
 
-    def resume(self, cached: bool, hidden: Tensor | None, computed: Tensor | None) -> None:
+    def resume(self, hidden: Tensor | None, computed: Tensor | None) -> None:
         """Go on as before."""
         self.end()
-        if cached and hidden is not None:
+        if hidden is not None:
             self.put(hidden)
         self.feature_hook.computed = computed
 
@@ -208,10 +204,6 @@ class SkippedLayers:
         if given.get(ADAPTER_RESIDUALS) is not None:
             given[ADAPTER_RESIDUALS] = list(given[ADAPTER_RESIDUALS][: int(self._takes_adapter)])
         return given
-
-    def _add_stubs(self, layers: list[list[tuple[Module, Callable[..., Any]]]]) -> None:
-        for layer in layers:
-            self._stubs += layer
 
 
 def _layers(block: Any) -> list[list[tuple[Module, Callable[..., Any]]]]:

@@ -15,7 +15,7 @@ from sampling import SAMPLERS, Denoiser
 from tiny import BETAS, make_small_unet, may_skip
 from tiny import training_sigma as sigma
 
-from agentsd import Recipe, StepCache, apply_agentsd, hook
+from agentsd import Recipe, StepCache, apply_agentsd, planning
 from agentsd.memory import CachedFeatures, Corrections
 from agentsd.plan import Call
 from agentsd.sampler import Sampler, impulse_response
@@ -65,7 +65,7 @@ def test_the_latent_is_where_every_step_computed_would_have_taken_it(name):
     for i in range(len(timesteps)):
         step = steps_of_calls.index(sampler.step_of_call[i])
         output = torch.randn(1, 1, 3, 4, generator=rng)
-        moved = sampler.gain(i) * (run.model_input(i) - right.model_input(i))
+        moved = sampler.sensitivity(i) * (run.model_input(i) - right.model_input(i))
         if step > 2 and step % 4 != 1:
             level = sampler.sigmas and sampler.sigmas[i]
             call = Call(None, 0.0, i, sigma=level)
@@ -108,7 +108,7 @@ def test_how_an_error_of_the_latent_moves_the_output(name):
                 x = torch.full((1, 1, 1, 1), value, dtype=torch.float64)
                 model._exact(None, (x, model.scheduler.timesteps[i]))
                 ends.append(float(model.exact))
-            assert sampler.gain(i) == pytest.approx(ends[1] - ends[0], abs=1e-4)
+            assert sampler.sensitivity(i) == pytest.approx(ends[1] - ends[0], abs=1e-4)
 
 
 def test_a_sampler_that_is_not_linear_is_not_corrected(make_pipeline, sample):
@@ -180,7 +180,7 @@ def test_states_on_a_line_between_computed_steps_need_no_correction_of_order_1(o
     for i, kind in enumerate("FFffFffFffFf"):
         now["sigma"], now["again"] = sigma(float(caller.timesteps[i])), False
         entering = unet.register_forward_pre_hook(
-            may_skip(lambda m, args, kind=kind: now.update(again=hook._recomputes or kind == "f"))
+            may_skip(lambda m, args, kind=kind: now.update(again=hook._turn.recomputes or kind == "f"))
         )
         out, expected = caller(unet, i), None
         entering.remove()
@@ -192,7 +192,9 @@ def test_states_on_a_line_between_computed_steps_need_no_correction_of_order_1(o
 
 def test_a_response_is_worked_out_once_for_a_list_of_timesteps(monkeypatch):
     begun = []
-    monkeypatch.setattr(hook, "impulse_response", lambda *args: begun.append(1) or impulse_response(*args))
+    monkeypatch.setattr(
+        planning, "impulse_response", lambda *args: begun.append(1) or impulse_response(*args)
+    )
     caller = Caller(10)
     apply_agentsd(host := caller.pipe(make_small_unet()), recipe=Recipe(steps=StepCache(2)))
     for steps, runs in ((10, 1), (10, 1), (11, 2), (10, 3)):

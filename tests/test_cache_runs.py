@@ -52,6 +52,34 @@ def test_texts_that_are_new_or_by_turns_keep_the_run_whole(text_of):
     assert equal(made, loop(make_unet(), scheduler, scheduler.timesteps, text_of))
 
 
+@pytest.mark.parametrize(("texts", "symbols"), [(2, "FFFfFfFfFf"), (3, "FFFFFFFFFF")])
+def test_three_steps_that_follow_from_none_end_a_runs_caching(texts, symbols):
+    """Two don't."""
+    handle, scheduler = apply_agentsd(unet := make_small_unet(), recipe=CACHED), ddim(10)
+    given = [inputs(seed)[1] for seed in range(texts)]
+    with warned("encoder_hidden_states changed"):
+        loop(unet, scheduler, scheduler.timesteps, lambda i: given[min(i, texts - 1)])
+    assert letters(handle) == symbols
+
+
+def test_as_many_steps_are_computed_after_a_change_as_it_takes_to_extrapolate():
+    handle = apply_agentsd(unet := make_small_unet(), recipe=Recipe(steps=StepCache(4)))
+    scheduler = ddim(12)
+    with warned("encoder_hidden_states changed"):
+        loop(unet, scheduler, scheduler.timesteps, lambda i: TEXTS[i >= 5])
+    assert letters(handle) == "FfffFFFfFfff"
+
+
+def test_crops_that_share_a_step_and_a_text_are_computed():
+    handle, scheduler = apply_agentsd(unet := make_small_unet(), recipe=CACHED), ddim(10)
+    latents, text = inputs()
+    with warned("the U-Net is called more than once in a step on the same text"), torch.no_grad():
+        for t in scheduler.timesteps:
+            for crop in (latents, latents.roll(4, -1)):
+                unet(crop, t, text)
+    assert letters(handle) == "F" * 20
+
+
 def test_a_run_without_a_list_of_steps_is_whole():
     unet, caller = make_unet(), Guided()
     caller.timesteps = [int(t) for t in caller.timesteps]
@@ -113,9 +141,9 @@ def test_corrections_are_by_the_schedulers_of_the_pipeline_that_is_patched(make_
 
 def test_a_strided_loop_is_planned_by_its_own_stride():
     unet, twin, scheduler = make_unet(), make_unet(), ddim(40)
-    handle = apply_agentsd(unet, recipe=CACHED)
+    handle = apply_agentsd(host := Host(unet, scheduler), recipe=CACHED)
     with warned("skip some of the scheduler's list"):
-        loop(unet, scheduler, scheduler.timesteps[::3])
+        loop(host.unet, scheduler, scheduler.timesteps[::3])
     assert letters(handle).startswith("FFfFfF")
     assert "corrected" not in handle.summary()
     caller = Caller(steps=20)

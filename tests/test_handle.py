@@ -10,8 +10,7 @@ from logs import silent, warned
 from recipes import AGENTS_CACHED, STEP_CACHING
 from tiny import kept, make_controlnet, make_unet
 
-from agentsd import Agents, Downsample, Merge, Phases, Recipe, ResidualSharing, apply_agentsd
-from agentsd.apply import _say_what_it_does
+from agentsd import Agents, Downsample, Merge, Phases, Recipe, ResidualSharing, apply, apply_agentsd
 from agentsd.recipe import AGENTSD, FAST, MODES
 
 
@@ -27,7 +26,7 @@ def test_handle_tells_its_settings(pipe):
 
 
 def test_the_default_says_once_what_it_does(pipe):
-    _say_what_it_does.cache_clear()
+    apply._warn_once._warned.clear()
     with warned('AgentSD changes images, as in the paper; mode="fast" keeps them'):
         apply_agentsd(pipe)
     with silent():

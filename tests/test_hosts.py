@@ -73,9 +73,9 @@ def test_upcast_attention_does_not_overflow_in_half_precision(recipe, timestep):
     unet = make_unet(upcast_attention=True)
     handle = apply_agentsd(unet, recipe=recipe)
     with torch.no_grad():
-        for site in handle._layers.attention_layers:
-            site.attn.to_q.weight.mul_(600)
-            site.attn.to_k.weight.mul_(600)
+        for one in handle._layers.processors:
+            one.layer.attn.to_q.weight.mul_(600)
+            one.layer.attn.to_k.weight.mul_(600)
     unet.to(torch.float16)
     latent = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(0)).half()
     with torch.no_grad():

@@ -153,10 +153,25 @@ def test_a_run_that_was_broken_off_leaves_nothing_to_the_next(start, convert):
     assert len(made[0][1]) == 11
 
 
-FILES = {
-    str(PACKAGE / name) for name in ("apply.py", "hook.py", "hosts.py", "layers.py", "run.py", "skip.py")
-}
-"""The code that puts stubs, processors and hooks in and out, and knows where in a run a call is."""
+def test_an_interrupted_call_leaves_nothing_to_the_rest_of_its_run():
+    """Nobody says that it died; the caller makes it again. The oracle is a fresh handle."""
+    made = []
+    for used in (True, False):
+        caller = Guided(20)
+        apply_agentsd(caller.pipe(unet := make_small_unet()), recipe=STEP_CACHING)
+        for i in range(10 if used else 0):
+            caller(unet, i)
+        if used:
+            plant(unet, "up_blocks.1", KeyboardInterrupt)
+            with pytest.raises(KeyboardInterrupt):
+                caller(unet, 10)
+        made.append([caller(unet, i) for i in range(10, 20)])
+    assert equal(*made)
+
+
+NAMES = ("apply", "hook", "hosts", "layers", "memory", "planning", "run", "skip", "turn")
+FILES = {str(PACKAGE / f"{name}.py") for name in NAMES}
+"""The code that puts stubs, processors and hooks in and out, and knows where in its run a call is."""
 
 
 def traced(work, at=None):

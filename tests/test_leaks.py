@@ -145,3 +145,12 @@ def test_states_are_let_go_when_a_run_ends_or_breaks_off(make_pipeline, sample):
     pipe.maybe_free_model_hooks()
     assert not kept(handle)
     assert handle._hook.skipped.feature_hook.computed is None
+
+
+def test_of_cached_calls_the_last_alone_keeps_what_it_was_given():
+    caller = Guided(10)
+    handle = apply_agentsd(caller.pipe(unet := make_small_unet()), recipe=Recipe(steps=StepCache(4)))
+    for i in range(4):
+        caller(unet, i)
+    [memory] = kept(handle)
+    assert [bool(one.inputs) for one in memory.cached] == [False, False, True]

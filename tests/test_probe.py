@@ -158,7 +158,8 @@ def test_a_response_is_kept_by_all_that_a_scheduler_holds():
 def test_a_failed_look_is_not_remembered(monkeypatch):
     looks = iter([True])
     monkeypatch.setattr(
-        "agentsd.hook.impulse_response", lambda *args: None if next(looks, False) else impulse_response(*args)
+        "agentsd.planning.impulse_response",
+        lambda *args: None if next(looks, False) else impulse_response(*args),
     )
     handle = apply_agentsd(host := Host(make_small_unet(), ddim(12)), recipe=CACHED)
     noise, text = torch.zeros(2, 4, 16, 16), torch.zeros(2, 7, 16)

@@ -232,3 +232,8 @@ def test_a_recipe_is_not_written_over_another_file(tmp_path):
     mine = AGENTSD.save(tmp_path)
     Recipe(PooledAgents(4)).save(mine)  # one's own recipe may change
     assert Recipe.load(mine) == Recipe(PooledAgents(4))
+
+
+def test_a_setting_is_changed_in_each_stage():
+    recipe = Recipe(ByDistance((Agents(), Merge()), (0.5,))).with_settings(ratio=0.3)
+    assert recipe.attention == ByDistance((Agents(0.3), Merge(0.3)), (0.5,))

@@ -190,9 +190,28 @@ def test_a_stage_of_another_operator_begins_with_full_attention():
     letters = handle.summary().split("attention ")[1].split()[0]
     assert letters[6] == "a"
     assert letters.count("a") < 8
+    unet, handle = patched(Phases(Agents(), Downsample(), 0.5), ResidualSharing(9, 2))
+    outputs(unet, caller)
+    assert handle.summary().split("attention ")[1].startswith("aassssasss")
     unet, handle = patched(ByDistance((PooledAgents(4), PooledAgents(9)), (0.9,)), ResidualSharing(3, 2))
     outputs(unet, caller)
     assert "s" in handle.summary().split("attention ")[1].split()[0]
+
+
+def test_the_last_cached_step_of_a_phase_is_corrected_beside_the_next_ones_residuals():
+    """Each operator's error stays the same, so the run is that of cached steps alone."""
+    steps, made = StepCache(2), []
+    phases = Phases(Off(constant=0.3), Off(constant=-0.5), 0.5)
+    for recipe in (Recipe(steps=steps), Recipe(phases, residual=ResidualSharing(2, 2), steps=steps)):
+        caller = Guided(12)
+        handle = apply_agentsd(caller.pipe(unet := make_small_unet()), recipe=recipe)
+        x = caller.latents[0]
+        with torch.no_grad():
+            for t in caller.timesteps:
+                x = caller.scheduler.step(unet(x, t, caller.text).sample, t, x).prev_sample
+        made.append(x)
+    assert handle.summary().startswith("FfFfFfFfFfFf  (12 calls: 6 computed; 6 cached; 5 corrected)")
+    assert (made[1] - made[0]).norm() < 1e-4 * made[0].norm()
 
 
 def test_computed_steps_share_from_a_size_on():
@@ -245,7 +264,7 @@ def attended(monkeypatch):
         attend = plan.attend
 
         def note(self, attn, *args, attend=attend):
-            seen.add(attn.processor.name)
+            seen.add(attn.processor.layer.name)
             return attend(self, attn, *args)
 
         monkeypatch.setattr(plan, "attend", note)

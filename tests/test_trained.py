@@ -216,7 +216,7 @@ def test_weights_beside_a_recipes_file_are_loaded(folder):
 def test_weights_are_loaded_for_another_number_of_agents(tmp_path):
     """By the recipe beside them, in which the count is changed."""
     handle = apply_agentsd(make_unet().train(), recipe=Recipe(AgentModule(count=9)))
-    for name, parameter in handle._layers.modules[0].named_parameters():
+    for name, parameter in handle._layers.processors[0].module.named_parameters():
         if "_bias" in name:
             torch.nn.init.constant_(parameter, 0.25)
     handle.save(tmp_path)
@@ -224,6 +224,6 @@ def test_weights_are_loaded_for_another_number_of_agents(tmp_path):
     with logged() as messages:
         other = apply_agentsd(make_unet(), recipe=tmp_path)
     assert not messages
-    row = other._layers.modules[0].gather_bias.row
+    row = other._layers.processors[0].module.gather_bias.row
     assert row.shape[1] == 25
     assert torch.equal(row, torch.full_like(row, 0.25))

@@ -55,7 +55,12 @@ def may_skip(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 def kept(handle: Any) -> list[Any]:
     """The cache entries of all runs."""
-    return [entry for run in handle._hook.runs for entry in run.memories.values()]
+    return [
+        entry
+        for run in handle._hook.runs.under_way.values()
+        if run.cache
+        for entry in run.cache.memories.values()
+    ]
 
 
 def make_unet(**changes: Any) -> UNet2DConditionModel:
@@ -183,10 +188,10 @@ def watch_phases(handle: Any) -> dict[str, list[str]]:
     seen: dict[str, list[str]] = {name: [] for name in handle.layer_names}
 
     def note(layer: Any, *_: Any) -> None:
-        seen[layer.name].append(PHASES[type(layer.group.plan).__name__])
+        seen[layer.layer.name].append(PHASES[type(layer.group.plan).__name__])
 
-    for site, layer in zip(handle._layers.attention_layers, handle._layers.processors, strict=True):
-        site.attn.register_forward_pre_hook(may_skip(partial(note, layer)))
+    for layer in handle._layers.processors:
+        layer.layer.attn.register_forward_pre_hook(may_skip(partial(note, layer)))
     return seen
 
 

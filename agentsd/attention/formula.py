@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 def agent_attention(
     query: Tensor, key: Tensor, value: Tensor, agent: Tensor, k: float, scale: float
 ) -> Tensor:
-    """`softmax(d**scale * Q A^T) softmax(d**-0.5 * A K^T) V + k V`, for each head.
+    """The method, 3 of 3: `softmax(d**scale * Q A^T) softmax(d**-0.5 * A K^T) V + k V`, for each head.
 
     Args:
         query, key, value: (B, heads, N, d).

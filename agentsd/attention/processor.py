@@ -11,6 +11,7 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor
 from torch.nn import Module
 
+from ..hosts import AttentionLayer
 from ..plan import FULL, KEEP, OPERATOR, SHARE, Call
 from .operator import GridContext, Operator, Plan
 
@@ -73,9 +74,10 @@ class AgentAttnProcessor:
     """Stands in for a layer's own processor while a call is under way; between calls the model has its own.
 
     Attributes:
-        name: the layer's name in the model.
+        layer: where it stands.
         fallback: the layer's own processor.
         group: the layer and those that share its plan.
+        module: the layer's trained module, where it has one.
         held: whether it stands in the layer.
         skipped: whether a cached call skips the layer.
         attention: what it computes in the call under way (`agentsd.plan`).
@@ -86,9 +88,10 @@ class AgentAttnProcessor:
         compiled: the residual that was found is what a compiled graph gave.
     """
 
-    name: str
+    layer: AttentionLayer
     fallback: Any
     group: Group
+    module: Module | None = None
     held: bool = False
     skipped: bool = False
     attention: str = OPERATOR

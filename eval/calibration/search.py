@@ -16,9 +16,9 @@ from rich.progress import Progress
 
 from agentsd import Recipe, apply_agentsd
 from agentsd.checks import check
-from agentsd.hook import unsupported_reason
 from agentsd.hosts import find_model
 from agentsd.modules.adapter import is_quantized
+from agentsd.planning import unsupported_reason
 
 from ..environment import describe_environment
 from ..errors import EvalError
