@@ -15,6 +15,7 @@ from agentsd import Agents, Recipe, apply_agentsd
 from agentsd.dreambooth import training
 from agentsd.dreambooth.checkpoints import find_checkpoint, list_checkpoints
 from agentsd.dreambooth.config import DreamBoothConfig
+from agentsd.dreambooth.models import LORA_LAYERS, add_lora
 from agentsd.dreambooth.step import diffusion_loss
 from agentsd.dreambooth.training import Run
 from agentsd.modules import AgentModule
@@ -131,9 +132,9 @@ def test_gradients_that_are_not_finite_end_the_run(settings, monkeypatch):
     """As cuDNN's attention gives them on an H200: it is off, and the checkpoint before stays good."""
     steps = []
 
-    def loss(*args):
+    def loss(*args, **settings):
         steps.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return diffusion_loss(*args) * (1.0 if len(steps) < 3 else torch.nan)
+        return diffusion_loss(*args, **settings) * (1.0 if len(steps) < 3 else torch.nan)
 
     monkeypatch.setattr(training, "diffusion_loss", loss)
     config = settings(max_train_steps=4, checkpointing_steps=2)
@@ -162,11 +163,11 @@ def test_lora_layers_start_as_pefts(settings, model_folder):
     unet = make_unet()
     before = call(unet)
     with untouched():
-        training._add_lora(unet, 4, seed=0)
+        add_lora(unet, LORA_LAYERS["unet"], 4, 0.0, seed=0)
     drawn = torch.cat([weight.flatten() for name, weight in unet.named_parameters() if "lora_A" in name])
     assert float(drawn.std()) == pytest.approx(1 / 4, rel=0.05)  # "gaussian": a deviation of 1 / rank
     assert torch.equal(call(unet), before)  # lora_B is zero
-    folder = Run(settings(lora_rank=2, max_train_steps=1)).train()
+    folder = Run(settings(rank=2, max_train_steps=1)).train()
     assert not (folder / "unet").exists()
     StableDiffusionPipeline.from_pretrained(model_folder).load_lora_weights(folder)
 

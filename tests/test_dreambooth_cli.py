@@ -13,7 +13,6 @@ BAD = [
     (["--scale", "0.54"], "scale=0.54"),
     (["--with_prior_preservation"], "needs class_data_dir"),
     (["--resume_from_checkpoint", "checkpoint-7"], "there: none"),
-    (["--lora_rank", "4", "--train_text_encoder"], "leave out train_text_encoder"),
 ]
 
 
