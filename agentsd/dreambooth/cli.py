@@ -44,8 +44,8 @@ def make_command(**defaults: Any) -> Callable[..., None]:
             raise typer.Exit(2) from None
         except OutOfMemoryError as error:
             errors.print(
-                f"error: {' '.join(str(error).split())[:200]}; --dry_run says what a step takes and what saves "
-                "memory; a run with a checkpoint goes on with --resume_from_checkpoint latest"
+                f"error: {' '.join(str(error).split())[:200]}; --dry_run says what a step takes, and what "
+                "takes less; a run with a checkpoint goes on with --resume_from_checkpoint latest"
             )
             raise typer.Exit(2) from None
 
