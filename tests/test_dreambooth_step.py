@@ -150,6 +150,7 @@ def assert_trained_as(folder, expected, model):
     """The weights of a run moved as those by hand, to a thousandth of how far they went."""
     made = diffusers.UNet2DConditionModel.from_pretrained(folder, subfolder="unet").state_dict()
     before = diffusers.UNet2DConditionModel.from_pretrained(model, subfolder="unet").state_dict()
+    expected = {name: weight.detach() for name, weight in expected.items()}
     far = max(float((expected[name] - before[name]).abs().max()) for name in expected)
     assert far > 1e-3
     apart = max(float((made[name].double() - expected[name]).abs().max()) for name in expected)

@@ -150,7 +150,15 @@ def _save_lora(modules: dict[str, Any], folder: Path) -> None:
     from peft import get_peft_model_state_dict
 
     layers = {name: get_peft_model_state_dict(module) for name, module in modules.items()}
+    if text := layers.get(
+        "text_encoder"
+    ):  # its layers' names in files, whatever transformers has for them now
+        layers["text_encoder"] = {
+            f"text_model.{key.removeprefix('text_model.')}": w for key, w in text.items()
+        }
     by_name: dict[str, Any] = {f"{name}_lora_layers": state for name, state in layers.items()}
     StableDiffusionPipeline.save_lora_weights(folder, **by_name)
     flat = {f"{name}.{key}": w.cpu() for name, state in layers.items() for key, w in state.items()}
-    save_file(convert_state_dict_to_kohya(flat), folder / KOHYA)
+    kohya = convert_state_dict_to_kohya(flat)
+    # diffusers has SDXL's name for the first of two text encoders.
+    save_file({key.replace("lora_te1_", "lora_te_"): w for key, w in kohya.items()}, folder / KOHYA)
