@@ -122,7 +122,7 @@ class DreamBoothConfig(BaseModel):
     allow_tf32: bool = False
     """Faster float32 products, less exact, on NVIDIA cards since Ampere."""
     enable_xformers_memory_efficient_attention: bool = False
-    """xFormers' attention in layers without agents; PyTorch's own needs no more memory."""
+    """Attention by xFormers in layers without agents; PyTorch's own needs no more memory."""
     dataloader_num_workers: int = Field(0, ge=0)
     """Processes that read images."""
     seed: int = Field(0, ge=0)
