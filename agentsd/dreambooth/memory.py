@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ SPARE = 1.0
 """GB that CUDA, its libraries and PyTorch's allocator take beside what is counted; 0.7 on an H200."""
 
 
-def training_memory(config: DreamBoothConfig, eight_bits: bool) -> dict[str, int]:
+def training_memory(config: DreamBoothConfig, eight_bits: bool, fused: bool = True) -> dict[str, int]:
     """Bytes of each part of a training step at its peak, on one device.
 
     The model's own files of settings are read, and no weights. What CUDA takes for itself is not counted.
@@ -28,12 +29,13 @@ def training_memory(config: DreamBoothConfig, eight_bits: bool) -> dict[str, int
     Args:
         config: of the run.
         eight_bits: whether the optimizer's moments take 8 bits.
+        fused: whether attention keeps no scores, as on a GPU.
 
     Raises:
         OSError, ValueError: the model's settings can't be read, or it is none that is trained here.
     """
     pipe = _hollow(config)
-    with Storages("meta") as storages:
+    with Storages("meta") as storages, fused_attention() if fused else nullcontext():
         return _parts(pipe, config, eight_bits, storages)
 
 
@@ -91,9 +93,8 @@ def _parts(pipe: Any, config: DreamBoothConfig, eight_bits: bool, storages: Stor
         for model in (pipe.unet, pipe.text_encoder, pipe.vae):
             compute_in(dtype, model)
     storages.live = storages.peak = 0
-    with fused_attention():
-        for _ in range(min(config.gradient_accumulation_steps, 2)):  # later batches find gradients there
-            _one_batch(pipe, config)
+    for _ in range(min(config.gradient_accumulation_steps, 2)):  # later batches find gradients there
+        _one_batch(pipe, config)
     parts["activations"] = max(0, storages.peak - parts["gradients"])
     return parts
 
