@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import CLIPTextConfig
 
 from agentsd.dreambooth.config import DreamBoothConfig
+from agentsd.dreambooth.counting import compute_in
 from agentsd.dreambooth.memory import training_memory
 from agentsd.dreambooth.training import Run
 
@@ -65,6 +66,21 @@ def test_the_preset_is_near_what_an_h200_measured(sd15):
     """9.35 GB (docs/benchmarks/on_a_gpu.md): what is computed is below, and by less than a twentieth."""
     total = sum(memory(sd15, gradient_checkpointing=True, resolution=512).values()) / 1e9
     assert 9.35 * 0.95 < total < 9.35
+
+
+def test_layers_without_numbers_compute_as_under_autocast():
+    """CUDA's multiplies in half precision, and norms in float32."""
+    layers = [
+        torch.nn.Linear(8, 8),
+        torch.nn.Conv2d(8, 8, 1),
+        torch.nn.GroupNorm(2, 8),
+        torch.nn.LayerNorm(8),
+    ]
+    model = torch.nn.ModuleList(layers).to("meta", torch.float32)
+    compute_in(torch.float16, model)
+    for dtype in (torch.float16, torch.float32):
+        made = [layer(torch.zeros(1, 8, 8, 8, dtype=dtype, device="meta")).dtype for layer in model]
+        assert made == [torch.float16, torch.float16, torch.float32, torch.float32]
 
 
 @pytest.mark.parametrize("changes", [{}, {"rank": 4}, {"apply": "none", "gradient_checkpointing": True}])
