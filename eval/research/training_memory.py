@@ -42,7 +42,8 @@ RUNS: dict[str, dict[str, Any]] = {
 def write_settings(folder: Path) -> str:
     """Write SD 1.5's files of settings, without weights; returns where."""
     with torch.device("meta"):
-        UNet2DConditionModel(**SD15).save_config(folder / "unet")
+        unet: Any = UNet2DConditionModel(**SD15)
+        unet.save_config(folder / "unet")
         autoencoder().save_config(folder / "vae")
     CLIPTextConfig(**TEXT).save_pretrained(folder / "text_encoder")
     return str(folder)
