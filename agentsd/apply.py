@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 from weakref import WeakSet
 
+from diffusers.utils import logging
 from torch.nn import Module, Parameter
 
 from .attention import Agents
@@ -29,6 +30,8 @@ from .plan import CallKind
 from .recipe import FILE_NAME, MODES, Phases, Recipe, changed_text
 from .warn import WarnOnce
 
+logger = logging.get_logger(__name__)
+
 
 class AgentSDHandle:
     """What `apply_agentsd` returns: the recipe, the patched layers, and the way back.
@@ -40,7 +43,7 @@ class AgentSDHandle:
 
     def __init__(self, recipe: Recipe, pipe: Any, unet: Any, trained: Path | None = None) -> None:
         """Make all that is needed; nothing is changed yet."""
-        warn = WarnOnce()
+        warn = WarnOnce(logger)
         self.recipe = recipe
         self._layers = PatchedLayers(unet, recipe, warn)
         self.layer_names = [name for name, _, _ in self._layers.named]
@@ -53,7 +56,7 @@ class AgentSDHandle:
                 f"{untrained[0]} is untrained, and may spoil images: train it (agentsd-dreambooth "
                 "--attention), or apply the folder that its weights were saved in"
             )
-        self._hook = Hook(recipe, unet, pipe, self._layers, warn)
+        self._hook = Hook(recipe, unet, pipe, self._layers)
         self._unet: weakref.ref[Module] | None = None
         self._outer: AgentSDHandle | None = None
         self._entered = self._left = False
@@ -197,7 +200,7 @@ class AgentSDHandle:
             del unet._agentsd
 
 
-_warn_once = WarnOnce()
+_warn_once = WarnOnce(logger)
 """For all pipelines together."""
 _handles: WeakSet[AgentSDHandle] = WeakSet()
 """All that live: a pipeline's U-Net may have been exchanged since it was patched."""

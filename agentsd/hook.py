@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from diffusers.utils import logging
 from torch import Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_map
@@ -24,6 +25,8 @@ from .run import Run, Runs
 from .skip import SkippedLayers
 from .turn import INNER, OWN, Turn
 from .warn import WarnOnce
+
+logger = logging.get_logger(__name__)
 
 
 class UnderWay(NamedTuple):
@@ -42,7 +45,6 @@ class Hook:
         unet: the model.
         pipe: what was patched: its pipeline, the model itself, or what `torch.compile` made of it.
         layers: that are patched.
-        warn: warns the user, once of each thing.
 
     Attributes:
         runs: the runs under way.
@@ -54,8 +56,8 @@ class Hook:
         ValueError: the model's blocks are not Stable Diffusion's, and calls are to be cached.
     """
 
-    def __init__(self, recipe: Recipe, unet: Any, pipe: Any, layers: PatchedLayers, warn: WarnOnce) -> None:
-        self._recipe, self._layers, self._warn = recipe, layers, warn
+    def __init__(self, recipe: Recipe, unet: Any, pipe: Any, layers: PatchedLayers) -> None:
+        self._recipe, self._layers, self._warn = recipe, layers, WarnOnce(logger)
         self.caches = bool(recipe.steps or recipe.residual)
         if self.caches and not hasattr(unet, "up_blocks"):
             raise ValueError(
@@ -67,6 +69,7 @@ class Hook:
         self.runs = Runs(recipe.timing, None if pipe is unet else pipe)
         self.enabled = True
         self._turn = Turn()
+        self._recomputes = False  # a cached call is being computed again
         self._responses: Responses = {}
 
     def clean(self, unet: Any) -> None:
@@ -83,6 +86,7 @@ class Hook:
             return
         self.skipped.end()
         self._layers.clean()
+        self._recomputes = False
         self._turn.end()
 
     @torch.compiler.disable
@@ -93,7 +97,7 @@ class Hook:
         whose = self._turn.take(unet)
         if whose == INNER:
             self._turn.waiting.append((self.skipped.suspend(), self._layers.suspend()))
-        if whose != OWN:
+        if whose != OWN or self._recomputes:
             return None
         if self._turn.call is not None:  # the last call died before its end
             self._turn.call.run.cache = None
@@ -147,7 +151,7 @@ class Hook:
             state, layers = self._turn.waiting.pop()
             self._layers.resume(layers)
             self.skipped.resume(*state)
-        if whose != OWN:
+        if whose != OWN or self._recomputes:
             return None
         under_way = self._turn.call
         try:
@@ -223,13 +227,13 @@ class Hook:
         residuals = memory.residuals
         if residuals is not None and residuals.stage != call.stage:  # of another phase's operator by now
             call = replace(call, kind=CallKind(computed=False, attention=FULL))
-        output, self._turn.recomputes = None, True
+        output, self._recomputes = None, True
         try:
             self.skipped.put(memory.features.interpolate(call.sigma)[0])
             self._layers.begin(call, residuals, interpolate=True)
             output = _called(unet, self.runs.pipe)(*args, **kwargs)
         finally:
-            self._turn.recomputes = False
+            self._recomputes = False
             self.skipped.end()
             self._layers.end(call, residuals, output)
         return output

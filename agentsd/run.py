@@ -7,7 +7,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from diffusers import SchedulerMixin
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from .attention.by_distance import LatentDistance
-from .memory import RunCache
+from .memory import Memory, RunCache
 from .plan import SHARE, Call, CallKind, describe
 from .recipe import ByDistance, Phases
 
@@ -177,6 +177,11 @@ class Run:
         self._scheduler = found[0] if found else lambda: None
 
     @property
+    def memories(self) -> dict[Any, Memory]:
+        """What its calls left for later ones, by conditions."""
+        return {} if self.cache is None else self.cache.memories
+
+    @property
     def is_over(self) -> bool:
         """Whether its scheduler is gone or has another list by now, so that no call of it will come."""
         known = isinstance(self._scheduler, weakref.ref)
@@ -191,15 +196,14 @@ class Runs:
     Args:
         timing: what their stages go by.
         pipe: what was patched, where that is not the U-Net itself; it is not held.
-
-    Attributes:
-        under_way: the runs by thread and list.
     """
 
     def __init__(self, timing: Phases | ByDistance | None, pipe: Any = None) -> None:
         self._timing = timing
         self._pipe = (lambda: None) if pipe is None else weakref.ref(pipe)
-        self.under_way: dict[tuple[int, int], Run] = {}  # the one that was called last comes last
+        self._runs: dict[
+            tuple[int, int], Run
+        ] = {}  # by thread and list; the one that was called last comes last
         self._histories: dict[int, History] = {}  # the last of each thread
         self._latest = History()
 
@@ -208,6 +212,9 @@ class Runs:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runs:  # where the pipeline is being copied, too, for that
         return Runs(self._timing, memo.get(id(self.pipe)))
+
+    def __iter__(self) -> Iterator[Run]:
+        return iter(list(self._runs.values()))
 
     @property
     def pipe(self) -> Any:
@@ -225,7 +232,7 @@ class Runs:
             listed = list_of(schedulers[0])
         thread = threading.get_ident()
         key = thread, listed.data_ptr() if isinstance(listed, Tensor) else 0
-        run = self.under_way.pop(key, None)
+        run = self._runs.pop(key, None)
         if run is None:
             self._drop()
             run = Run(self._timing)
@@ -233,15 +240,15 @@ class Runs:
         self._latest = self._histories[thread] = run.history
         if call.begins:
             run.find_scheduler(schedulers)
-        self.under_way[key] = run  # last: a run that was interrupted while it took a call in is gone
+        self._runs[key] = run  # last: a run that was interrupted while it took a call in is gone
         return run, call
 
     def _drop(self) -> None:
         """Let go of the runs that are over, before another begins."""
         alive = set(sys._current_frames())  # the ids of the threads that live
         self._histories = {thread: of for thread, of in self._histories.items() if thread in alive}
-        live = {key: run for key, run in self.under_way.items() if key[0] in alive and not run.is_over}
-        self.under_way = dict(list(live.items())[1 - _MOST_RUNS :])
+        live = {key: run for key, run in self._runs.items() if key[0] in alive and not run.is_over}
+        self._runs = dict(list(live.items())[1 - _MOST_RUNS :])
 
     @property
     def history(self) -> History:
@@ -250,13 +257,13 @@ class Runs:
 
     def end(self, *args: Any, **kwargs: Any) -> None:
         """Let go of the thread's run that was called last; diffusers calls it when a pipeline is done."""
-        mine = [key for key in self.under_way if key[0] == threading.get_ident()]
+        mine = [key for key in self._runs if key[0] == threading.get_ident()]
         if mine:
-            del self.under_way[mine[-1]]
+            del self._runs[mine[-1]]
 
     def clear(self) -> None:
         """Let go of all runs, of all threads."""
-        self.under_way.clear()
+        self._runs.clear()
 
 
 def early_threshold(timesteps: Sequence[float], early_frac: float) -> float:

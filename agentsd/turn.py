@@ -10,8 +10,8 @@ import sys
 import threading
 from typing import Any
 
-OWN, INNER, AGAIN = "own", "inner", "again"
-"""A call of the caller's; one that a hook or a layer makes inside it; a cached one that is computed again."""
+OWN, INNER = "own", "inner"
+"""A call of the caller's; one that a hook or a layer makes inside it."""
 
 
 class Turn:
@@ -23,30 +23,26 @@ class Turn:
         call: what the beginning of the call under way leaves to its end; None between calls, and until it is
             known. A call that was interrupted is still there when the next begins.
         waiting: what each inner call under way has to put back at its end.
-        recomputes: a cached call is being computed again.
     """
 
     def __init__(self) -> None:
         self._owner: dict[str, int] = {}  # the thread of the call under way
         self.call: Any = None
         self.waiting: list[Any] = []
-        self.recomputes = False
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy has no call under way
         return Turn, ()
 
     def take(self, unet: Any) -> str:
-        """Whose the call is that begins: OWN, INNER or AGAIN.
+        """Whose the call is that begins: OWN or INNER.
 
         Raises:
             RuntimeError: a call of another thread is under way.
         """
         me = threading.get_ident()
-        if self.call is not None and self._owner.get("thread") == me:
-            if "forward" in _methods_on(sys._getframe(), unet):
-                return INNER
-            if self.recomputes:
-                return AGAIN
+        own = self.call is not None and self._owner.get("thread") == me
+        if own and "forward" in _methods_on(sys._getframe(), unet):
+            return INNER
         self._owner.setdefault("thread", me)  # at once, for all threads
         if self.is_anothers(unet):
             raise RuntimeError(
@@ -60,7 +56,7 @@ class Turn:
         """Whose the call is that ends; nothing where it was refused, or left alone."""
         if self._owner.get("thread") != threading.get_ident():
             return ""
-        return INNER if self.waiting else AGAIN if self.recomputes else OWN
+        return INNER if self.waiting else OWN
 
     def is_anothers(self, unet: Any) -> bool:
         """Whether a call of another thread is under way, which was not interrupted."""
@@ -70,7 +66,7 @@ class Turn:
 
     def end(self) -> None:
         """No call is under way any more."""
-        self.call, self.recomputes = None, False
+        self.call = None
         self.waiting.clear()
         self._owner.clear()
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import re
 
-from diffusers.utils import logging
-
-logger = logging.get_logger(__name__)
 _NUMBER = re.compile(r"\d+([.,]\d+)*")
 
 
 class WarnOnce:
-    """Logs each kind of warning once: the same words, whatever the numbers."""
+    """Logs each kind of warning once: the same words, whatever the numbers.
 
-    def __init__(self) -> None:
+    Args:
+        logger: of the module that warns.
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
         self._warned: set[str] = set()
 
     def __call__(self, message: str) -> None:
@@ -21,4 +24,4 @@ class WarnOnce:
         kind = _NUMBER.sub("#", message)
         if message and kind not in self._warned:
             self._warned.add(kind)
-            logger.warning(f"agentsd: {message}")
+            self._logger.warning(f"agentsd: {message}")

@@ -55,12 +55,7 @@ def may_skip(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 def kept(handle: Any) -> list[Any]:
     """The cache entries of all runs."""
-    return [
-        entry
-        for run in handle._hook.runs.under_way.values()
-        if run.cache
-        for entry in run.cache.memories.values()
-    ]
+    return [entry for run in handle._hook.runs for entry in run.memories.values()]
 
 
 def make_unet(**changes: Any) -> UNet2DConditionModel:
