@@ -51,6 +51,7 @@ class Painter:
 
     def __init__(self):
         self.unet, self.scheduler = make_unet(), diffusers.DDIMScheduler(**BETAS)
+        self.text_encoder = torch.nn.Identity()
 
     def __call__(self, prompt, generator, **settings):
         assert len(prompt) == len(generator) <= 2

@@ -200,7 +200,7 @@ def test_each_process_has_batches_of_its_own(settings, make_pipeline):
     for process in (0, 1):
         of = SimpleNamespace(process_index=process, num_processes=2, device=torch.device("cpu"))
         views = sorted(config.instance_data_dir.iterdir())
-        seeds += [make_inputs(pipe, config, of, views, None)[number].seed for number in range(4)]
+        seeds += [make_inputs(pipe, config, of, views, [])[number].seed for number in range(4)]
     assert len(set(seeds)) == 8
 
 

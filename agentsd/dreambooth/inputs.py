@@ -15,7 +15,7 @@ from torch import Tensor
 from .config import DreamBoothConfig
 from .data import SubjectImages, find_images, load_image
 from .images import draw_class_images, missing_class_images
-from .models import DTYPES
+from .models import DTYPES, load_source
 
 Bar = Callable[[str, int], Callable[[], None]]
 """From a title and a total to what advances a progress bar by one."""
@@ -23,7 +23,11 @@ Bar = Callable[[str, int], Callable[[], None]]
 
 @torch.no_grad()
 def make_inputs(
-    pipe: Any, config: DreamBoothConfig, accelerator: Accelerator, instance: list[Path], bar: Bar
+    pipe: Any,
+    config: DreamBoothConfig,
+    accelerator: Accelerator,
+    instance: list[Path],
+    classes: list[Path],
 ) -> SubjectImages:
     """The batches of a run; VAE and text encoder leave the device if all is encoded ahead.
 
@@ -32,10 +36,9 @@ def make_inputs(
         config: of the run.
         accelerator: of the run.
         instance: the subject's images.
-        bar: of progress.
+        classes: those of its class, if any.
     """
     device = accelerator.device
-    classes = _class_images(pipe, config, accelerator, bar) if config.with_prior_preservation else []
     size = config.resolution or pipe.unet.config.sample_size * pipe.vae_scale_factor
     load: Any = partial(load_image, resolution=size)
     if config.cache_latents:
@@ -62,16 +65,24 @@ def encode(vae: Any, images: Tensor) -> Tensor:
     return moments
 
 
-def _class_images(pipe: Any, config: DreamBoothConfig, accelerator: Accelerator, bar: Bar) -> list[Path]:
-    """The class images; each process draws its share of those that are missing."""
+def make_class_images(config: DreamBoothConfig, accelerator: Accelerator, bar: Bar) -> list[Path]:
+    """The class images, if any; each process draws its share of those that are missing.
+
+    A pipeline of its own draws them: the one that is trained has its weights in the run's precision.
+    """
+    if not config.with_prior_preservation:
+        return []
     assert config.class_data_dir is not None
     missing = missing_class_images(config)
     accelerator.wait_for_everyone()  # before there are more
     mine = missing[accelerator.process_index :: accelerator.num_processes]
-    dtype = DTYPES[config.prior_generation_precision or config.precision]
-    half = dtype != torch.float32
-    with torch.autocast(accelerator.device.type, dtype=dtype, enabled=half, cache_enabled=False):
+    if mine:
+        dtype = DTYPES[config.prior_generation_precision or config.precision]
+        pipe = load_source(config).to(accelerator.device, dtype)
+        pipe.set_progress_bar_config(disable=True)
         draw_class_images(pipe, config, mine, bar("class images", len(mine)))
+        del pipe
+        free_memory()
     accelerator.wait_for_everyone()
     return find_images(config.class_data_dir)
 

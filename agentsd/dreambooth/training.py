@@ -23,7 +23,7 @@ from ..apply import apply_agentsd
 from .checkpoints import check_space, keep_trained, save_checkpoint, step_of
 from .config import DreamBoothConfig
 from .data import Batch
-from .inputs import encode, make_inputs
+from .inputs import encode, make_class_images, make_inputs
 from .models import load_source, make_trainable, trained_in
 from .optimizer import in_8_bits, make_optimizer, moment_bytes
 from .preflight import check_device, check_files, claim_repository, find_tracker
@@ -74,9 +74,10 @@ class Run:
         self.schedule = DDPMScheduler.from_config(self.pipe.scheduler.config)
         self.modules = make_trainable(self.pipe, config)
         self._check_space()
+        classes = make_class_images(config, accelerator, self._bar)
         for part in (self.pipe.vae, self.pipe.text_encoder, self.pipe.unet):
             part.to(self.device)
-        images = make_inputs(self.pipe, config, accelerator, self.instance, self._bar)
+        images = make_inputs(self.pipe, config, accelerator, self.instance, classes)
 
         self.handle = None
         if config.apply == "train+generate":
