@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -208,23 +209,89 @@ def test_a_hub_that_refuses_is_told_before_the_run(settings, monkeypatch):
         Run(settings(push_to_hub=True))
 
 
-def test_other_settings_are_named_and_refused(settings):
-    first = settings(with_prior_preservation=False, max_train_steps=1)
-    Run(first).train()
-    same = {"resume_from_checkpoint": "latest"}
-    other = {"apply": "none", "learning_rate": 2e-3, "instance_prompt": "a sks dog"}
-    differ = (
-        r"instance_prompt was 'a sks cat', is 'a sks dog'; learning_rate was 0\.001, is 0\.002; apply was"
-    )
-    with pytest.raises(ValueError, match=f"checkpoint-1 is of a run with other settings: {differ}"):
-        Run(settings(**same, **other, with_prior_preservation=False))
-    taken = settings(
-        **same, with_prior_preservation=False, validation_prompt="a cat", gradient_checkpointing=True
-    )
-    assert Run(taken).resume.name == "checkpoint-1"
-    (first.output_dir / "checkpoint-1" / "settings.json").write_text("{")
-    with pytest.raises(ValueError, match=r"checkpoint-1 has no readable settings.json"):
-        Run(taken)
+OTHER = {  # changes of a run that goes on, and what is said of them; None where it may
+    "as resolved": ({"learning_rate": 1e-6, "mixed_precision": "no", "use_8bit_adam": False}, None),
+    "what no step depends on": ({"validation_prompt": "a cat", "gradient_checkpointing": True}, None),
+    "longer": ({"max_train_steps": 9}, None),
+    "fewer class images": ({"num_class_images": 2}, None),
+    "more class images": ({"num_class_images": 4}, ": num_class_images was 3, is 4;"),
+    "several": (
+        {"apply": "none", "learning_rate": 2e-3, "instance_prompt": "a sks dog"},
+        ": instance_prompt was 'a sks cat', is 'a sks dog'; learning_rate was 1e-06, is 0.002; apply was",
+    ),
+    "a schedule": (
+        {"lr_scheduler": "linear", "max_train_steps": 1},
+        ": lr_scheduler was 'constant', is 'linear';",
+    ),
+    "precision": ({"mixed_precision": "bf16"}, ": mixed_precision was 'no', is 'bf16'"),
+    "another image": ({}, ": instance_images was '9 images ("),
+}
+
+
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory):
+    """Where a run of a step is kept."""
+    return tmp_path_factory.mktemp("one") / "step"
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_other_settings_are_named_and_refused(settings, one_step, photographs, tmp_path, monkeypatch, case):
+    changes, told = OTHER[case]
+    places = {"output_dir": one_step / "out", "class_data_dir": one_step / "class", "learning_rate": None}
+    if not one_step.exists():
+        Run(settings(**places, max_train_steps=1)).train()
+    if case == "another image":
+        shutil.copytree(photographs, tmp_path / "more")
+        shutil.copy(photographs / "0.png", tmp_path / "more" / "10.png")
+        changes = {"instance_data_dir": tmp_path / "more"}
+    monkeypatch.chdir(one_step)
+    config = settings(**places | {"output_dir": "out", "resume_from_checkpoint": "latest"} | changes)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    if told is None:
+        assert Run(config).resume.name == "checkpoint-1"
+    else:
+        with pytest.raises(ValueError, match=re.escape(f"other settings{told}")):
+            Run(config)
+
+
+def test_a_schedule_that_decays_keeps_its_length(settings):
+    more = {"with_prior_preservation": False, "lr_scheduler": "linear", "max_train_steps": 2}
+    folder = Run(settings(**more)).train()
+    longer = settings(**more | {"max_train_steps": 3}, resume_from_checkpoint=str(folder / "checkpoint-2"))
+    with pytest.raises(
+        ValueError,
+        match=r"was 2, is 3 \(max_train_steps may change under --lr_scheduler constant or",
+    ):
+        Run(longer)
+    (folder / "checkpoint-2" / "settings.json").write_text("{")
+    with pytest.raises(ValueError, match=r"checkpoint-2 has no readable settings.json"):
+        Run(longer)
+
+
+def test_devices_count_among_the_settings(settings):
+    """Two halve a learning rate that is scaled: all the same, batches are others."""
+    scaled = settings(scale_lr=True, lr_scheduler="linear", max_train_steps=None, num_train_epochs=4)
+    paths = sorted(scaled.instance_data_dir.iterdir())
+    one, two = (checkpoints.resolve_settings(scaled, paths, [], False, n) for n in (1, 2))
+    differ = {name: (one[name], two[name]) for name in one if one[name] != two[name]}
+    assert differ == {"learning_rate": (1e-3, 2e-3), "max_train_steps": (36, 20), "processes": (1, 2)}
+
+
+def test_a_run_that_died_before_a_checkpoint_begins_anew(settings, tmp_path):
+    """Where nothing but its own is in the folder; nobody is sent to checkpoints that aren't there."""
+    inside = {"class_data_dir": tmp_path / "out" / "class"}
+    latest = settings(resume_from_checkpoint="latest", **inside)
+    for own in ("validation-2.png", "logs", ".partial-1", "class"):
+        (tmp_path / "out" / own).mkdir(parents=True)
+    assert Run(latest).resume is None
+    with pytest.raises(ValueError, match=r"holds validation-2.png, .*: choose another folder$"):
+        Run(settings(**inside))
+    (tmp_path / "out" / "unet").mkdir()
+    with pytest.raises(ValueError, match=r"holds unet, .*: choose another folder$"):
+        Run(latest)
+    (tmp_path / "out" / "checkpoint-1").mkdir()
+    with pytest.raises(ValueError, match=r"or go on with its .* by --resume_from_checkpoint latest$"):
+        Run(settings(**inside))
 
 
 def test_checkpoints_hold_what_is_trained_alone(settings):

@@ -19,15 +19,21 @@ Schedule = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"
 ]
 
+CONSTANT = ("constant", "constant_with_warmup")
+"""Schedules that do not depend on how long the run is."""
+
 MAY_CHANGE = """
-    output_dir max_train_steps num_train_epochs gradient_checkpointing
+    output_dir instance_data_dir class_data_dir scale_lr num_train_epochs gradient_checkpointing
     enable_xformers_memory_efficient_attention set_grads_to_none pre_compute_text_embeddings
     dataloader_num_workers checkpointing_steps checkpoints_total_limit resume_from_checkpoint
-    num_class_images sample_batch_size prior_generation_precision validation_prompt validation_steps
+    sample_batch_size prior_generation_precision validation_prompt validation_steps
     validation_epochs num_validation_images num_inference_steps guidance_scale logging_dir report_to
     push_to_hub hub_model_id
 """.split()  # noqa: SIM905
-"""What a resumed run may have otherwise than the run it goes on with: the next step is the same."""
+"""What a resumed run may have otherwise than the run it goes on with: the next step is the same.
+
+The images themselves are compared, and not where they lie.
+"""
 
 
 class DreamBoothConfig(BaseModel):
@@ -132,7 +138,7 @@ class DreamBoothConfig(BaseModel):
     checkpoints_total_limit: int | None = Field(2, ge=1)
     """How many are kept."""
     resume_from_checkpoint: str | None = None
-    """"latest" or the name of a checkpoint in the output folder."""
+    """"latest", or a checkpoint in the output folder, by its name or its path."""
     validation_prompt: str | None = None
     """Drawn while training goes on."""
     validation_steps: int = Field(200, ge=1)

@@ -37,7 +37,7 @@ def generate(
     for part in modes:
         part.eval()
     try:
-        with nullcontext() if recipe is None else apply_agentsd(pipe, recipe=recipe), torch.no_grad():
+        with nullcontext() if recipe is None else apply_agentsd(pipe, recipe=recipe):
             for start in range(0, len(seeds), batch):
                 some = seeds[start : start + batch]
                 yield from pipe(

@@ -20,7 +20,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..apply import apply_agentsd
-from .checkpoints import check_space, keep_trained, save_checkpoint, step_of
+from .checkpoints import (
+    check_settings,
+    check_space,
+    keep_trained,
+    resolve_settings,
+    save_checkpoint,
+    step_of,
+)
 from .config import DreamBoothConfig
 from .data import Batch
 from .inputs import encode, make_class_images, make_inputs
@@ -49,7 +56,7 @@ class Run:
         config = self.config
         check_device(config)
         tracker = find_tracker(config)
-        self.instance, self.resume = check_files(config)
+        self.instance, classes, self.resume = check_files(config)
         self.accelerator = Accelerator(
             gradient_accumulation_steps=config.gradient_accumulation_steps,
             mixed_precision=config.precision,
@@ -62,6 +69,8 @@ class Run:
         )
         self.device = self.accelerator.device
         self.eight_bits = in_8_bits(config, self.device)
+        if self.resume is not None:
+            check_settings(self.resume, self._settings(classes))
         if config.allow_tf32:
             torch.set_float32_matmul_precision("high")
         self.repository = claim_repository(config) if self.accelerator.is_main_process else None
@@ -75,6 +84,7 @@ class Run:
         self.modules = make_trainable(self.pipe, config)
         self._check_space()
         classes = make_class_images(config, accelerator, self._bar)
+        settings = self._settings(classes)
         for part in (self.pipe.vae, self.pipe.text_encoder, self.pipe.unet):
             part.to(self.device)
         images = make_inputs(self.pipe, config, accelerator, self.instance, classes)
@@ -127,7 +137,7 @@ class Run:
             self._log(loss, float(rate.get_last_lr()[0]))
             bar()
             if self.step % config.checkpointing_steps == 0 or self.step == total:
-                save_checkpoint(accelerator, config, self.step)
+                save_checkpoint(accelerator, config, settings, self.step)
             if config.validation_prompt and self.step % every == 0:
                 with or_a_warning("validation"):
                     if accelerator.is_main_process:
@@ -188,6 +198,10 @@ class Run:
                 snr_gamma=config.snr_gamma,
                 offset_noise=config.offset_noise,
             )
+
+    def _settings(self, classes: list[Path]) -> dict[str, Any]:
+        processes = self.accelerator.num_processes
+        return resolve_settings(self.config, self.instance, classes, self.eight_bits, processes)
 
     def _check_space(self) -> None:
         trained = trained_in(self.modules)
