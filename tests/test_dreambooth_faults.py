@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -322,7 +323,31 @@ def test_room_is_asked_for_by_the_optimizer_that_runs(settings, monkeypatch, eig
     moments = 8 * trained
     if eight_bits:
         moments = sum(2 * n + 8 * -(-n // 256) if n >= 4096 else 8 * n for n in sizes)
-    assert told["args"] == (config.output_dir, model, 4 * trained + moments, 2)
+    assert told["args"] == (config.output_dir, model, 4 * trained + moments, 2, 3)
+    for step, every, to_come in ((2, 2, 1), (1, 2, 2), (3, 1, 0), (0, 4, 1)):  # of three steps
+        run.step, run.config = step, config.model_copy(update={"checkpointing_steps": every})
+        run._check_space()
+        assert told["args"][-1] == to_come
+
+
+@pytest.mark.parametrize(
+    ("there", "limit", "to_come", "more"),
+    [(0, 2, 5, 3), (2, 2, 5, 1), (1, 2, 5, 2), (4, 2, 5, 1), (0, 2, 1, 1), (2, 2, 0, 0), (3, 0, 5, 5)],
+)
+def test_room_is_asked_for_checkpoints_that_are_not_there(tmp_path, monkeypatch, there, limit, to_come, more):
+    """At most one beyond the limit is there at a time; 0 keeps all."""
+    usage = namedtuple("Usage", "total used free")
+    for step in range(there):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    for free in (1000 + 10 * more - 1, 1000 + 10 * more):
+        monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _, free=free: usage(0, 0, free))
+        with nullcontext() if free % 10 == 0 else pytest.raises(OSError, match="make room"):
+            checkpoints.check_space(tmp_path, 1000, 10, limit, to_come)
+
+
+def test_all_checkpoints_are_kept_at_wish(settings):
+    folder = Run(settings(checkpoints_total_limit=0, with_prior_preservation=False)).train()
+    assert [path.name for path in list_checkpoints(folder)] == [f"checkpoint-{n}" for n in (1, 2, 3)]
 
 
 def test_a_full_disk_is_told_before_class_images(settings, monkeypatch):

@@ -97,24 +97,28 @@ def check_settings(checkpoint: Path, now: dict[str, Any]) -> None:
         )
 
 
-def check_space(folder: Path, model_bytes: int, checkpoint_bytes: int, limit: int | None) -> None:
+def check_space(folder: Path, model_bytes: int, checkpoint_bytes: int, limit: int, to_come: int) -> None:
     """See before training that the disk has room for the model and for checkpoints.
 
     Args:
         folder: the output folder.
         model_bytes: size of what is saved at the end.
         checkpoint_bytes: size of the trained weights and of the optimizer's moments.
-        limit: how many checkpoints are kept; one more is being written. None counts as one.
+        limit: how many checkpoints are kept, or 0 for all; one more is being written.
+        to_come: how many the run is still to write.
 
     Raises:
         OSError: there is too little.
     """
-    needed = model_bytes + checkpoint_bytes * ((limit or 1) + 1)
+    there = len(list_checkpoints(folder))
+    more = min(max(1, limit + 1 - there), to_come) if limit else to_come
+    needed = model_bytes + checkpoint_bytes * more
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(
             f"{folder} has {free / 1e9:.1f} GB free, and the run needs {needed / 1e9:.1f} GB for the model "
-            "and its checkpoints: make room, choose another --output_dir, or lower --checkpoints_total_limit"
+            "and its checkpoints: make room, choose another --output_dir, or keep fewer by "
+            "--checkpoints_total_limit"
         )
 
 
@@ -136,7 +140,7 @@ def save_checkpoint(
         (partial / SETTINGS).write_text(json.dumps(settings, indent=1), encoding="utf-8")
         shutil.rmtree(place, ignore_errors=True)
         partial.rename(place)
-        if config.checkpoints_total_limit is not None:
+        if config.checkpoints_total_limit:
             for old in list_checkpoints(config.output_dir)[: -config.checkpoints_total_limit]:
                 shutil.rmtree(old)
 

@@ -135,8 +135,8 @@ class DreamBoothConfig(BaseModel):
     """Of all that is drawn."""
     checkpointing_steps: int = Field(200, ge=1)
     """Steps from a checkpoint to the next; the last step has one, too."""
-    checkpoints_total_limit: int | None = Field(2, ge=1)
-    """How many are kept."""
+    checkpoints_total_limit: int = Field(2, ge=0)
+    """How many are kept; 0 keeps all."""
     resume_from_checkpoint: str | None = None
     """"latest", or a checkpoint in the output folder, by its name or its path."""
     validation_prompt: str | None = None

@@ -69,8 +69,11 @@ class Run:
         )
         self.device = self.accelerator.device
         self.eight_bits = in_8_bits(config, self.device)
+        settings = self._settings(classes)
+        self.total = settings["max_train_steps"]
         if self.resume is not None:
-            check_settings(self.resume, self._settings(classes))
+            check_settings(self.resume, settings)
+            self.step = step_of(self.resume)
         if config.allow_tf32:
             torch.set_float32_matmul_precision("high")
         self.repository = claim_repository(config) if self.accelerator.is_main_process else None
@@ -93,14 +96,12 @@ class Run:
         if config.apply == "train+generate":
             self.handle = apply_agentsd(self.pipe.unet, recipe=config.recipe)
         trained = trained_in(self.modules)  # attention's own weights among them
-        passed, processes = max(len(images.instance), len(images.classes)), accelerator.num_processes
-        total = config.steps(passed, processes)
-        optimizer = make_optimizer(config, trained, self.device, processes)
+        optimizer = make_optimizer(config, trained, self.device, accelerator.num_processes)
         rate = get_scheduler(
             config.lr_scheduler,
             optimizer,
             num_warmup_steps=config.lr_warmup_steps,
-            num_training_steps=total,
+            num_training_steps=self.total,
             num_cycles=config.lr_num_cycles,
             power=config.lr_power,
         )
@@ -109,7 +110,6 @@ class Run:
         keep_trained(accelerator, list(self.modules.values()))
         if self.resume is not None:
             accelerator.load_state(str(self.resume), strict=False)
-            self.step = step_of(self.resume)
             # Set here, not saved: accelerate would unpickle what is registered with it.
             rate.last_epoch = self.step
             rate._last_lr = [group["lr"] for group in optimizer.param_groups]
@@ -117,7 +117,7 @@ class Run:
             accelerator.init_trackers("dreambooth")
 
         parts = config.gradient_accumulation_steps
-        numbers = range(self.step * parts, total * parts)
+        numbers = range(self.step * parts, self.total * parts)
         batches = iter(
             DataLoader(
                 images,
@@ -129,14 +129,15 @@ class Run:
         )
         every = config.validation_steps
         if config.validation_epochs is not None:
-            every = config.validation_epochs * config.epoch(passed, processes)
-        bar = self._bar("training", total, self.step)
-        while self.step < total:
+            passed = max(len(self.instance), len(classes))
+            every = config.validation_epochs * config.epoch(passed, accelerator.num_processes)
+        bar = self._bar("training", self.total, self.step)
+        while self.step < self.total:
             loss = self._optimise(models, trained, optimizer, rate, batches)
             self.step += 1
             self._log(loss, float(rate.get_last_lr()[0]))
             bar()
-            if self.step % config.checkpointing_steps == 0 or self.step == total:
+            if self.step % config.checkpointing_steps == 0 or self.step == self.total:
                 save_checkpoint(accelerator, config, settings, self.step)
             if config.validation_prompt and self.step % every == 0:
                 with or_a_warning("validation"):
@@ -208,7 +209,9 @@ class Run:
         checkpoint = sum(p.nbytes for p in trained) + moment_bytes(trained, self.eight_bits)
         parts = () if self.config.rank else (self.pipe.unet, self.pipe.vae, self.pipe.text_encoder)
         model = sum(4 * p.numel() for part in parts for p in part.parameters())
-        check_space(self.config.output_dir, model, checkpoint, self.config.checkpoints_total_limit)
+        every, limit = self.config.checkpointing_steps, self.config.checkpoints_total_limit
+        to_come = -(-self.total // every) - self.step // every if self.step < self.total else 0
+        check_space(self.config.output_dir, model, checkpoint, limit, to_come)
 
     def _log(self, loss: float, rate: float) -> None:
         values = {"loss": loss, "lr": rate}
