@@ -122,6 +122,7 @@ def test_a_command_of_diffusers_runs_after_its_first_word(
     app.command()(dreambooth_lora if "lora" in script else dreambooth)
     result = CliRunner().invoke(app, shlex.split(words) + few)
     assert result.exit_code == 0, result.output
+    assert f"9 images in {photographs}\n" in result.output
     made = {path.name for path in (tmp_path / "out").iterdir()}
     assert made >= {"grid.png", "agentsd.json", "kohya.safetensors" if "lora" in script else "unet"}
 

@@ -58,7 +58,9 @@ def _train(settings: DreamBoothConfig) -> list[str]:
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns) as progress:
-        folder = Run(settings, progress).train()
+        run = Run(settings, progress)
+        run.accelerator.print(f"{len(run.instance)} images in {settings.instance_data_dir}")
+        folder = run.train()
     return [f"saved to {folder}; checkpoints and logs are beside it"]
 
 

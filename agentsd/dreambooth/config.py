@@ -186,7 +186,7 @@ class DreamBoothConfig(BaseModel):
     def _together(self) -> DreamBoothConfig:
         if self.with_prior_preservation and not (self.class_data_dir and self.class_prompt):
             raise ValueError("with_prior_preservation needs class_data_dir and class_prompt")
-        if self.class_data_dir == self.instance_data_dir:
+        if self.class_data_dir and self.class_data_dir.resolve() == self.instance_data_dir.resolve():
             raise ValueError(f"class_data_dir={str(self.class_data_dir)!r} is the subject's: choose another")
         if self.train_text_encoder and self.pre_compute_text_embeddings:
             raise ValueError(

@@ -13,7 +13,7 @@ from diffusers.training_utils import free_memory
 from torch import Tensor
 
 from .config import DreamBoothConfig
-from .data import SubjectImages, find_images, load_image
+from .data import SubjectImages, image_paths, load_image
 from .images import draw_class_images, missing_class_images
 from .models import DTYPES, load_source
 
@@ -52,9 +52,17 @@ def make_inputs(
         own, prior = (pipe.text_encoder(ids.to(device))[0].cpu() for ids in (own, prior))
         pipe.text_encoder.to("cpu")
     free_memory()
-    process, anywhere = accelerator.process_index, not config.center_crop
     return SubjectImages(
-        instance, classes, own, prior, load, config.train_batch_size, config.seed, process, anywhere
+        instance,
+        classes,
+        own,
+        prior,
+        load,
+        config.train_batch_size,
+        config.seed,
+        accelerator.process_index,
+        accelerator.num_processes,
+        random_crop=not config.center_crop,
     )
 
 
@@ -84,7 +92,7 @@ def make_class_images(config: DreamBoothConfig, accelerator: Accelerator, bar: B
         del pipe
         free_memory()
     accelerator.wait_for_everyone()
-    return find_images(config.class_data_dir)
+    return image_paths(config.class_data_dir)
 
 
 def _tokens(tokenizer: Any, prompt: str) -> Tensor:
