@@ -16,6 +16,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from diffusers import DiffusionPipeline, UNet2DConditionModel
+from hub import stand_in
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 from agentsd.dreambooth import checkpoints, images, inputs, models, results, training
@@ -163,7 +165,7 @@ FAILURES = {
     "validation failed": (results, "generate"),
     "drawing grid.png failed": (results, "generate"),
     "the tracker failed": (Accelerator, "log"),
-    "the upload to some/where failed": (None, None),
+    "the upload to me/out failed": (None, None),
 }
 
 
@@ -172,10 +174,7 @@ def test_what_is_drawn_told_or_uploaded_may_fail(settings, tmp_path, monkeypatch
     place, name = FAILURES[told]
     config = settings(max_train_steps=2, with_prior_preservation=False, push_to_hub=place is None)
     if place is None:
-        monkeypatch.setattr(
-            "huggingface_hub.create_repo", lambda *_, **__: namedtuple("R", "repo_id")("some/where")
-        )
-        monkeypatch.setattr("huggingface_hub.upload_folder", fail)
+        stand_in(monkeypatch, upload=fail)
     else:
         monkeypatch.setattr(place, name, fail)
     with caplog.at_level(logging.WARNING, logger="agentsd"):
@@ -187,16 +186,26 @@ def test_what_is_drawn_told_or_uploaded_may_fail(settings, tmp_path, monkeypatch
 
 def test_the_model_is_uploaded_without_checkpoints(settings, monkeypatch):
     given = {}
-    monkeypatch.setattr(
-        "huggingface_hub.create_repo", lambda name, **_: namedtuple("R", "repo_id")(f"me/{name}")
-    )
-    monkeypatch.setattr("huggingface_hub.upload_folder", lambda **settings: given.update(settings))
+    stand_in(monkeypatch, upload=given.update)
     config = settings(with_prior_preservation=False, push_to_hub=True, hub_token="secret")
     folder = Run(config).train()
     assert (given["repo_id"], given["token"], given["folder_path"]) == ("me/out", "secret", folder)
     assert given["ignore_patterns"] == ["checkpoint-*", ".*", "logs/*"]
+    readme = (folder / "README.md").read_text()
+    card = ModelCard(readme).data
+    assert (card.library_name, card.instance_prompt, card.base_model) == ("diffusers", "a sks cat", None)
+    assert "lora" not in card.tags
+    assert config.pretrained_model_name_or_path not in readme
     kept = [path.read_text() for path in folder.rglob("*.json")]
-    assert not any("secret" in text for text in (*kept, repr(config)))
+    assert not any("secret" in text for text in (*kept, readme, repr(config)))
+
+
+def test_the_card_names_the_base_model(settings, monkeypatch):
+    stand_in(monkeypatch)
+    config = settings(pretrained_model_name_or_path="runwayml/sd", rank=4)
+    card = results._model_card(config, "me/out").data
+    assert card.base_model == "runwayml/sd"
+    assert {"text-to-image", "dreambooth", "lora"} <= {*card.tags}
 
 
 def test_a_hub_that_refuses_is_told_before_the_run(settings, monkeypatch):
