@@ -72,11 +72,6 @@ def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-def test_calls_that_leave_something_out_are_refused(settings):
-    with pytest.raises(ValueError, match=r"steps=.*each call in whole; leave steps out here, and pass it to"):
-        settings(steps={"interval": 2})
-
-
 def test_the_three_ways_to_apply_differ_as_they_should(settings, model_folder, tmp_path):
     results = {}
     for apply in ("train+generate", "generate", "none"):

@@ -61,7 +61,8 @@ def _train(settings: DreamBoothConfig) -> list[str]:
         run = Run(settings, progress)
         run.accelerator.print(f"{len(run.instance)} images in {settings.instance_data_dir}")
         folder = run.train()
-    return [f"saved to {folder}; checkpoints and logs are beside it"]
+    grid = "grid.png, " if (folder / "grid.png").exists() else ""
+    return [f"saved to {folder}; {grid}checkpoints and logs are beside it"]
 
 
 def _dry(settings: DreamBoothConfig) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -171,16 +171,6 @@ class DreamBoothConfig(BaseModel):
     """Where agent attention runs."""
     attention: Literal["agent", "module", "focused", "attnzero"] = "agent"
     """The last three are modules that are trained with the U-Net (`agentsd.modules`)."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _whole_calls(cls, given: Any) -> Any:
-        if isinstance(given, dict) and "steps" in given:
-            raise ValueError(
-                f"steps={given['steps']!r}: training computes each call in whole; leave steps out here, and "
-                "pass it to apply_agentsd with the trained pipeline"
-            )
-        return given
 
     @model_validator(mode="after")
     def _together(self) -> DreamBoothConfig:

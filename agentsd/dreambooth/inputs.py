@@ -29,14 +29,9 @@ def make_inputs(
     instance: list[Path],
     classes: list[Path],
 ) -> SubjectImages:
-    """The batches of a run; VAE and text encoder leave the device if all is encoded ahead.
+    """The batches of a run, from images of the subject and of its class, if there are any.
 
-    Args:
-        pipe: the pipeline, on the device.
-        config: of the run.
-        accelerator: of the run.
-        instance: the subject's images.
-        classes: those of its class, if any.
+    VAE and text encoder leave the device if all is encoded ahead.
     """
     device = accelerator.device
     size = config.resolution or pipe.unet.config.sample_size * pipe.vae_scale_factor

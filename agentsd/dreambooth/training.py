@@ -17,6 +17,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.optimization import get_scheduler
 from rich.progress import Progress
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 
 from ..apply import apply_agentsd
@@ -35,7 +36,11 @@ from .models import load_source, make_trainable, trained_in
 from .optimizer import in_8_bits, make_optimizer, moment_bytes
 from .preflight import check_device, check_files, claim_repository, find_tracker
 from .results import finish, or_a_warning, validate
-from .step import diffusion_loss, without_cudnn_attention
+from .step import diffusion_loss
+
+# Not cuDNN's, PyTorch's choice on an H100 and an H200: its backward pass gives NaN there with torch 2.11
+# (pytorch/pytorch issue 196678).
+_SOUND_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass
@@ -151,7 +156,7 @@ class Run:
             accelerator.end_training()
         return config.output_dir
 
-    @without_cudnn_attention()
+    @sdpa_kernel(_SOUND_ATTENTION)
     def _optimise(
         self, models: dict[str, Any], trained: list[Any], optimizer: Any, rate: Any, batches: Iterator[Batch]
     ) -> float:
