@@ -32,12 +32,11 @@ def generate(
 
     A recipe is applied meanwhile; the pipeline is left as it was.
     """
-    scheduler, modes = pipe.scheduler, {part: part.training for part in (pipe.unet, pipe.text_encoder)}
+    scheduler, training = pipe.scheduler, pipe.unet.training
     pipe.scheduler = DDIMScheduler.from_config(scheduler.config, clip_sample=False)
-    for part in modes:
-        part.eval()
+    pipe.unet.eval()
     try:
-        with nullcontext() if recipe is None else apply_agentsd(pipe, recipe=recipe):
+        with nullcontext() if recipe is None else apply_agentsd(pipe, recipe=recipe), torch.no_grad():
             for start in range(0, len(seeds), batch):
                 some = seeds[start : start + batch]
                 yield from pipe(
@@ -50,8 +49,7 @@ def generate(
                 ).images
     finally:
         pipe.scheduler = scheduler
-        for part, training in modes.items():
-            part.train(training)
+        pipe.unet.train(training)
 
 
 def missing_class_images(config: DreamBoothConfig) -> list[int]:
