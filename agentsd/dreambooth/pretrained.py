@@ -9,29 +9,23 @@ import torch
 from diffusers import DiffusionPipeline
 
 
-def load_pretrained(
-    kind: Any,
-    source: str,
-    dtype: torch.dtype = torch.float32,
-    variant: str | None = None,
-    revision: str | None = None,
-) -> Any:
+def load_pretrained(kind: Any, source: str, dtype: torch.dtype = torch.float32) -> Any:
     """Return `kind.from_pretrained(source)`, without the safety checker, from whichever files there are.
 
-    Without `variant` the half-precision files ("fp16") are taken first for a model in half precision, and
-    otherwise where there are no others.
+    The half-precision files ("fp16" variant) are taken first for a model in half precision, and otherwise
+    where there are no others.
 
     Raises:
         OSError, ValueError: of diffusers, where neither can be loaded.
     """
-    config = DiffusionPipeline.load_config(source, revision=revision)
+    config = DiffusionPipeline.load_config(source)
     unused: dict[str, Any] = {}
     if "safety_checker" in config:
         unused = {"safety_checker": None, "requires_safety_checker": False}
     errors: list[Exception] = []
-    for one in [variant] if variant else _variants(source, dtype):
+    for variant in _variants(source, dtype):
         try:
-            pipe = kind.from_pretrained(source, dtype=dtype, variant=one, revision=revision, **unused)
+            pipe = kind.from_pretrained(source, dtype=dtype, variant=variant, **unused)
         except (OSError, ValueError) as error:
             errors.append(error)
             continue
