@@ -195,7 +195,8 @@ class Call:
         jumps: it skips timesteps of the list, otherwise than the call before.
         off_list: its timestep is not on the list that it was placed by.
         kind: what it computes.
-        inputs: its arguments by name, where something is cached; so many of them are positional.
+        inputs: its arguments by name, where something is cached.
+        positional: how many of them came without a name.
         sigma: its noise level, as features are kept by.
         output: (B, ...) what a cached call's layers gave, until it is corrected.
         given: (B, ...) what the call gave for that.

@@ -218,9 +218,8 @@ def test_an_interruption_between_any_two_lines_is_undone(time):
     clean, stock = fingerprint(unet := make_small_unet()), [caller(unet, i) for i in range(6)]
     apply_agentsd(caller.pipe(unet), recipe=BOTH)
     expected = [caller(unet, i) for i in range(6)]
-    lines = traced(
-        partial(patched_calls, make_small_unet(), caller, [])
-    )  # as deep in the stack, which is walked
+    # By `partial`, as below: the hook walks the stack, so each frame more is another line.
+    lines = traced(partial(patched_calls, make_small_unet(), caller, []))
     assert len(lines) > 300
     for number, (line, count) in enumerate(sorted(lines.items())):
         unet, made = make_small_unet(), []
