@@ -5,17 +5,22 @@ import sys
 _OF_TRAINING = ("peft", "pydantic", "rich", "typer")
 
 
-def main() -> None:
+def main(lora: bool = False) -> None:
     """Run the command; where a package of the extra `train` is not installed, say so."""
     try:
-        from .cli import main as run
+        from . import cli
 
-        run()
+        cli.main(cli.dreambooth_lora if lora else cli.dreambooth)
     except ModuleNotFoundError as error:
         if error.name not in _OF_TRAINING:
             raise
         print(f"error: {error.name} is not installed: pip install {error.name}", file=sys.stderr)
         sys.exit(2)
+
+
+def main_lora() -> None:
+    """The same as diffusers' `train_dreambooth_lora.py`: LoRA weights of rank 4, if no other is given."""
+    main(lora=True)
 
 
 if __name__ == "__main__":

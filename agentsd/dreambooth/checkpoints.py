@@ -1,14 +1,19 @@
-"""Whole checkpoints only: written beside their place and renamed when complete."""
+"""Whole checkpoints only: written beside their place and renamed when complete, with the run's settings."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 
+from .config import MAY_CHANGE, DreamBoothConfig
+
 NAME = re.compile(r"checkpoint-(\d+)")
+SETTINGS = "settings.json"
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -44,19 +49,32 @@ def find_checkpoint(folder: Path, name: str) -> Path | None:
     raise ValueError(f"resume_from_checkpoint={name!r} is not in {folder}; there: {names}; or say 'latest'")
 
 
-def check_space(folder: Path, model_bytes: int, trained_bytes: int, limit: int | None) -> None:
+def check_settings(checkpoint: Path, config: DreamBoothConfig) -> None:
+    """Raise ValueError where a checkpoint's run had other settings that its next step depends on."""
+    try:
+        there = json.loads((checkpoint / SETTINGS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{checkpoint} has no readable {SETTINGS} ({error}): start anew elsewhere") from None
+    now = config.model_dump(mode="json")
+    differ = [name for name in now if name not in MAY_CHANGE and there.get(name) != now[name]]
+    if differ:
+        told = "; ".join(f"{name} was {there.get(name)!r}, is {now[name]!r}" for name in differ)
+        raise ValueError(f"{checkpoint} is of a run with other settings: {told}; give its own, or start anew")
+
+
+def check_space(folder: Path, model_bytes: int, checkpoint_bytes: int, limit: int | None) -> None:
     """See before training that the disk has room for the model and for checkpoints.
 
     Args:
         folder: the output folder.
         model_bytes: size of what is saved at the end.
-        trained_bytes: size of the trained weights; a checkpoint holds them and two moments of each.
+        checkpoint_bytes: size of the trained weights and of the optimizer's moments.
         limit: how many checkpoints are kept; one more is being written. None counts as one.
 
     Raises:
         OSError: there is too little.
     """
-    needed = model_bytes + 3 * trained_bytes * ((limit or 1) + 1)
+    needed = model_bytes + checkpoint_bytes * ((limit or 1) + 1)
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(
@@ -65,10 +83,10 @@ def check_space(folder: Path, model_bytes: int, trained_bytes: int, limit: int |
         )
 
 
-def save_checkpoint(accelerator: Accelerator, folder: Path, step: int, limit: int | None) -> None:
-    """Write `checkpoint-STEP`, then remove the oldest ones beyond `limit`."""
-    place = folder / f"checkpoint-{step}"
-    partial = folder / f".partial-{step}"
+def save_checkpoint(accelerator: Accelerator, config: DreamBoothConfig, step: int) -> None:
+    """Write `checkpoint-STEP`, then remove the oldest ones beyond the limit."""
+    place = config.output_dir / f"checkpoint-{step}"
+    partial = config.output_dir / f".partial-{step}"
     if accelerator.is_main_process:
         shutil.rmtree(partial, ignore_errors=True)
     accelerator.wait_for_everyone()
@@ -78,8 +96,21 @@ def save_checkpoint(accelerator: Accelerator, folder: Path, step: int, limit: in
     (partial / f"random_states_{accelerator.process_index}.pkl").unlink()
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        (partial / SETTINGS).write_text(config.model_dump_json(indent=1), encoding="utf-8")
         shutil.rmtree(place, ignore_errors=True)
         partial.rename(place)
-        if limit is not None:
-            for old in list_checkpoints(folder)[:-limit]:
+        if config.checkpoints_total_limit is not None:
+            for old in list_checkpoints(config.output_dir)[: -config.checkpoints_total_limit]:
                 shutil.rmtree(old)
+
+
+def keep_trained(accelerator: Accelerator, modules: list[Any]) -> None:
+    """Leave frozen weights out of the checkpoints; they are loaded with `strict=False`."""
+    trained = [{name for name, p in module.named_parameters() if p.requires_grad} for module in modules]
+
+    def drop(models: list[Any], weights: list[dict[str, Any]], folder: str) -> None:
+        for names, state in zip(trained, weights, strict=True):
+            for name in set(state) - names - {f"module.{name}" for name in names}:  # of several devices
+                del state[name]
+
+    accelerator.register_save_state_pre_hook(drop)

@@ -1,7 +1,8 @@
-"""Images of the subject and of its class, drawn by step number so that a resumed run repeats itself."""
+"""Images of the subject and of its class, drawn by number so that a resumed run repeats itself."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
+from torch.utils.data import Dataset
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 
@@ -33,63 +35,78 @@ def find_images(folder: Path) -> list[Path]:
         try:
             with Image.open(path) as image:
                 image.load()
-        except (OSError, UnidentifiedImageError) as error:
+        except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
             raise ValueError(f"{path} cannot be read as an image ({error}): mend or remove it") from None
     return paths
 
 
-def load_image(path: Path, resolution: int) -> Tensor:
-    """A image as (3, resolution, resolution) in [-1, 1]: its centre square, on white where transparent."""
+def load_image(path: Path, resolution: int, place: tuple[float, float] = (0.5, 0.5)) -> Tensor:
+    """An image as (3, resolution, resolution) in [-1, 1], on white where it is transparent.
+
+    Args:
+        path: the file.
+        resolution: pixels on a side.
+        place: where its largest square is cut out, from (0, 0), top left, to (1, 1); by default the centre.
+    """
     with Image.open(path) as opened:
         image = ImageOps.exif_transpose(opened).convert("RGBA")
     image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-    image = ImageOps.fit(image, (resolution, resolution), Image.Resampling.LANCZOS)
+    image = ImageOps.fit(image, (resolution, resolution), Image.Resampling.LANCZOS, centering=place)
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one training step sees, all of it drawn from (seed, step, process).
+    """What one batch of training sees, all of it drawn from (seed, number, process).
 
     Attributes:
-        pixels: (B, 3, H, W) in [-1, 1]; with class images, the second half of the batch.
-        input_ids: (B, L) their prompts' tokens.
-        generator: for the step's noise and timesteps.
+        images: (B, ...), what `SubjectImages.load` gives; with class images, the second half of the batch.
+        text: (B, ...) their prompts, tokens or embeddings.
+        seed: of the batch's noise and timesteps.
     """
 
-    pixels: Tensor
-    input_ids: Tensor
-    generator: torch.Generator
+    images: Tensor
+    text: Tensor
+    seed: int
 
 
 @dataclass(frozen=True)
-class SubjectImages:
-    """The instance images and, for prior preservation, the class images.
+class SubjectImages(Dataset[Batch]):
+    """The instance images and, for prior preservation, the class images; item n is batch n.
 
     Attributes:
         instance, classes: paths; `classes` may be empty.
-        instance_ids, class_ids: (1, L) tokens of their prompts.
-        resolution: pixels on a side.
+        instance_text, class_text: (1, ...) their prompts, tokens or embeddings.
+        load: `load(path, place=...)` gives an image (C, H, W), or what was made of it ahead.
+        batch_size: instance images in a batch, and as many class images, if any.
+        seed, process: of the run, and the number of its process.
+        random_crop: whether another square is cut out of an image at each draw.
     """
 
     instance: list[Path]
     classes: list[Path]
-    instance_ids: Tensor
-    class_ids: Tensor
-    resolution: int
+    instance_text: Tensor
+    class_text: Tensor
+    load: Callable[..., Tensor]
+    batch_size: int
+    seed: int
+    process: int = 0
+    random_crop: bool = False
 
-    def draw(self, batch_size: int, seed: int, step: int, process: int = 0) -> Batch:
-        """The batch of a step: `batch_size` instance images and as many class images, if any."""
-        generator = torch.Generator("cpu").manual_seed(hash((seed, step, process)) % 2**63)
-        paths, ids = self._pick(self.instance, batch_size, generator), [self.instance_ids] * batch_size
+    def __getitem__(self, number: int) -> Batch:
+        rng = torch.Generator("cpu").manual_seed(hash((self.seed, number, self.process)) % 2**63)
+        paths, text = self._pick(self.instance, rng), [self.instance_text] * self.batch_size
         if self.classes:
-            paths += self._pick(self.classes, batch_size, generator)
-            ids += [self.class_ids] * batch_size
-        pixels = torch.stack([load_image(path, self.resolution) for path in paths])
-        return Batch(pixels, torch.cat(ids), generator)
+            paths += self._pick(self.classes, rng)
+            text += [self.class_text] * self.batch_size
+        if self.random_crop:
+            places = torch.rand(len(paths), 2, generator=rng, device="cpu").tolist()
+        else:
+            places = [(0.5, 0.5)] * len(paths)
+        images = [self.load(path, place=(x, y)) for path, (x, y) in zip(paths, places, strict=True)]
+        seed = torch.randint(2**62, (), generator=rng, device="cpu")
+        return Batch(torch.stack(images), torch.cat(text), int(seed))
 
-    @staticmethod
-    def _pick(paths: list[Path], count: int, generator: torch.Generator) -> list[Path]:
-        return [
-            paths[i] for i in torch.randint(len(paths), (count,), generator=generator, device="cpu").tolist()
-        ]
+    def _pick(self, paths: list[Path], rng: torch.Generator) -> list[Path]:
+        picked = torch.randint(len(paths), (self.batch_size,), generator=rng, device="cpu")
+        return [paths[i] for i in picked.tolist()]
