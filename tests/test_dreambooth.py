@@ -72,11 +72,6 @@ def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-def test_calls_that_leave_something_out_are_refused(settings):
-    with pytest.raises(ValueError, match=r"steps=.*each call in whole; leave steps out here, and pass it to"):
-        settings(steps={"interval": 2})
-
-
 def test_the_three_ways_to_apply_differ_as_they_should(settings, model_folder, tmp_path):
     results = {}
     for apply in ("train+generate", "generate", "none"):
@@ -158,6 +153,39 @@ def test_the_text_encoder_trains_too_in_half_precision(settings, model_folder, t
     trained, baseline = (StableDiffusionPipeline.from_pretrained(f) for f in (folder, model_folder))
     assert trained.unet.dtype == torch.float32
     assert not equal(trained.text_encoder.state_dict(), baseline.text_encoder.state_dict())
+
+
+@pytest.mark.parametrize(("run", "asked"), [("bf16", "fp32"), ("no", "bf16"), ("bf16", None)])
+def test_class_images_are_drawn_in_the_precision_asked_for(settings, model_folder, tmp_path, run, asked):
+    """As a pipeline in that precision draws them, whatever that of the run."""
+    more = {"class_data_dir": tmp_path / "classes", "class_prompt": "a cat", "num_class_images": 1}
+    more |= {"with_prior_preservation": True, "max_train_steps": 1, "num_validation_images": 1}
+    Run(settings(mixed_precision=run, prior_generation_precision=asked, **more)).train()
+    pipe = StableDiffusionPipeline.from_pretrained(model_folder)
+    pipe.to(torch.float32 if asked == "fp32" else torch.bfloat16)
+    pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config, clip_sample=False)
+    rng = torch.Generator().manual_seed(0)
+    [expected] = pipe("a cat", num_inference_steps=2, guidance_scale=7.5, generator=rng).images
+    made = Image.open(tmp_path / "classes" / "class-00000.png")
+    assert (np.asarray(made) == np.asarray(expected)).all()
+
+
+def test_images_are_drawn_without_dropout(settings, model_folder):
+    """So that a validation after the last step shows what the grid of the saved model does."""
+    more = {"rank": 2, "lora_dropout": 0.5, "train_text_encoder": True, "learning_rate": 0.3}
+    more |= {"apply": "none", "validation_prompt": "a sks cat", "validation_steps": 1, "max_train_steps": 1}
+    run = Run(settings(**more))
+    folder = run.train()
+    assert run.pipe.unet.training
+    assert run.pipe.text_encoder.training  # again
+    pipe = StableDiffusionPipeline.from_pretrained(model_folder)
+    pipe.load_lora_weights(folder)
+    pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config, clip_sample=False)
+    rng = torch.Generator().manual_seed(0)
+    [expected] = pipe("a sks cat", num_inference_steps=2, guidance_scale=7.5, generator=rng).images
+    for name in ("validation-1.png", "grid.png"):
+        made = np.asarray(Image.open(folder / name), dtype=float)[:, :32]
+        assert np.abs(made - np.asarray(expected, dtype=float)).max() <= 1
 
 
 def test_lora_layers_start_as_pefts():

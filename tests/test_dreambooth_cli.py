@@ -1,12 +1,16 @@
 """What the command of DreamBooth says of settings that it refuses."""
 
+import os
 import shlex
-from types import SimpleNamespace
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import typer
 from accelerate.state import AcceleratorState
+from hub import stand_in
 from typer.testing import CliRunner
 
 from agentsd.dreambooth.cli import dreambooth, dreambooth_lora
@@ -99,31 +103,50 @@ FOREIGN = {
 }
 
 
+@pytest.fixture
+def words_of(model_folder, photographs, tmp_path):
+    """The words after a script's name; images are drawn in few steps here, which is not the command's."""
+
+    def words(script):
+        told, out = FOREIGN[script], tmp_path / "out"
+        places = {"MODEL": model_folder, "SUBJECT": photographs, "OUT": out, "CLASS": tmp_path / "class"}
+        for name, place in places.items():
+            told = told.replace(f"={name}", f"={place}")
+        return [*shlex.split(told), "--num_inference_steps", "1", "--num_validation_images", "1"], out
+
+    return words
+
+
 @pytest.mark.parametrize("script", FOREIGN)
-def test_a_command_of_diffusers_runs_after_its_first_word(
-    script, model_folder, photographs, tmp_path, monkeypatch
-):
-    """Images are drawn in few steps here, and nothing is uploaded: both are not the command's."""
+def test_a_command_of_diffusers_runs_after_its_first_word(script, words_of, photographs, monkeypatch):
     AcceleratorState._reset_state(reset_partial_state=True)
-    monkeypatch.setattr("huggingface_hub.create_repo", lambda *_, **__: SimpleNamespace(repo_id="me/mine"))
-    monkeypatch.setattr("huggingface_hub.upload_folder", lambda **_: None)
+    stand_in(monkeypatch)
     monkeypatch.setattr("agentsd.dreambooth.training.torch.set_float32_matmul_precision", lambda _: None)
-    places = {
-        "MODEL": model_folder,
-        "SUBJECT": photographs,
-        "OUT": tmp_path / "out",
-        "CLASS": tmp_path / "class",
-    }
-    words = FOREIGN[script]
-    for name, place in places.items():
-        words = words.replace(f"={name}", f"={place}")
-    few = ["--num_inference_steps", "1", "--num_validation_images", "1"]
+    words, out = words_of(script)
     app = typer.Typer()
     app.command()(dreambooth_lora if "lora" in script else dreambooth)
-    result = CliRunner().invoke(app, shlex.split(words) + few)
+    result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
-    made = {path.name for path in (tmp_path / "out").iterdir()}
-    assert made >= {"grid.png", "agentsd.json", "kohya.safetensors" if "lora" in script else "unet"}
+    assert f"9 images in {photographs}\n" in result.output
+    assert f"saved to {out}; grid.png, checkpoints and logs are beside it\n" in result.output
+    assert {path.name for path in out.iterdir()} >= {"grid.png", "agentsd.json", *made_by(script)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["train_dreambooth.py", "train_dreambooth_lora.py"])
+def test_a_command_of_diffusers_runs_from_its_first_word(script, words_of):
+    """`accelerate launch SCRIPT`, with the module that the tutorial names in place of the script."""
+    module = "agentsd.dreambooth.lora" if "lora" in script else "agentsd.dreambooth"
+    assert f"`accelerate launch -m {module}`" in Path("docs/tutorials/dreambooth.md").read_text()
+    words, out = words_of(script)
+    words.remove("--push_to_hub")
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "-m", module]
+    subprocess.run([*launch, *words], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert {path.name for path in out.iterdir()} >= {"grid.png", "agentsd.json", *made_by(script)}
+
+
+def made_by(script):
+    return {"kohya.safetensors"} if "lora" in script else {"unet"}
 
 
 def run(options, code):

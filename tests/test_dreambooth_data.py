@@ -1,5 +1,6 @@
 """DreamBooth's images, its loss, and the users' files that it leaves as they are."""
 
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -51,6 +52,7 @@ class Painter:
 
     def __init__(self):
         self.unet, self.scheduler = make_unet(), diffusers.DDIMScheduler(**BETAS)
+        self.text_encoder = torch.nn.Identity()
 
     def __call__(self, prompt, generator, **settings):
         assert len(prompt) == len(generator) <= 2
@@ -103,6 +105,48 @@ def test_images_are_drawn_by_number(settings):
     assert a.text[:, 0].tolist() == [0, 0, 1, 1]
     of_another = replace(images, process=1)[5]
     assert len({one.seed for one in (a, *others, of_another)}) == 12
+
+
+def test_passes_are_passes(tmp_path):
+    """Batches of two processes in turn: each image once in every pass, in another order."""
+    grey_levels = [20, 40, 60, 80, 100]
+    for level in grey_levels:
+        grey(level).save(tmp_path / f"{level:03}.png")
+    found, ids = find_images(tmp_path), torch.zeros(1, 1)
+    load = partial(load_image, resolution=8)
+    images = [SubjectImages(found, found[:4], ids, ids, load, 3, 0, p, 2) for p in (0, 1)]
+    batches = [images[p][n].images[:, 0, 0, 0] for n in range(10) for p in (0, 1)]
+    for half, size in ((slice(3), 5), (slice(3, 6), 4)):
+        seen = torch.cat([(batch[half] + 1) * 127.5 for batch in batches]).round().int().tolist()
+        passes = [seen[i : i + size] for i in range(0, 60, size)]
+        assert all(sorted(one) == grey_levels[:size] for one in passes)
+        assert len({tuple(one) for one in passes}) > 5
+
+
+def test_what_is_not_read_is_named(tmp_path, caplog):
+    for name in ("one.png", "two.JPG", "._one.png"):
+        (tmp_path / name).write_bytes(b"")
+        if name[0] != ".":
+            grey(9).save(tmp_path / name)
+    for name in ("a.heic", "b.TIFF", "notes.txt"):
+        (tmp_path / name).touch()
+    with caplog.at_level(logging.WARNING, logger="agentsd"):
+        assert [path.name for path in find_images(tmp_path)] == ["one.png", "two.JPG"]
+    [told] = caplog.messages
+    assert told.endswith("save as PNG or JPEG: a.heic, b.TIFF")
+
+
+def test_grey_of_16_bits_is_scaled(tmp_path):
+    levels = np.linspace(0, 65535, 64).round().astype(np.uint16).reshape(8, 8)
+    Image.fromarray(levels).save(tmp_path / "deep.png")
+    made = load_image(tmp_path / "deep.png", resolution=8)
+    assert np.abs((made.numpy() + 1) / 2 - levels / 65535).max() < 0.6 / 255
+
+
+def test_the_subjects_folder_by_another_name_is_refused(settings, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="class_data_dir='subject' is the subject's: choose another"):
+        DreamBoothConfig(**settings | {"class_data_dir": "subject"})
 
 
 def test_squares_are_cut_at_the_centre_or_anywhere(tmp_path):

@@ -3,17 +3,21 @@
 import errno
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
 from collections import namedtuple
+from contextlib import nullcontext
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from diffusers import DiffusionPipeline, UNet2DConditionModel
+from hub import stand_in
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 from agentsd.dreambooth import checkpoints, images, inputs, models, results, training
@@ -161,7 +165,7 @@ FAILURES = {
     "validation failed": (results, "generate"),
     "drawing grid.png failed": (results, "generate"),
     "the tracker failed": (Accelerator, "log"),
-    "the upload to some/where failed": (None, None),
+    "the upload to me/out failed": (None, None),
 }
 
 
@@ -170,10 +174,7 @@ def test_what_is_drawn_told_or_uploaded_may_fail(settings, tmp_path, monkeypatch
     place, name = FAILURES[told]
     config = settings(max_train_steps=2, with_prior_preservation=False, push_to_hub=place is None)
     if place is None:
-        monkeypatch.setattr(
-            "huggingface_hub.create_repo", lambda *_, **__: namedtuple("R", "repo_id")("some/where")
-        )
-        monkeypatch.setattr("huggingface_hub.upload_folder", fail)
+        stand_in(monkeypatch, upload=fail)
     else:
         monkeypatch.setattr(place, name, fail)
     with caplog.at_level(logging.WARNING, logger="agentsd"):
@@ -185,16 +186,26 @@ def test_what_is_drawn_told_or_uploaded_may_fail(settings, tmp_path, monkeypatch
 
 def test_the_model_is_uploaded_without_checkpoints(settings, monkeypatch):
     given = {}
-    monkeypatch.setattr(
-        "huggingface_hub.create_repo", lambda name, **_: namedtuple("R", "repo_id")(f"me/{name}")
-    )
-    monkeypatch.setattr("huggingface_hub.upload_folder", lambda **settings: given.update(settings))
+    stand_in(monkeypatch, upload=given.update)
     config = settings(with_prior_preservation=False, push_to_hub=True, hub_token="secret")
     folder = Run(config).train()
     assert (given["repo_id"], given["token"], given["folder_path"]) == ("me/out", "secret", folder)
     assert given["ignore_patterns"] == ["checkpoint-*", ".*", "logs/*"]
+    readme = (folder / "README.md").read_text()
+    card = ModelCard(readme).data
+    assert (card.library_name, card.instance_prompt, card.base_model) == ("diffusers", "a sks cat", None)
+    assert "lora" not in card.tags
+    assert config.pretrained_model_name_or_path not in readme
     kept = [path.read_text() for path in folder.rglob("*.json")]
-    assert not any("secret" in text for text in (*kept, repr(config)))
+    assert not any("secret" in text for text in (*kept, readme, repr(config)))
+
+
+def test_the_card_names_the_base_model(settings, monkeypatch):
+    stand_in(monkeypatch)
+    config = settings(pretrained_model_name_or_path="runwayml/sd", rank=4)
+    card = results._model_card(config, "me/out").data
+    assert card.base_model == "runwayml/sd"
+    assert {"text-to-image", "dreambooth", "lora"} <= {*card.tags}
 
 
 def test_a_hub_that_refuses_is_told_before_the_run(settings, monkeypatch):
@@ -208,23 +219,89 @@ def test_a_hub_that_refuses_is_told_before_the_run(settings, monkeypatch):
         Run(settings(push_to_hub=True))
 
 
-def test_other_settings_are_named_and_refused(settings):
-    first = settings(with_prior_preservation=False, max_train_steps=1)
-    Run(first).train()
-    same = {"resume_from_checkpoint": "latest"}
-    other = {"apply": "none", "learning_rate": 2e-3, "instance_prompt": "a sks dog"}
-    differ = (
-        r"instance_prompt was 'a sks cat', is 'a sks dog'; learning_rate was 0\.001, is 0\.002; apply was"
-    )
-    with pytest.raises(ValueError, match=f"checkpoint-1 is of a run with other settings: {differ}"):
-        Run(settings(**same, **other, with_prior_preservation=False))
-    taken = settings(
-        **same, with_prior_preservation=False, validation_prompt="a cat", gradient_checkpointing=True
-    )
-    assert Run(taken).resume.name == "checkpoint-1"
-    (first.output_dir / "checkpoint-1" / "settings.json").write_text("{")
-    with pytest.raises(ValueError, match=r"checkpoint-1 has no readable settings.json"):
-        Run(taken)
+OTHER = {  # changes of a run that goes on, and what is said of them; None where it may
+    "as resolved": ({"learning_rate": 1e-6, "mixed_precision": "no", "use_8bit_adam": False}, None),
+    "what no step depends on": ({"validation_prompt": "a cat", "gradient_checkpointing": True}, None),
+    "longer": ({"max_train_steps": 9}, None),
+    "fewer class images": ({"num_class_images": 2}, None),
+    "more class images": ({"num_class_images": 4}, ": num_class_images was 3, is 4;"),
+    "several": (
+        {"apply": "none", "learning_rate": 2e-3, "instance_prompt": "a sks dog"},
+        ": instance_prompt was 'a sks cat', is 'a sks dog'; learning_rate was 1e-06, is 0.002; apply was",
+    ),
+    "a schedule": (
+        {"lr_scheduler": "linear", "max_train_steps": 1},
+        ": lr_scheduler was 'constant', is 'linear';",
+    ),
+    "precision": ({"mixed_precision": "bf16"}, ": mixed_precision was 'no', is 'bf16'"),
+    "another image": ({}, ": instance_images was '9 images ("),
+}
+
+
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory):
+    """Where a run of a step is kept."""
+    return tmp_path_factory.mktemp("one") / "step"
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_other_settings_are_named_and_refused(settings, one_step, photographs, tmp_path, monkeypatch, case):
+    changes, told = OTHER[case]
+    places = {"output_dir": one_step / "out", "class_data_dir": one_step / "class", "learning_rate": None}
+    if not one_step.exists():
+        Run(settings(**places, max_train_steps=1)).train()
+    if case == "another image":
+        shutil.copytree(photographs, tmp_path / "more")
+        shutil.copy(photographs / "0.png", tmp_path / "more" / "10.png")
+        changes = {"instance_data_dir": tmp_path / "more"}
+    monkeypatch.chdir(one_step)
+    config = settings(**places | {"output_dir": "out", "resume_from_checkpoint": "latest"} | changes)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    if told is None:
+        assert Run(config).resume.name == "checkpoint-1"
+    else:
+        with pytest.raises(ValueError, match=re.escape(f"other settings{told}")):
+            Run(config)
+
+
+def test_a_schedule_that_decays_keeps_its_length(settings):
+    more = {"with_prior_preservation": False, "lr_scheduler": "linear", "max_train_steps": 2}
+    folder = Run(settings(**more)).train()
+    longer = settings(**more | {"max_train_steps": 3}, resume_from_checkpoint=str(folder / "checkpoint-2"))
+    with pytest.raises(
+        ValueError,
+        match=r"was 2, is 3 \(max_train_steps may change under --lr_scheduler constant or",
+    ):
+        Run(longer)
+    (folder / "checkpoint-2" / "settings.json").write_text("{")
+    with pytest.raises(ValueError, match=r"checkpoint-2 has no readable settings.json"):
+        Run(longer)
+
+
+def test_devices_count_among_the_settings(settings):
+    """Two halve a learning rate that is scaled: all the same, batches are others."""
+    scaled = settings(scale_lr=True, lr_scheduler="linear", max_train_steps=None, num_train_epochs=4)
+    paths = sorted(scaled.instance_data_dir.iterdir())
+    one, two = (checkpoints.resolve_settings(scaled, paths, [], False, n) for n in (1, 2))
+    differ = {name: (one[name], two[name]) for name in one if one[name] != two[name]}
+    assert differ == {"learning_rate": (1e-3, 2e-3), "max_train_steps": (36, 20), "processes": (1, 2)}
+
+
+def test_a_run_that_died_before_a_checkpoint_begins_anew(settings, tmp_path):
+    """Where nothing but its own is in the folder; nobody is sent to checkpoints that aren't there."""
+    inside = {"class_data_dir": tmp_path / "out" / "class"}
+    latest = settings(resume_from_checkpoint="latest", **inside)
+    for own in ("validation-2.png", "logs", ".partial-1", "class"):
+        (tmp_path / "out" / own).mkdir(parents=True)
+    assert Run(latest).resume is None
+    with pytest.raises(ValueError, match=r"holds validation-2.png, .*: choose another folder$"):
+        Run(settings(**inside))
+    (tmp_path / "out" / "unet").mkdir()
+    with pytest.raises(ValueError, match=r"holds unet, .*: choose another folder$"):
+        Run(latest)
+    (tmp_path / "out" / "checkpoint-1").mkdir()
+    with pytest.raises(ValueError, match=r"or go on with its .* by --resume_from_checkpoint latest$"):
+        Run(settings(**inside))
 
 
 def test_checkpoints_hold_what_is_trained_alone(settings):
@@ -255,7 +332,31 @@ def test_room_is_asked_for_by_the_optimizer_that_runs(settings, monkeypatch, eig
     moments = 8 * trained
     if eight_bits:
         moments = sum(2 * n + 8 * -(-n // 256) if n >= 4096 else 8 * n for n in sizes)
-    assert told["args"] == (config.output_dir, model, 4 * trained + moments, 2)
+    assert told["args"] == (config.output_dir, model, 4 * trained + moments, 2, 3)
+    for step, every, to_come in ((2, 2, 1), (1, 2, 2), (3, 1, 0), (0, 4, 1)):  # of three steps
+        run.step, run.config = step, config.model_copy(update={"checkpointing_steps": every})
+        run._check_space()
+        assert told["args"][-1] == to_come
+
+
+@pytest.mark.parametrize(
+    ("there", "limit", "to_come", "more"),
+    [(0, 2, 5, 3), (2, 2, 5, 1), (1, 2, 5, 2), (4, 2, 5, 1), (0, 2, 1, 1), (2, 2, 0, 0), (3, 0, 5, 5)],
+)
+def test_room_is_asked_for_checkpoints_that_are_not_there(tmp_path, monkeypatch, there, limit, to_come, more):
+    """At most one beyond the limit is there at a time; 0 keeps all."""
+    usage = namedtuple("Usage", "total used free")
+    for step in range(there):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    for free in (1000 + 10 * more - 1, 1000 + 10 * more):
+        monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _, free=free: usage(0, 0, free))
+        with nullcontext() if free % 10 == 0 else pytest.raises(OSError, match="make room"):
+            checkpoints.check_space(tmp_path, 1000, 10, limit, to_come)
+
+
+def test_all_checkpoints_are_kept_at_wish(settings):
+    folder = Run(settings(checkpoints_total_limit=0, with_prior_preservation=False)).train()
+    assert [path.name for path in list_checkpoints(folder)] == [f"checkpoint-{n}" for n in (1, 2, 3)]
 
 
 def test_a_full_disk_is_told_before_class_images(settings, monkeypatch):

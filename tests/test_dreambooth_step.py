@@ -68,7 +68,7 @@ def settings(tmp_path, make_pipeline):
     return make
 
 
-def batches_of(config, pipe, process=0):
+def batches_of(config, pipe, process=0, processes=1):
     """The run's images, from which batch n of a process is drawn."""
 
     def tokens(prompt):
@@ -86,6 +86,7 @@ def batches_of(config, pipe, process=0):
         config.train_batch_size,
         config.seed,
         process,
+        processes,
         not config.center_crop,
     )
 
@@ -124,7 +125,7 @@ def loss_by_hand(batch, config, pipe, kind):
 def train_by_hand(config, kind, processes=1):
     """Trained weights of the U-Net: AdamW on the mean gradient of a step's batches, scaled to the norm."""
     pipe = diffusers.StableDiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
-    every = [batches_of(config, pipe, process) for process in range(processes)]
+    every = [batches_of(config, pipe, process, processes) for process in range(processes)]
     for part in (pipe.vae, pipe.text_encoder, pipe.unet):
         part.double().requires_grad_(part is pipe.unet)
     weights = dict(pipe.unet.named_parameters())
@@ -200,7 +201,7 @@ def test_each_process_has_batches_of_its_own(settings, make_pipeline):
     for process in (0, 1):
         of = SimpleNamespace(process_index=process, num_processes=2, device=torch.device("cpu"))
         views = sorted(config.instance_data_dir.iterdir())
-        seeds += [make_inputs(pipe, config, of, views, None)[number].seed for number in range(4)]
+        seeds += [make_inputs(pipe, config, of, views, [])[number].seed for number in range(4)]
     assert len(set(seeds)) == 8
 
 

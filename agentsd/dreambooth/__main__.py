@@ -18,10 +18,5 @@ def main(lora: bool = False) -> None:
         sys.exit(2)
 
 
-def main_lora() -> None:
-    """The same as diffusers' `train_dreambooth_lora.py`: LoRA weights of rank 4, if no other is given."""
-    main(lora=True)
-
-
 if __name__ == "__main__":
     main()

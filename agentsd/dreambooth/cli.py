@@ -58,8 +58,11 @@ def _train(settings: DreamBoothConfig) -> list[str]:
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns) as progress:
-        folder = Run(settings, progress).train()
-    return [f"saved to {folder}; checkpoints and logs are beside it"]
+        run = Run(settings, progress)
+        run.accelerator.print(f"{len(run.instance)} images in {settings.instance_data_dir}")
+        folder = run.train()
+    grid = "grid.png, " if (folder / "grid.png").exists() else ""
+    return [f"saved to {folder}; {grid}checkpoints and logs are beside it"]
 
 
 def _dry(settings: DreamBoothConfig) -> list[str]:

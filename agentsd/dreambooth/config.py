@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -19,15 +19,21 @@ Schedule = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"
 ]
 
+CONSTANT = ("constant", "constant_with_warmup")
+"""Schedules that do not depend on how long the run is."""
+
 MAY_CHANGE = """
-    output_dir max_train_steps num_train_epochs gradient_checkpointing
+    output_dir instance_data_dir class_data_dir scale_lr num_train_epochs gradient_checkpointing
     enable_xformers_memory_efficient_attention set_grads_to_none pre_compute_text_embeddings
     dataloader_num_workers checkpointing_steps checkpoints_total_limit resume_from_checkpoint
-    num_class_images sample_batch_size prior_generation_precision validation_prompt validation_steps
+    sample_batch_size prior_generation_precision validation_prompt validation_steps
     validation_epochs num_validation_images num_inference_steps guidance_scale logging_dir report_to
     push_to_hub hub_model_id
 """.split()  # noqa: SIM905
-"""What a resumed run may have otherwise than the run it goes on with: the next step is the same."""
+"""What a resumed run may have otherwise than the run it goes on with: the next step is the same.
+
+The images themselves are compared, and not where they lie.
+"""
 
 
 class DreamBoothConfig(BaseModel):
@@ -129,10 +135,10 @@ class DreamBoothConfig(BaseModel):
     """Of all that is drawn."""
     checkpointing_steps: int = Field(200, ge=1)
     """Steps from a checkpoint to the next; the last step has one, too."""
-    checkpoints_total_limit: int | None = Field(2, ge=1)
-    """How many are kept."""
+    checkpoints_total_limit: int = Field(2, ge=0)
+    """How many are kept; 0 keeps all."""
     resume_from_checkpoint: str | None = None
-    """"latest" or the name of a checkpoint in the output folder."""
+    """"latest", or a checkpoint in the output folder, by its name or its path."""
     validation_prompt: str | None = None
     """Drawn while training goes on."""
     validation_steps: int = Field(200, ge=1)
@@ -166,21 +172,11 @@ class DreamBoothConfig(BaseModel):
     attention: Literal["agent", "module", "focused", "attnzero"] = "agent"
     """The last three are modules that are trained with the U-Net (`agentsd.modules`)."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _whole_calls(cls, given: Any) -> Any:
-        if isinstance(given, dict) and "steps" in given:
-            raise ValueError(
-                f"steps={given['steps']!r}: training computes each call in whole; leave steps out here, and "
-                "pass it to apply_agentsd with the trained pipeline"
-            )
-        return given
-
     @model_validator(mode="after")
     def _together(self) -> DreamBoothConfig:
         if self.with_prior_preservation and not (self.class_data_dir and self.class_prompt):
             raise ValueError("with_prior_preservation needs class_data_dir and class_prompt")
-        if self.class_data_dir == self.instance_data_dir:
+        if self.class_data_dir and self.class_data_dir.resolve() == self.instance_data_dir.resolve():
             raise ValueError(f"class_data_dir={str(self.class_data_dir)!r} is the subject's: choose another")
         if self.train_text_encoder and self.pre_compute_text_embeddings:
             raise ValueError(

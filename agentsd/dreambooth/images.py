@@ -32,11 +32,12 @@ def generate(
 
     A recipe is applied meanwhile; the pipeline is left as it was.
     """
-    scheduler, training = pipe.scheduler, pipe.unet.training
+    scheduler, modes = pipe.scheduler, {part: part.training for part in (pipe.unet, pipe.text_encoder)}
     pipe.scheduler = DDIMScheduler.from_config(scheduler.config, clip_sample=False)
-    pipe.unet.eval()
+    for part in modes:
+        part.eval()
     try:
-        with nullcontext() if recipe is None else apply_agentsd(pipe, recipe=recipe), torch.no_grad():
+        with nullcontext() if recipe is None else apply_agentsd(pipe, recipe=recipe):
             for start in range(0, len(seeds), batch):
                 some = seeds[start : start + batch]
                 yield from pipe(
@@ -49,7 +50,8 @@ def generate(
                 ).images
     finally:
         pipe.scheduler = scheduler
-        pipe.unet.train(training)
+        for part, training in modes.items():
+            part.train(training)
 
 
 def missing_class_images(config: DreamBoothConfig) -> list[int]:

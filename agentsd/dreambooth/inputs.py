@@ -13,9 +13,9 @@ from diffusers.training_utils import free_memory
 from torch import Tensor
 
 from .config import DreamBoothConfig
-from .data import SubjectImages, find_images, load_image
+from .data import SubjectImages, image_paths, load_image
 from .images import draw_class_images, missing_class_images
-from .models import DTYPES
+from .models import DTYPES, load_source
 
 Bar = Callable[[str, int], Callable[[], None]]
 """From a title and a total to what advances a progress bar by one."""
@@ -23,19 +23,17 @@ Bar = Callable[[str, int], Callable[[], None]]
 
 @torch.no_grad()
 def make_inputs(
-    pipe: Any, config: DreamBoothConfig, accelerator: Accelerator, instance: list[Path], bar: Bar
+    pipe: Any,
+    config: DreamBoothConfig,
+    accelerator: Accelerator,
+    instance: list[Path],
+    classes: list[Path],
 ) -> SubjectImages:
-    """The batches of a run; VAE and text encoder leave the device if all is encoded ahead.
+    """The batches of a run, from images of the subject and of its class, if there are any.
 
-    Args:
-        pipe: the pipeline, on the device.
-        config: of the run.
-        accelerator: of the run.
-        instance: the subject's images.
-        bar: of progress.
+    VAE and text encoder leave the device if all is encoded ahead.
     """
     device = accelerator.device
-    classes = _class_images(pipe, config, accelerator, bar) if config.with_prior_preservation else []
     size = config.resolution or pipe.unet.config.sample_size * pipe.vae_scale_factor
     load: Any = partial(load_image, resolution=size)
     if config.cache_latents:
@@ -49,9 +47,17 @@ def make_inputs(
         own, prior = (pipe.text_encoder(ids.to(device))[0].cpu() for ids in (own, prior))
         pipe.text_encoder.to("cpu")
     free_memory()
-    process, anywhere = accelerator.process_index, not config.center_crop
     return SubjectImages(
-        instance, classes, own, prior, load, config.train_batch_size, config.seed, process, anywhere
+        instance,
+        classes,
+        own,
+        prior,
+        load,
+        config.train_batch_size,
+        config.seed,
+        accelerator.process_index,
+        accelerator.num_processes,
+        random_crop=not config.center_crop,
     )
 
 
@@ -62,18 +68,26 @@ def encode(vae: Any, images: Tensor) -> Tensor:
     return moments
 
 
-def _class_images(pipe: Any, config: DreamBoothConfig, accelerator: Accelerator, bar: Bar) -> list[Path]:
-    """The class images; each process draws its share of those that are missing."""
+def make_class_images(config: DreamBoothConfig, accelerator: Accelerator, bar: Bar) -> list[Path]:
+    """The class images, if any; each process draws its share of those that are missing.
+
+    A pipeline of its own draws them: the one that is trained has its weights in the run's precision.
+    """
+    if not config.with_prior_preservation:
+        return []
     assert config.class_data_dir is not None
     missing = missing_class_images(config)
     accelerator.wait_for_everyone()  # before there are more
     mine = missing[accelerator.process_index :: accelerator.num_processes]
-    dtype = DTYPES[config.prior_generation_precision or config.precision]
-    half = dtype != torch.float32
-    with torch.autocast(accelerator.device.type, dtype=dtype, enabled=half, cache_enabled=False):
+    if mine:
+        dtype = DTYPES[config.prior_generation_precision or config.precision]
+        pipe = load_source(config).to(accelerator.device, dtype)
+        pipe.set_progress_bar_config(disable=True)
         draw_class_images(pipe, config, mine, bar("class images", len(mine)))
+        del pipe
+        free_memory()
     accelerator.wait_for_everyone()
-    return find_images(config.class_data_dir)
+    return image_paths(config.class_data_dir)
 
 
 def _tokens(tokenizer: Any, prompt: str) -> Tensor:

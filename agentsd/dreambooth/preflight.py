@@ -9,42 +9,58 @@ from pathlib import Path
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
-from .checkpoints import check_settings, find_checkpoint, list_checkpoints
+from .checkpoints import find_checkpoint, list_checkpoints
 from .config import DreamBoothConfig
 from .data import find_images, image_paths
 
 logger = logging.getLogger(__name__)
 
 
-def check_files(config: DreamBoothConfig) -> tuple[list[Path], Path | None]:
-    """The subject's images, and the checkpoint to go on from; the output folder is made.
+def check_files(config: DreamBoothConfig) -> tuple[list[Path], list[Path], Path | None]:
+    """Images of the subject, those of its class so far, and the checkpoint to go on from, if any.
+
+    The output folder is made.
 
     Raises:
-        ValueError, OSError: a folder is missing, empty, broken or in use; or the checkpoint is another run's.
+        ValueError, OSError: a folder is missing, empty, broken or in use, or there is no such checkpoint.
     """
-    instance, classes = find_images(config.instance_data_dir), config.class_data_dir
-    if config.with_prior_preservation and classes is not None and classes.exists():
-        if not classes.is_dir():
-            raise ValueError(f"class_data_dir={str(classes)!r} is no folder: choose another")
-        if image_paths(classes):
-            find_images(classes)
+    instance, classes, place = find_images(config.instance_data_dir), [], config.class_data_dir
+    if config.with_prior_preservation and place is not None and place.exists():
+        if not place.is_dir():
+            raise ValueError(f"class_data_dir={str(place)!r} is no folder: choose another")
+        if image_paths(place):
+            classes = find_images(place)
     source = Path(config.pretrained_model_name_or_path)
     if str(source) != "demo" and source.is_dir() and not (source / "model_index.json").is_file():
         raise ValueError(f"{source} has no model_index.json: give the folder of a diffusers pipeline")
-    folder, resume = config.output_dir, None
+    folder, name = config.output_dir, config.resume_from_checkpoint
     folder.mkdir(parents=True, exist_ok=True)
-    logs = config.logging_dir.parts[:1]
-    there = sorted(path.name for path in folder.iterdir() if path.name[0] != "." and path.name not in logs)
-    if there and (config.resume_from_checkpoint is None or not list_checkpoints(folder)):
+    have = list_checkpoints(folder)
+    there = [] if name and have else _in_the_way(config)
+    if there:
+        told = ", or go on with its checkpoints by --resume_from_checkpoint latest" if have else ""
         raise ValueError(
             f"output_dir={str(folder)!r} holds {there[0]}, which the run might overwrite: choose another "
-            "folder, or go on with a run's checkpoints by --resume_from_checkpoint latest"
+            f"folder{told}"
         )
-    if config.resume_from_checkpoint is not None:
-        resume = find_checkpoint(folder, config.resume_from_checkpoint)
-    if resume is not None:
-        check_settings(resume, config)
-    return instance, resume
+    return instance, classes, find_checkpoint(folder, name) if name else None
+
+
+def _in_the_way(config: DreamBoothConfig) -> list[str]:
+    """Names in the output folder that a run didn't leave there before its first checkpoint.
+
+    Logs and class images are added to; validation images are drawn again, if the run is to go on.
+    """
+    added_to = [config.output_dir / config.logging_dir]
+    if config.class_data_dir is not None:
+        added_to.append(config.class_data_dir)
+    return sorted(
+        path.name
+        for path in config.output_dir.iterdir()
+        if not path.name.startswith(".")
+        and not any(place.resolve().is_relative_to(path.resolve()) for place in added_to)
+        and not (config.resume_from_checkpoint and path.match("validation-*.png"))
+    )
 
 
 def check_device(config: DreamBoothConfig) -> None:

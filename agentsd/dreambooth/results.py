@@ -12,6 +12,8 @@ import numpy as np
 from accelerate import Accelerator
 from diffusers.training_utils import free_memory, offload_models
 from diffusers.utils import make_image_grid
+from diffusers.utils.hub_utils import load_or_create_model_card, populate_model_card
+from huggingface_hub import ModelCard
 from PIL import Image
 
 from ..recipe import Recipe
@@ -68,10 +70,31 @@ def finish(
         from huggingface_hub import upload_folder
 
         with or_a_warning(f"the upload to {repository}"):
+            _model_card(config, repository).save(folder / "README.md")
             apart = ["checkpoint-*", ".*", f"{config.logging_dir}/*"]
             upload_folder(
                 repo_id=repository, folder_path=folder, token=config.hub_token, ignore_patterns=apart
             )
+
+
+def _model_card(config: DreamBoothConfig, repository: str) -> ModelCard:
+    """The repository's card, with the base model if it is of the hub, and no folder of the user's."""
+    source: Any = config.pretrained_model_name_or_path
+    if source == "demo" or Path(source).is_dir():
+        source = None
+    card = load_or_create_model_card(
+        repository,
+        token=config.hub_token,
+        from_training=True,
+        base_model=source,
+        prompt=config.instance_prompt,
+        model_description=(
+            f"DreamBooth by agentsd. The prompt of the subject is `{config.instance_prompt}`. With "
+            "`agentsd.json` here, `apply_agentsd(pipe, recipe=FOLDER)` generates with agent attention."
+        ),
+    )
+    tags = ["text-to-image", "diffusers", "diffusers-training", "stable-diffusion", "dreambooth"]
+    return populate_model_card(card, [*tags, "lora"] if config.rank else tags)
 
 
 def _draw(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,20 +22,6 @@ _TO_NOISE: dict[str, Callable[[Tensor], Tensor]] = {
     "sample": torch.ones_like,
 }
 """What an error of each prediction type is to be multiplied by, to count as one of the latents."""
-
-
-@contextmanager
-def without_cudnn_attention() -> Iterator[None]:
-    """Keep PyTorch from cuDNN's attention, its choice on an H100 and an H200.
-
-    Its backward pass gives NaN there with torch 2.11 (pytorch/pytorch issue 196678).
-    """
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def diffusion_loss(

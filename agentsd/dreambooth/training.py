@@ -17,18 +17,30 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.optimization import get_scheduler
 from rich.progress import Progress
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 
 from ..apply import apply_agentsd
-from .checkpoints import check_space, keep_trained, save_checkpoint, step_of
+from .checkpoints import (
+    check_settings,
+    check_space,
+    keep_trained,
+    resolve_settings,
+    save_checkpoint,
+    step_of,
+)
 from .config import DreamBoothConfig
 from .data import Batch
-from .inputs import encode, make_inputs
+from .inputs import encode, make_class_images, make_inputs
 from .models import load_source, make_trainable, trained_in
 from .optimizer import in_8_bits, make_optimizer, moment_bytes
 from .preflight import check_device, check_files, claim_repository, find_tracker
 from .results import finish, or_a_warning, validate
-from .step import diffusion_loss, without_cudnn_attention
+from .step import diffusion_loss
+
+# Not cuDNN's, PyTorch's choice on an H100 and an H200: its backward pass gives NaN there with torch 2.11
+# (pytorch/pytorch issue 196678).
+_SOUND_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass
@@ -49,7 +61,7 @@ class Run:
         config = self.config
         check_device(config)
         tracker = find_tracker(config)
-        self.instance, self.resume = check_files(config)
+        self.instance, classes, self.resume = check_files(config)
         self.accelerator = Accelerator(
             gradient_accumulation_steps=config.gradient_accumulation_steps,
             mixed_precision=config.precision,
@@ -62,6 +74,11 @@ class Run:
         )
         self.device = self.accelerator.device
         self.eight_bits = in_8_bits(config, self.device)
+        settings = self._settings(classes)
+        self.total = settings["max_train_steps"]
+        if self.resume is not None:
+            check_settings(self.resume, settings)
+            self.step = step_of(self.resume)
         if config.allow_tf32:
             torch.set_float32_matmul_precision("high")
         self.repository = claim_repository(config) if self.accelerator.is_main_process else None
@@ -74,22 +91,22 @@ class Run:
         self.schedule = DDPMScheduler.from_config(self.pipe.scheduler.config)
         self.modules = make_trainable(self.pipe, config)
         self._check_space()
+        classes = make_class_images(config, accelerator, self._bar)
+        settings = self._settings(classes)
         for part in (self.pipe.vae, self.pipe.text_encoder, self.pipe.unet):
             part.to(self.device)
-        images = make_inputs(self.pipe, config, accelerator, self.instance, self._bar)
+        images = make_inputs(self.pipe, config, accelerator, self.instance, classes)
 
         self.handle = None
         if config.apply == "train+generate":
             self.handle = apply_agentsd(self.pipe.unet, recipe=config.recipe)
         trained = trained_in(self.modules)  # attention's own weights among them
-        passed, processes = max(len(images.instance), len(images.classes)), accelerator.num_processes
-        total = config.steps(passed, processes)
-        optimizer = make_optimizer(config, trained, self.device, processes)
+        optimizer = make_optimizer(config, trained, self.device, accelerator.num_processes)
         rate = get_scheduler(
             config.lr_scheduler,
             optimizer,
             num_warmup_steps=config.lr_warmup_steps,
-            num_training_steps=total,
+            num_training_steps=self.total,
             num_cycles=config.lr_num_cycles,
             power=config.lr_power,
         )
@@ -98,7 +115,6 @@ class Run:
         keep_trained(accelerator, list(self.modules.values()))
         if self.resume is not None:
             accelerator.load_state(str(self.resume), strict=False)
-            self.step = step_of(self.resume)
             # Set here, not saved: accelerate would unpickle what is registered with it.
             rate.last_epoch = self.step
             rate._last_lr = [group["lr"] for group in optimizer.param_groups]
@@ -106,7 +122,7 @@ class Run:
             accelerator.init_trackers("dreambooth")
 
         parts = config.gradient_accumulation_steps
-        numbers = range(self.step * parts, total * parts)
+        numbers = range(self.step * parts, self.total * parts)
         batches = iter(
             DataLoader(
                 images,
@@ -118,15 +134,16 @@ class Run:
         )
         every = config.validation_steps
         if config.validation_epochs is not None:
-            every = config.validation_epochs * config.epoch(passed, processes)
-        bar = self._bar("training", total, self.step)
-        while self.step < total:
+            passed = max(len(self.instance), len(classes))
+            every = config.validation_epochs * config.epoch(passed, accelerator.num_processes)
+        bar = self._bar("training", self.total, self.step)
+        while self.step < self.total:
             loss = self._optimise(models, trained, optimizer, rate, batches)
             self.step += 1
             self._log(loss, float(rate.get_last_lr()[0]))
             bar()
-            if self.step % config.checkpointing_steps == 0 or self.step == total:
-                save_checkpoint(accelerator, config, self.step)
+            if self.step % config.checkpointing_steps == 0 or self.step == self.total:
+                save_checkpoint(accelerator, config, settings, self.step)
             if config.validation_prompt and self.step % every == 0:
                 with or_a_warning("validation"):
                     if accelerator.is_main_process:
@@ -139,7 +156,7 @@ class Run:
             accelerator.end_training()
         return config.output_dir
 
-    @without_cudnn_attention()
+    @sdpa_kernel(_SOUND_ATTENTION)
     def _optimise(
         self, models: dict[str, Any], trained: list[Any], optimizer: Any, rate: Any, batches: Iterator[Batch]
     ) -> float:
@@ -188,12 +205,18 @@ class Run:
                 offset_noise=config.offset_noise,
             )
 
+    def _settings(self, classes: list[Path]) -> dict[str, Any]:
+        processes = self.accelerator.num_processes
+        return resolve_settings(self.config, self.instance, classes, self.eight_bits, processes)
+
     def _check_space(self) -> None:
         trained = trained_in(self.modules)
         checkpoint = sum(p.nbytes for p in trained) + moment_bytes(trained, self.eight_bits)
         parts = () if self.config.rank else (self.pipe.unet, self.pipe.vae, self.pipe.text_encoder)
         model = sum(4 * p.numel() for part in parts for p in part.parameters())
-        check_space(self.config.output_dir, model, checkpoint, self.config.checkpoints_total_limit)
+        every, limit = self.config.checkpointing_steps, self.config.checkpoints_total_limit
+        to_come = -(-self.total // every) - self.step // every if self.step < self.total else 0
+        check_space(self.config.output_dir, model, checkpoint, limit, to_come)
 
     def _log(self, loss: float, rate: float) -> None:
         values = {"loss": loss, "lr": rate}
