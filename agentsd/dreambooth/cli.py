@@ -59,7 +59,7 @@ def _train(settings: DreamBoothConfig) -> list[str]:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns) as progress:
         run = Run(settings, progress)
-        run.accelerator.print(f"{len(run.instance)} images in {settings.instance_data_dir}")
+        run.accelerator.print(f"{len(run.instance)} images of the subject")
         folder = run.train()
     grid = "grid.png, " if (folder / "grid.png").exists() else ""
     return [f"saved to {folder}; {grid}checkpoints and logs are beside it"]
