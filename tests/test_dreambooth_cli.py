@@ -128,7 +128,7 @@ def test_a_command_of_diffusers_runs_after_its_first_word(script, words_of, phot
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     assert "9 images of the subject\n" in result.output
-    assert f"saved to {out}; grid.png, checkpoints and logs are beside it\n" in result.output
+    assert f"saved to {out}; grid.png and checkpoints are beside it\n" in result.output
     assert {path.name for path in out.iterdir()} >= {"grid.png", "agentsd.json", *made_by(script)}
 
 

@@ -61,8 +61,8 @@ def _train(settings: DreamBoothConfig) -> list[str]:
         run = Run(settings, progress)
         run.accelerator.print(f"{len(run.instance)} images of the subject")
         folder = run.train()
-    grid = "grid.png, " if (folder / "grid.png").exists() else ""
-    return [f"saved to {folder}; {grid}checkpoints and logs are beside it"]
+    grid = "grid.png and " if (folder / "grid.png").exists() else ""
+    return [f"saved to {folder}; {grid}checkpoints are beside it"]
 
 
 def _dry(settings: DreamBoothConfig) -> list[str]:
