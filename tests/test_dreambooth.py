@@ -2,19 +2,22 @@
 
 import errno
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from diffusers import StableDiffusionPipeline
+from diffusers import DDIMScheduler, StableDiffusionPipeline
 from PIL import Image
 from random_state import untouched
+from safetensors.torch import load_file
 from tiny import call, make_unet
 
 from agentsd import Agents, Recipe, apply_agentsd
 from agentsd.dreambooth import training
 from agentsd.dreambooth.checkpoints import find_checkpoint, list_checkpoints
 from agentsd.dreambooth.config import DreamBoothConfig
+from agentsd.dreambooth.models import KOHYA, LORA_LAYERS, add_lora
 from agentsd.dreambooth.step import diffusion_loss
 from agentsd.dreambooth.training import Run
 from agentsd.modules import AgentModule
@@ -67,11 +70,6 @@ def weights(folder):
 
 def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
-def test_calls_that_leave_something_out_are_refused(settings):
-    with pytest.raises(ValueError, match=r"steps=.*each call in whole; leave steps out here, and pass it to"):
-        settings(steps={"interval": 2})
 
 
 def test_the_three_ways_to_apply_differ_as_they_should(settings, model_folder, tmp_path):
@@ -131,9 +129,9 @@ def test_gradients_that_are_not_finite_end_the_run(settings, monkeypatch):
     """As cuDNN's attention gives them on an H200: it is off, and the checkpoint before stays good."""
     steps = []
 
-    def loss(*args):
+    def loss(*args, **settings):
         steps.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return diffusion_loss(*args) * (1.0 if len(steps) < 3 else torch.nan)
+        return diffusion_loss(*args, **settings) * (1.0 if len(steps) < 3 else torch.nan)
 
     monkeypatch.setattr(training, "diffusion_loss", loss)
     config = settings(max_train_steps=4, checkpointing_steps=2)
@@ -157,18 +155,109 @@ def test_the_text_encoder_trains_too_in_half_precision(settings, model_folder, t
     assert not equal(trained.text_encoder.state_dict(), baseline.text_encoder.state_dict())
 
 
-def test_lora_layers_start_as_pefts(settings, model_folder):
-    """And are what is saved."""
+@pytest.mark.parametrize(("run", "asked"), [("bf16", "fp32"), ("no", "bf16"), ("bf16", None)])
+def test_class_images_are_drawn_in_the_precision_asked_for(settings, model_folder, tmp_path, run, asked):
+    """As a pipeline in that precision draws them, whatever that of the run."""
+    more = {"class_data_dir": tmp_path / "classes", "class_prompt": "a cat", "num_class_images": 1}
+    more |= {"with_prior_preservation": True, "max_train_steps": 1, "num_validation_images": 1}
+    Run(settings(mixed_precision=run, prior_generation_precision=asked, **more)).train()
+    pipe = StableDiffusionPipeline.from_pretrained(model_folder)
+    pipe.to(torch.float32 if asked == "fp32" else torch.bfloat16)
+    pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config, clip_sample=False)
+    rng = torch.Generator().manual_seed(0)
+    [expected] = pipe("a cat", num_inference_steps=2, guidance_scale=7.5, generator=rng).images
+    made = Image.open(tmp_path / "classes" / "class-00000.png")
+    assert (np.asarray(made) == np.asarray(expected)).all()
+
+
+def test_images_are_drawn_without_dropout(settings, model_folder):
+    """So that a validation after the last step shows what the grid of the saved model does."""
+    more = {"rank": 2, "lora_dropout": 0.5, "train_text_encoder": True, "learning_rate": 0.3}
+    more |= {"apply": "none", "validation_prompt": "a sks cat", "validation_steps": 1, "max_train_steps": 1}
+    run = Run(settings(**more))
+    folder = run.train()
+    assert run.pipe.unet.training
+    assert run.pipe.text_encoder.training  # again
+    pipe = StableDiffusionPipeline.from_pretrained(model_folder)
+    pipe.load_lora_weights(folder)
+    pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config, clip_sample=False)
+    rng = torch.Generator().manual_seed(0)
+    [expected] = pipe("a sks cat", num_inference_steps=2, guidance_scale=7.5, generator=rng).images
+    for name in ("validation-1.png", "grid.png"):
+        made = np.asarray(Image.open(folder / name), dtype=float)[:, :32]
+        assert np.abs(made - np.asarray(expected, dtype=float)).max() <= 1
+
+
+def test_lora_layers_start_as_pefts():
     unet = make_unet()
     before = call(unet)
     with untouched():
-        training._add_lora(unet, 4, seed=0)
-    drawn = torch.cat([weight.flatten() for name, weight in unet.named_parameters() if "lora_A" in name])
+        add_lora(unet, LORA_LAYERS["unet"], 4, 0.0, seed=0)
+    drawn = torch.cat([w.detach().flatten() for name, w in unet.named_parameters() if "lora_A" in name])
     assert float(drawn.std()) == pytest.approx(1 / 4, rel=0.05)  # "gaussian": a deviation of 1 / rank
     assert torch.equal(call(unet), before)  # lora_B is zero
-    folder = Run(settings(lora_rank=2, max_train_steps=1)).train()
+
+
+def test_lora_weights_load_in_both_forms(settings, model_folder, tmp_path):
+    """Of U-Net and text encoder, and with dropout: a resumed run ends with the same."""
+    config = settings(rank=2, train_text_encoder=True, lora_dropout=0.5, max_train_steps=1)
+    Run(config).train()
+    rest = {"max_train_steps": 2, "resume_from_checkpoint": "latest"}
+    folder = Run(config.model_copy(update=rest)).train()
     assert not (folder / "unet").exists()
-    StableDiffusionPipeline.from_pretrained(model_folder).load_lora_weights(folder)
+    at_once = {"max_train_steps": 2, "output_dir": tmp_path / "whole"}
+    whole = Run(config.model_copy(update=at_once)).train()
+    made = [load_file(path / "pytorch_lora_weights.safetensors") for path in (folder, whole)]
+    assert equal(*made)
+    assert {name.split(".")[0] for name in made[0]} == {"unet", "text_encoder"}
+
+    def drawn(**where):
+        pipe = StableDiffusionPipeline.from_pretrained(model_folder)
+        if where:
+            pipe.load_lora_weights(folder, **where)
+        rng = torch.Generator().manual_seed(0)
+        images = pipe("a sks cat", num_inference_steps=2, generator=rng, output_type="np").images
+        return torch.from_numpy(images)
+
+    before, ours, kohyas = drawn(), drawn(adapter_name="a"), drawn(weight_name=KOHYA)
+    assert float((ours - before).abs().max()) > 1e-4
+    torch.testing.assert_close(kohyas, ours, rtol=0, atol=1e-6)
+    names = {name.split(".")[0].split("_down_blocks_0_")[0] for name in load_file(folder / KOHYA)}
+    assert {"lora_unet", "lora_te_text_model_encoder_layers_0_self_attn_k_proj"} <= names
+
+
+def test_validation_images_are_of_one_seed_each(settings):
+    """Beside those of diffusers' pipeline, drawn one by one."""
+    config = settings(apply="none", seed=5, validation_prompt="a sks cat", validation_steps=2)
+    folder = Run(config).train()
+    pipe = StableDiffusionPipeline.from_pretrained(folder)
+    pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config, clip_sample=False)
+    for name in ("validation-2.png", "grid.png"):
+        grid = np.asarray(Image.open(folder / name))
+        for i, seed in enumerate((5, 6)):
+            rng = torch.Generator().manual_seed(seed)
+            [image] = pipe("a sks cat", num_inference_steps=2, guidance_scale=7.5, generator=rng).images
+            assert (grid[:, 32 * i : 32 * (i + 1)] == np.asarray(image)).all()
+
+
+def test_passes_are_counted_as_diffusers_does(settings):
+    """Seven images in batches of two on two devices are 2 batches, of three 1 step: by hand."""
+    config = settings(max_train_steps=None, num_train_epochs=5, train_batch_size=2)
+    assert config.steps(7, processes=2) == 10
+    assert config.model_copy(update={"gradient_accumulation_steps": 3}).steps(7, processes=2) == 5
+    assert settings(num_train_epochs=5).steps(7, processes=1) == 2  # max_train_steps
+    assert settings(max_train_steps=None).steps(7, processes=1) == 800
+    scaled = settings(scale_lr=True, train_batch_size=2, gradient_accumulation_steps=3)
+    assert scaled.rate(processes=4) == pytest.approx(1e-3 * 24)
+    assert settings(learning_rate=None).rate(1) == 1e-6
+    assert settings(learning_rate=None, rank=4).rate(1) == 1e-4
+
+
+def test_epochs_decide_when_to_stop_and_to_validate(settings):
+    more = {"num_train_epochs": 2, "validation_epochs": 1, "validation_prompt": "a cat"}
+    folder = Run(settings(max_train_steps=None, **more)).train()  # three images: three steps a pass
+    assert {path.name for path in folder.glob("validation-*")} == {"validation-3.png", "validation-6.png"}
+    assert [path.name for path in list_checkpoints(folder)] == ["checkpoint-6"]
 
 
 def test_trainable_attention_is_trained_and_comes_back(settings, model_folder):

@@ -1,26 +1,22 @@
 """DreamBooth's images, its loss, and the users' files that it leaves as they are."""
 
+import logging
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from devices import LikeMPS
 from PIL import Image
-from tiny import BETAS, make_unet, make_vae
+from tiny import BETAS, make_unet
 
-from agentsd import Agents, Recipe, apply_agentsd
 from agentsd.dreambooth.config import DreamBoothConfig
-from agentsd.dreambooth.data import Batch, SubjectImages, find_images, image_paths
-from agentsd.dreambooth.images import fill_class_folder
-from agentsd.dreambooth.step import TARGETS, diffusion_loss
+from agentsd.dreambooth.data import SubjectImages, find_images, image_paths, load_image
+from agentsd.dreambooth.images import draw_class_images, missing_class_images
 from agentsd.dreambooth.training import Run
-
-AS_THE_PAPER_TRAINS = Recipe(
-    Agents(at_most=None, agent_ratio=0.95, ranking="layer", destinations="random"), levels=1
-)
 
 
 @pytest.fixture
@@ -37,6 +33,7 @@ def settings(tmp_path):
         "class_data_dir": tmp_path / "class",
         "class_prompt": "a cat",
         "with_prior_preservation": True,
+        "sample_batch_size": 2,
         "num_inference_steps": 1,
         "resolution": 32,
         "report_to": "none",
@@ -55,9 +52,11 @@ class Painter:
 
     def __init__(self):
         self.unet, self.scheduler = make_unet(), diffusers.DDIMScheduler(**BETAS)
+        self.text_encoder = torch.nn.Identity()
 
     def __call__(self, prompt, generator, **settings):
-        return type("Output", (), {"images": [grey(generator.initial_seed())]})()
+        assert len(prompt) == len(generator) <= 2
+        return type("Output", (), {"images": [grey(rng.initial_seed()) for rng in generator]})()
 
 
 def grey(level):
@@ -69,7 +68,8 @@ def levels(folder):
 
 
 def fill(settings, count):
-    fill_class_folder(Painter(), DreamBoothConfig(**settings, num_class_images=count), lambda: None)
+    config = DreamBoothConfig(**settings, num_class_images=count)
+    draw_class_images(Painter(), config, missing_class_images(config), lambda: None)
 
 
 def test_a_class_folder_is_filled_and_nothing_is_written_over(settings, folder):
@@ -94,95 +94,87 @@ def test_two_processes_fill_one_folder(settings, folder):
     assert all(level == int(name[6:11]) for name, level in levels(folder).items())
 
 
-def test_images_are_drawn_by_step(settings):
+def test_images_are_drawn_by_number(settings):
     ids = torch.zeros(1, 4, dtype=torch.int64)
-    Image.new("RGB", (40, 32), "red").save(settings["instance_data_dir"] / "two.png")
     found = find_images(settings["instance_data_dir"])
-    images = SubjectImages(found, found, ids, ids + 1, 16)
-    a, b, *others = (images.draw(2, seed=0, step=step) for step in (5, 5, *range(6, 16)))
-    assert torch.equal(a.pixels, b.pixels)
-    assert a.pixels.shape == (4, 3, 16, 16)
-    assert a.input_ids[:, 0].tolist() == [0, 0, 1, 1]
-    assert not all(torch.equal(other.pixels, a.pixels) for other in others)
+    images = SubjectImages(found, found, ids, ids + 1, partial(load_image, resolution=16), 2, seed=0)
+    a, b, *others = (images[number] for number in (5, 5, *range(6, 16)))
+    assert torch.equal(a.images, b.images)
+    assert a.seed == b.seed
+    assert a.images.shape == (4, 3, 16, 16)
+    assert a.text[:, 0].tolist() == [0, 0, 1, 1]
+    of_another = replace(images, process=1)[5]
+    assert len({one.seed for one in (a, *others, of_another)}) == 12
 
 
-class Encoder(torch.nn.Module):
-    """Latents that are the pixels' first channels."""
-
-    device, dtype = torch.device("cpu"), torch.float32
-    config = type("Config", (), {"scaling_factor": 1.0})
-
-    def encode(self, pixels):
-        latents = torch.cat([pixels, pixels[:, :1]], 1)
-        latent_dist = type("Dist", (), {"sample": staticmethod(lambda generator: latents)})
-        return type("Output", (), {"latent_dist": latent_dist})
-
-
-@pytest.mark.parametrize("kind", TARGETS)
-def test_what_a_model_predicts_is_what_it_is_trained_on(kind):
-    """A model that gives the exact answer has no loss."""
-    schedule = diffusers.DDPMScheduler(**BETAS, prediction_type=kind)
-    pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    latents, ids = torch.cat([pixels, pixels[:, :1]], 1), torch.zeros(2, 3, dtype=torch.int64)
-
-    def exact(noisy, steps, text):
-        alphas = schedule.alphas_cumprod[steps].view(-1, 1, 1, 1)
-        noise = (noisy - alphas.sqrt() * latents) / (1 - alphas).sqrt()
-        velocity = alphas.sqrt() * noise - (1 - alphas).sqrt() * latents
-        answers = {"sample": latents, "epsilon": noise, "v_prediction": velocity}
-        return type("Output", (), {"sample": answers[kind]})
-
-    losses = []
-    for around in (nullcontext(), torch.device("meta")):  # a default device of the user's
-        with around:
-            batch = Batch(pixels, ids, torch.Generator("cpu").manual_seed(1))
-            losses.append(diffusion_loss(Encoder(), lambda ids: (ids.float(),), exact, schedule, batch, None))
-    assert float(losses[0]) < 1e-6
-    assert torch.equal(*losses)
+def test_passes_are_passes(tmp_path):
+    """Batches of two processes in turn: each image once in every pass, in another order."""
+    grey_levels = [20, 40, 60, 80, 100]
+    for level in grey_levels:
+        grey(level).save(tmp_path / f"{level:03}.png")
+    found, ids = find_images(tmp_path), torch.zeros(1, 1)
+    load = partial(load_image, resolution=8)
+    images = [SubjectImages(found, found[:4], ids, ids, load, 3, 0, p, 2) for p in (0, 1)]
+    batches = [images[p][n].images[:, 0, 0, 0] for n in range(10) for p in (0, 1)]
+    for half, size in ((slice(3), 5), (slice(3, 6), 4)):
+        seen = torch.cat([(batch[half] + 1) * 127.5 for batch in batches]).round().int().tolist()
+        passes = [seen[i : i + size] for i in range(0, 60, size)]
+        assert all(sorted(one) == grey_levels[:size] for one in passes)
+        assert len({tuple(one) for one in passes}) > 5
 
 
-def test_a_step_runs_where_there_is_no_float64():
-    """Forward and backward of agent attention in training, as on a Mac."""
-    apply_agentsd(unet := make_unet().train(), recipe=AS_THE_PAPER_TRAINS)
-    schedule = diffusers.DDPMScheduler(**BETAS, prediction_type="v_prediction")
-    found, text = [], torch.ones(2, 3, 16)
-    for around in (nullcontext, LikeMPS):
-        rng = torch.Generator("cpu").manual_seed(1)
-        batch = Batch(torch.ones(2, 3, 16, 16), torch.ones(2, 3, dtype=torch.int64), rng)
-        unet.zero_grad()
-        with around():
-            loss = diffusion_loss(Encoder(), lambda ids: (text,), unet, schedule, batch, None)
-            loss.backward()
-        found.append((loss.detach(), unet.conv_in.weight.grad.clone()))
-    for made, expected in zip(found[1], found[0], strict=True):
-        torch.testing.assert_close(made, expected, rtol=1e-3, atol=1e-4)
+def test_what_is_not_read_is_named(tmp_path, caplog):
+    for name in ("one.png", "two.JPG", "._one.png"):
+        (tmp_path / name).write_bytes(b"")
+        if name[0] != ".":
+            grey(9).save(tmp_path / name)
+    for name in ("a.heic", "b.TIFF", "notes.txt"):
+        (tmp_path / name).touch()
+    with caplog.at_level(logging.WARNING, logger="agentsd"):
+        assert [path.name for path in find_images(tmp_path)] == ["one.png", "two.JPG"]
+    [told] = caplog.messages
+    assert told.endswith("save as PNG or JPEG: a.heic, b.TIFF")
 
 
-def test_prior_loss_is_the_class_images_share():
-    """The loss is linear in the weight of the second half of the batch."""
-    apply_agentsd(unet := make_unet().train(), recipe=AS_THE_PAPER_TRAINS)
-    pixels = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(5))
-    ids, text = torch.zeros(2, 7, dtype=torch.int64), torch.ones(2, 7, 16)
-    parts = make_vae(), lambda ids: (text,), unet, diffusers.DDPMScheduler(**BETAS)
-    at = []
-    for prior in (0.0, 1.0, 3.0):
-        batch = Batch(pixels, ids, torch.Generator().manual_seed(1))
-        at.append(float(diffusion_loss(*parts, batch, prior).detach()))
-    assert at[1] > at[0]
-    assert at[2] - at[0] == pytest.approx(3 * (at[1] - at[0]), rel=1e-4)
+def test_grey_of_16_bits_is_scaled(tmp_path):
+    levels = np.linspace(0, 65535, 64).round().astype(np.uint16).reshape(8, 8)
+    Image.fromarray(levels).save(tmp_path / "deep.png")
+    made = load_image(tmp_path / "deep.png", resolution=8)
+    assert np.abs((made.numpy() + 1) / 2 - levels / 65535).max() < 0.6 / 255
 
 
-def test_a_model_that_predicts_something_else_is_refused(settings, monkeypatch):
-    def load(config):
-        from agentsd.demo import load_pipeline
+def test_the_subjects_folder_by_another_name_is_refused(settings, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="class_data_dir='subject' is the subject's: choose another"):
+        DreamBoothConfig(**settings | {"class_data_dir": "subject"})
 
-        pipe = load_pipeline()
+
+def test_squares_are_cut_at_the_centre_or_anywhere(tmp_path):
+    """Of a strip whose grey level is its column: the left edge of the square says where it was cut."""
+    strip = Image.fromarray(np.tile(np.arange(256, dtype=np.uint8), (16, 1))).convert("RGB")
+    strip.save(tmp_path / "strip.png")
+    load = partial(load_image, resolution=16)
+    images = SubjectImages([tmp_path / "strip.png"], [], torch.zeros(1, 1), torch.zeros(1, 1), load, 1, 0)
+
+    def left(images):
+        return [round(float((images[n].images[0, 0, 0, 0] + 1) * 127.5)) for n in range(40)]
+
+    assert set(left(images)) == {120}
+    anywhere = left(replace(images, random_crop=True))
+    assert len(set(anywhere)) > 30
+    assert min(anywhere) < 20
+    assert 220 < max(anywhere) <= 240
+
+
+def test_a_model_that_predicts_something_else_is_refused(settings, make_pipeline, monkeypatch):
+    def load(kind, source, **settings):
+        pipe = make_pipeline()
         pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler()  # whose config has no prediction type
         return pipe
 
-    monkeypatch.setattr("agentsd.dreambooth.training._source", load)
+    monkeypatch.setattr("agentsd.dreambooth.models.load_pretrained", load)
     with pytest.raises(ValueError, match="predicts 'flow_prediction', which is not trained here"):
-        Run(DreamBoothConfig(**settings)).train()
+        Run(DreamBoothConfig(**settings | {"pretrained_model_name_or_path": "some/model"})).train()
     assert not list(settings["output_dir"].glob("*"))
     assert not settings["class_data_dir"].exists()
 

@@ -37,14 +37,14 @@ def settings(model, subject, **changes):
 
 
 @pytest.mark.parametrize("mixed_precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("lora_rank", [None, 2])
-def test_half_precision_trains_validates_and_resumes(model_folder, subject, mixed_precision, lora_rank):
+@pytest.mark.parametrize("rank", [None, 2])
+def test_half_precision_trains_validates_and_resumes(model_folder, subject, mixed_precision, rank):
     """Under a gradient scaler, "Attempting to unscale FP16 gradients" must not come up."""
     first = settings(
         model_folder,
         subject,
         mixed_precision=mixed_precision,
-        lora_rank=lora_rank,
+        rank=rank,
         gradient_checkpointing=True,
         validation_prompt="a sks cat",
         validation_steps=2,

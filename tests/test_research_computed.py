@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from agentsd_eval.images.methods import parse_method
-from agentsd_eval.research.computed_memory import FusedAttention, Storages, denoise, in_dtype, unet
+from agentsd_eval.research.computed_memory import denoise, in_dtype, unet
 from agentsd_eval.settings import Settings
 from torch.profiler import ProfilerActivity, profile
+
+from agentsd.dreambooth.counting import Storages, fused_attention
 
 TINY = {
     "sample_size": 64,
@@ -27,7 +29,7 @@ METHODS = ["baseline", "agentsd", "fast"]
 
 def counted(method: str) -> int:
     """The peak above the weights of a run on shapes."""
-    with Storages("meta") as storages, FusedAttention():
+    with Storages("meta") as storages, fused_attention():
         model = in_dtype(lambda: unet(TINY), torch.float32, "meta")
         weights = storages.peak = storages.live
         denoise(parse_method(method, 0.4, Settings()), model, 512, 2, 8)

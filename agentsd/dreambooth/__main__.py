@@ -5,12 +5,12 @@ import sys
 _OF_TRAINING = ("peft", "pydantic", "rich", "typer")
 
 
-def main() -> None:
+def main(lora: bool = False) -> None:
     """Run the command; where a package of the extra `train` is not installed, say so."""
     try:
-        from .cli import main as run
+        from . import cli
 
-        run()
+        cli.main(cli.dreambooth_lora if lora else cli.dreambooth)
     except ModuleNotFoundError as error:
         if error.name not in _OF_TRAINING:
             raise

@@ -1,21 +1,21 @@
-"""Images that a run draws: of the class before training, for validation, and a grid of them at the end."""
+"""Images drawn by the model as it is trained, and those of the class before training."""
 
 from __future__ import annotations
 
 import io
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import DDIMScheduler
-from diffusers.utils import make_image_grid
 from PIL import Image
 
 from ..apply import apply_agentsd
+from ..recipe import Recipe
 from .config import DreamBoothConfig
 from .data import image_paths
 
@@ -23,58 +23,68 @@ from .data import image_paths
 def generate(
     pipe: Any,
     prompt: str,
-    count: int,
+    seeds: Sequence[int],
     config: DreamBoothConfig,
-) -> list[Image.Image]:
-    """`count` images of a prompt from seeds `config.seed`, `config.seed + 1`, ...: DDIM, one at a time.
+    recipe: Recipe | Path | None = None,
+    batch: int = 1,
+) -> Iterator[Image.Image]:
+    """Images of a prompt, one for each seed, `batch` at a time, by DDIM.
 
-    Agent attention runs in all steps unless `config.apply` is "none". The pipeline is left as it was.
+    A recipe is applied meanwhile; the pipeline is left as it was.
     """
-    scheduler, training = pipe.scheduler, pipe.unet.training
+    scheduler, modes = pipe.scheduler, {part: part.training for part in (pipe.unet, pipe.text_encoder)}
     pipe.scheduler = DDIMScheduler.from_config(scheduler.config, clip_sample=False)
-    pipe.unet.eval()
-    patched = hasattr(pipe.unet, "_agentsd")
-    agent = nullcontext() if patched or config.apply == "none" else apply_agentsd(pipe, recipe=config.recipe)
-    images = []
+    for part in modes:
+        part.eval()
     try:
-        with agent, torch.no_grad():
-            for i in range(count):
-                image = pipe(
-                    prompt,
+        with nullcontext() if recipe is None else apply_agentsd(pipe, recipe=recipe):
+            for start in range(0, len(seeds), batch):
+                some = seeds[start : start + batch]
+                yield from pipe(
+                    [prompt] * len(some),
                     num_inference_steps=config.num_inference_steps,
                     guidance_scale=config.guidance_scale,
-                    generator=torch.Generator("cpu").manual_seed(config.seed + i),
+                    generator=[torch.Generator("cpu").manual_seed(seed) for seed in some],
                     height=config.resolution,
                     width=config.resolution,
-                ).images[0]
-                images.append(image)
+                ).images
     finally:
         pipe.scheduler = scheduler
-        pipe.unet.train(training)
-    return images
+        for part, training in modes.items():
+            part.train(training)
 
 
-def fill_class_folder(pipe: Any, config: DreamBoothConfig, on_image: Callable[[], None]) -> None:
-    """Generate the class images that `config.num_class_images` asks for and the folder lacks.
+def missing_class_images(config: DreamBoothConfig) -> list[int]:
+    """Numbers of the class images that the folder lacks; each is added to its image's seed.
 
-    Images of any kind count, whoever put them there, and none is ever overwritten: each new one takes the
-    first free number, which is also added to its seed. An interrupted call goes on where it stopped.
+    Images of any kind count, whoever put them there, and no number is taken twice: an interrupted run goes
+    on where it stopped.
     """
+    folder = config.class_data_dir
+    assert folder is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    free = (n for n in itertools.count() if not os.path.lexists(_class_image(folder, n)))
+    return list(itertools.islice(free, max(0, config.num_class_images - len(image_paths(folder)))))
+
+
+def draw_class_images(
+    pipe: Any, config: DreamBoothConfig, numbers: Sequence[int], on_image: Callable[[], None]
+) -> None:
+    """Draw the class images of these numbers in batches, without agents; no file is written over."""
     assert config.class_data_dir is not None
     assert config.class_prompt is not None
-    folder = config.class_data_dir
-    folder.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count():
-        path = folder / f"class-{number:05d}.png"
-        if len(image_paths(folder)) >= config.num_class_images:
-            return
-        if not os.path.lexists(path):
-            seeded = config.model_copy(update={"apply": "none", "seed": config.seed + number})
-            if _write_new(generate(pipe, config.class_prompt, 1, seeded)[0], path):
-                on_image()
+    seeds = [config.seed + number for number in numbers]
+    made = generate(pipe, config.class_prompt, seeds, config, batch=config.sample_batch_size)
+    for number, image in zip(numbers, made, strict=True):
+        _write_new(image, _class_image(config.class_data_dir, number))
+        on_image()
 
 
-def _write_new(image: Image.Image, path: Path) -> bool:
+def _class_image(folder: Path, number: int) -> Path:
+    return folder / f"class-{number:05d}.png"
+
+
+def _write_new(image: Image.Image, path: Path) -> None:
     """Write a PNG file whole, or not at all; not where there is one by now (of a process beside this)."""
     content = io.BytesIO()
     image.save(content, format="PNG")
@@ -82,13 +92,7 @@ def _write_new(image: Image.Image, path: Path) -> bool:
         with path.open("xb") as file:
             file.write(content.getvalue())
     except FileExistsError:
-        return False
+        return
     except BaseException:  # a full disk, Ctrl-C
         path.unlink(missing_ok=True)
         raise
-    return True
-
-
-def save_grid(images: list[Image.Image], path: Path) -> None:
-    """Write images side by side."""
-    make_image_grid(images, rows=1, cols=len(images)).save(path)

@@ -9,23 +9,29 @@ import torch
 from diffusers import DiffusionPipeline
 
 
-def load_pretrained(kind: Any, source: str, dtype: torch.dtype = torch.float32) -> Any:
+def load_pretrained(
+    kind: Any,
+    source: str,
+    dtype: torch.dtype = torch.float32,
+    variant: str | None = None,
+    revision: str | None = None,
+) -> Any:
     """Return `kind.from_pretrained(source)`, without the safety checker, from whichever files there are.
 
-    The half-precision files ("fp16" variant) are taken first for a model in half precision, and otherwise
-    where there are no others.
+    Without `variant` the half-precision files ("fp16") are taken first for a model in half precision, and
+    otherwise where there are no others.
 
     Raises:
         OSError, ValueError: of diffusers, where neither can be loaded.
     """
-    config = DiffusionPipeline.load_config(source)
+    config = DiffusionPipeline.load_config(source, revision=revision)
     unused: dict[str, Any] = {}
     if "safety_checker" in config:
         unused = {"safety_checker": None, "requires_safety_checker": False}
     errors: list[Exception] = []
-    for variant in _variants(source, dtype):
+    for one in [variant] if variant else _variants(source, dtype):
         try:
-            pipe = kind.from_pretrained(source, dtype=dtype, variant=variant, **unused)
+            pipe = kind.from_pretrained(source, dtype=dtype, variant=one, revision=revision, **unused)
         except (OSError, ValueError) as error:
             errors.append(error)
             continue

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from diffusers.training_utils import compute_snr
 from torch import Tensor
-from torch.nn.functional import mse_loss
-
-from .data import Batch
 
 TARGETS: dict[str, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
     "epsilon": lambda schedule, latents, noise, steps: noise,
@@ -19,53 +16,58 @@ TARGETS: dict[str, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
 }
 """What a model of each prediction type is to predict: (schedule, latents, noise, timesteps) -> target."""
 
-
-@contextmanager
-def without_cudnn_attention() -> Iterator[None]:
-    """Keep PyTorch from cuDNN's attention, its choice on an H100 and an H200.
-
-    Its backward pass gives NaN there with torch 2.11 (pytorch/pytorch issue 196678).
-    """
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
+_TO_NOISE: dict[str, Callable[[Tensor], Tensor]] = {
+    "epsilon": lambda snr: 1 / snr,
+    "v_prediction": lambda snr: 1 / (snr + 1),
+    "sample": torch.ones_like,
+}
+"""What an error of each prediction type is to be multiplied by, to count as one of the latents."""
 
 
 def diffusion_loss(
-    vae: Any,
-    text_encoder: Any,
     unet: Any,
     schedule: Any,
-    batch: Batch,
-    prior_weight: float | None,
+    latents: Tensor,
+    text: Tensor,
+    rng: torch.Generator,
+    *,
+    prior_weight: float | None = None,
+    snr_gamma: float | None = None,
+    offset_noise: bool = False,
 ) -> Tensor:
     """Mean squared error of what the model predicts, and of the class images beside it.
 
     Args:
-        vae, text_encoder, unet: the models; gradients flow where their parameters ask for them.
-        schedule: the DDPMScheduler that the model was trained with.
-        batch: images, tokens and the generator of all that is random here.
+        unet: the model.
+        schedule: the DDPMScheduler that it was trained with.
+        latents: (B, C, h, w), scaled as the model takes them.
+        text: (B, L, D), embeddings of the prompts.
+        rng: of noise and timesteps, on the CPU.
         prior_weight: weight of the second half of the batch, the class images; None if there are none.
+        snr_gamma: of Min-SNR weights; None weighs all timesteps alike.
+        offset_noise: whether a tenth of one normal number a channel is added to the noise.
 
     Returns:
         A scalar.
     """
-    rng, device = batch.generator, vae.device
-    with torch.no_grad():
-        encoded = vae.encode(batch.pixels.to(device, vae.dtype)).latent_dist
-        latents = encoded.sample(generator=rng).float() * vae.config.scaling_factor
-    noise = torch.randn(latents.shape, generator=rng, device="cpu").to(device)
+    kind, device = schedule.config.prediction_type, latents.device
+
+    def normal(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=rng, device="cpu").to(device)
+
+    noise = normal(latents.shape)
     last = schedule.config.num_train_timesteps
     steps = torch.randint(last, (len(latents),), generator=rng, device="cpu").to(device)
+    if offset_noise:
+        noise = noise + 0.1 * normal((*latents.shape[:2], 1, 1))
     noisy = schedule.add_noise(latents, noise, steps)
 
-    text = text_encoder(batch.input_ids.to(device))[0]
     predicted = unet(noisy, steps, text).sample.float()
-    target = TARGETS[schedule.config.prediction_type](schedule, latents, noise, steps)
+    losses = (predicted - TARGETS[kind](schedule, latents, noise, steps)).square().mean((1, 2, 3))
+    if snr_gamma is not None:
+        snr = compute_snr(schedule, steps)
+        losses = losses * snr.clamp(max=snr_gamma) * _TO_NOISE[kind](snr)
     if prior_weight is None:
-        return mse_loss(predicted, target)
-    (own, prior), (own_target, prior_target) = predicted.chunk(2), target.chunk(2)
-    return mse_loss(own, own_target) + prior_weight * mse_loss(prior, prior_target)
+        return losses.mean()
+    own, prior = losses.chunk(2)
+    return own.mean() + prior_weight * prior.mean()

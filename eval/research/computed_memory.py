@@ -7,7 +7,6 @@ loses by rounding and fragmentation.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -16,9 +15,8 @@ import torch
 from diffusers import DPMSolverMultistepScheduler, UNet2DConditionModel
 from rich.console import Console
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from agentsd.dreambooth.counting import Storages, fused_attention
 
 from ..cost.architectures import SD15, SDXL, autoencoder
 from ..environment import describe_environment, describe_run
@@ -60,7 +58,6 @@ NOTE = (
     f"float16, guided, DPM++ 2M, {STEPS} steps; GB/img is the growth of the peak from one image to two. "
     "Peaks of denoising hold the weights of U-Net and autoencoder, not the text encoder's."
 )
-FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def command(settings: ComputedSettings, console: Console) -> None:
@@ -91,61 +88,6 @@ def _rows() -> Iterator[Row]:
             }
 
 
-class Storages(TorchDispatchMode):
-    """Counts the bytes of storages that live on a device.
-
-    Attributes:
-        live: bytes now.
-        peak: the most bytes that lived at once; may be set.
-    """
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.device, self.live, self.peak = device, 0, 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **kwargs or {})
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.device.type == self.device:
-                self._note(tensor.untyped_storage())
-        return out
-
-    def _note(self, storage: Any) -> None:
-        if id(storage) in self._known:
-            return
-        self._known.add(id(storage))
-        self.live += storage.nbytes()
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._free, id(storage), storage.nbytes())
-
-    def _free(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
-
-
-class FusedAttention(TorchFunctionMode):
-    """Attention that keeps no scores, as a GPU's; without it such tensors take torch's unfused path."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            return _flash(*args, **kwargs or {})
-        return func(*args, **kwargs or {})
-
-
-def _flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> Tensor:
-    out: Tensor = FLASH(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
-    return out
-
-
 def sampling(method: Method, size: int, images: int, config: Mapping[str, Any]) -> dict[str, int]:
     """Return the bytes of a guided run in float16 and of decoding its images, SDXL's in float32.
 
@@ -160,7 +102,7 @@ def sampling(method: Method, size: int, images: int, config: Mapping[str, Any]) 
         (the most that lived between two steps, the latents among it).
     """
     counted = Storages("meta")
-    fused = nullcontext() if method.backend == "unfused" else FusedAttention()
+    fused = nullcontext() if method.backend == "unfused" else fused_attention()
     with torch.no_grad(), counted, fused:
         model = in_dtype(lambda: unet(config), torch.float16, "meta")
         vae = in_dtype(autoencoder, torch.float16, "meta")
