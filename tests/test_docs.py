@@ -69,7 +69,9 @@ def quantised() -> str:
 
 def samplers() -> str:
     """The table of samplers: what a run's cached steps do under each."""
-    kinds = {name: type(sampling.make()).__name__.removesuffix("Scheduler") for name, sampling in SAMPLERS.items()}
+    kinds = {
+        name: type(sampling.make()).__name__.removesuffix("Scheduler") for name, sampling in SAMPLERS.items()
+    }
     says = {name: sampling.says for name, sampling in SAMPLERS.items()}
     rows: dict[str, dict[str, list[str]]] = {}
     for name, kind in kinds.items():
@@ -77,7 +79,9 @@ def samplers() -> str:
     lines = ["| cached steps | schedulers |", "|---|---|"]
     for outcome, found in rows.items():
         several = {kind for kind in found if sum(kind in other for other in rows.values()) > 1}
-        shown = [f"`{k}`" + f" ({'; '.join(found[k])})" * (k in several and len(found[k]) == 1) for k in found]
+        shown = [
+            f"`{k}`" + f" ({'; '.join(found[k])})" * (k in several and len(found[k]) == 1) for k in found
+        ]
         outcome = outcome.replace("says that noise is added", "a warning about its noise")
         lines.append(f"| {outcome} | {', '.join(shown)} |")
     return "\n".join(lines)
