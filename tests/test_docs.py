@@ -83,6 +83,7 @@ def samplers() -> str:
             f"`{k}`" + f" ({'; '.join(found[k])})" * (k in several and len(found[k]) == 1) for k in found
         ]
         outcome = outcome.replace("says that noise is added", "a warning about its noise")
+        outcome = outcome.replace("as it goes up", "since its timesteps go up")
         lines.append(f"| {outcome} | {', '.join(shown)} |")
     return "\n".join(lines)
 
