@@ -42,7 +42,8 @@ class StepCache:
         late_interval: intervals grow evenly over the run, from 1 at its first step to this at its end, but
             none is less than `interval`. The last step but one is then not passed over, as what follows the
             last computed step is not corrected. None leaves all at `interval`.
-        layers: how many last layers a cached step computes.
+        layers: how many last layers a cached step computes. At 0 it is `conv_norm_out` and what follows it
+            alone, on the last hidden state, which Spectrum forecasts, too (Han et al., CVPR 2026).
         correct: cached steps are corrected, where the response of the run's sampler is known.
 
     Raises:
@@ -65,7 +66,7 @@ class StepCache:
         order, warmup = self.extrapolation_order, self.warmup_steps
         check("extrapolation_order", order, order in (0, 1), "pass 0 (keep) or 1 (extrapolate)")
         check("warmup_steps", warmup, warmup >= 1, "pass 1 or more: a run's first step is computed")
-        check("layers", self.layers, self.layers >= 1, "pass 1 (the last layer) or more")
+        check("layers", self.layers, self.layers >= 0, "pass 1 (the last layer), more, or 0 for none")
 
     def computed(self, count: int) -> list[bool]:
         """Whether each step of a run of so many is computed."""

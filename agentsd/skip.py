@@ -97,11 +97,11 @@ class SkippedLayers:
         check("layers", layers, layers <= count, way_out)
         first, *deeper = unet.down_blocks
         mid = [unet.mid_block] if unet.mid_block is not None else []
-        before = [*mid, *others]  # of the last up block
+        before = [*mid, *others, *([last] if layers == 0 else [])]  # of the layers that are computed
         self._skips = layers
         self._has_adapter = takes(unet, ADAPTER_RESIDUALS)
         self._takes_adapter = layers > len(first.resnets) and getattr(first, "has_cross_attention", False)
-        if layers == 1:
+        if layers <= 1:
             deeper = [first, *deeper]
         else:
             self._stubs += [pair for layer in _layers(first)[layers - 1 :] for pair in layer]
@@ -111,7 +111,7 @@ class SkippedLayers:
             self._stubs.append((block, partial(down_block_stub, outputs)))
         self._stubs += [(block, stub) for block in before]
         self._stubs += [pair for layer in _layers(last)[: count - layers] for pair in layer]
-        self._hooked = _layers(last)[count - layers - 1][-1][0] if layers < count else before[-1]
+        self._hooked = _layers(last)[count - layers - 1][-1][0] if 0 < layers < count else before[-1]
         self.feature_hook.aliased = getattr(last, "resolution_idx", None) in (0, 1)
         known = {self._hooked, *(module for module, _ in self._stubs)}
         self._names = {name: module for name, module in unet.named_modules() if module in known}

@@ -16,6 +16,7 @@ from agentsd import Downsample, Recipe, apply_agentsd
 from agentsd.hosts import EVERY_LEVEL, find_attention_layers
 
 from ..errors import EvalError
+from .skipped_calls import EasyCache, Spectrum, skipped_calls
 
 
 def unet_of(pipe: Any) -> Any:
@@ -115,6 +116,8 @@ OTHER_PACKAGES: dict[str, Callable[[Any, Any, int], AbstractContextManager[None]
     "tomesd": tomesd,
     "todo": todo,
     "deepcache": deepcache,
+    "spectrum": partial(skipped_calls, rule=Spectrum),
+    "easycache": partial(skipped_calls, rule=EasyCache),
     "no-attention": partial(no_attention, levels=1),
     "no-attention-all": partial(no_attention, levels=EVERY_LEVEL),
 }
