@@ -39,13 +39,13 @@ def tomesd(pipe: Any, ratio: float, seed: int) -> Iterator[None]:
     """Token merging at a ratio, by its own package."""
     unet = unet_of(pipe)
     # tomesd counts levels from the latent; its default of 1 would patch nothing in SDXL.
-    tomesd_package.apply_patch(pipe, ratio=ratio, max_downsample=finest_attention_downsample(unet))
+    tomesd_package.apply_patch(unet, ratio=ratio, max_downsample=finest_attention_downsample(unet))
     device = next(unet.parameters()).device
     unet._tome_info["args"]["generator"] = torch.Generator(device).manual_seed(seed)
     try:
         yield
     finally:
-        tomesd_package.remove_patch(pipe)
+        tomesd_package.remove_patch(unet)
         for module in unet.modules():
             module.__dict__.pop("_tome_info", None)
 

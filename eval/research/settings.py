@@ -49,6 +49,13 @@ class ComputedSettings(CommandSettings):
     """Folder for memory.jsonl, .csv and .md."""
 
 
+class CountedSettings(CommandSettings):
+    """Count the MACs and kernels of steps of SD 1.5 and SDXL, without computing them."""
+
+    out: Path = Path("runs/computed-cost")
+    """Folder for cost.jsonl, .csv and .md."""
+
+
 class RedundancySettings(ShowSettings):
     """Measure how alike the attention of two queries is, by level and step, and draw it."""
 
