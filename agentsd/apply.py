@@ -1,4 +1,4 @@
-"""Apply a recipe to a live pipeline, and take it away again."""
+"""Apply a recipe to a live pipeline, and remove it again."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class AgentSDHandle:
     """
 
     def __init__(self, recipe: Recipe, pipe: Any, unet: Any, trained: Path | None = None) -> None:
-        """Make all that is needed; nothing is changed yet."""
+        """Prepare everything; change nothing yet."""
         warn = WarnOnce(logger)
         self.recipe = recipe
         self._layers = PatchedLayers(unet, recipe, warn)
@@ -63,7 +63,7 @@ class AgentSDHandle:
         self._loaded: LoadedWeights | None = None
 
     def _patched(self) -> Any:
-        """The U-Net, where this handle is in force on it."""
+        """The U-Net, if this handle is in force on it."""
         unet = self._unet() if self._unet is not None else None
         return unet if getattr(unet, "_agentsd", None) is self else None
 
@@ -73,13 +73,13 @@ class AgentSDHandle:
         return self._hook.runs.pipe
 
     def remove(self) -> None:
-        """Undo this patch; nothing happens if it was undone or replaced before."""
+        """Undo this patch. If it was undone or replaced before, nothing happens."""
         self._left = True
         if (unet := self._patched()) is not None:
             self._detach(unet)
 
     def parameters(self) -> list[Parameter]:
-        """What to train: the patched layers' projections and, where the recipe has one, their module.
+        """Return what to train: the patched layers' projections, and their modules if the recipe has them.
 
         Raises:
             ValueError: a projection is quantised, or the recipe shares residuals.
@@ -103,32 +103,35 @@ class AgentSDHandle:
         save_weights(self._layers.named, folder)
 
     def reset(self) -> None:
-        """Forget every run, of all threads, and what an interrupted call was at: the next call begins a run.
+        """Forget all runs of all threads, and undo an interrupted call. The next call begins a run.
 
-        Pipelines need none of it. A loop by hand that breaks off and goes on with another image on the same
-        list of timesteps calls this, or `scheduler.set_timesteps`, which tells runs apart.
+        Pipelines don't need this. A hand-written loop needs it if it breaks off and starts another image on
+        the same timesteps; `scheduler.set_timesteps` has the same effect.
         """
         self._hook.clean(self._patched())
 
     def summary(self) -> str:
-        """What each call of the last run was: a letter a call, and counts.
+        """Return the calls of the last run as text: one letter for each, and counts.
 
-        F is a computed step and f a cached one, which computes the last layers alone.
+        F is a computed call. f is a cached one, which computes only the last layers.
         """
         return self._hook.runs.history.describe()
 
     @property
     def last_run(self) -> list[CallKind]:
-        """What each call of the last run was: all layers computed or not, and whether attention was "full",
-        the "operator", or that on a shared residual ("share")."""
+        """The kind of each call of the last run.
+
+        That is whether it computed all layers, and whether attention was "full", the "operator", or the
+        operator on a shared residual ("share").
+        """
         return list(self._hook.runs.history.kinds)
 
     @property
     def enabled(self) -> bool:
-        """Whether the recipe runs. At False the pipeline is the baseline until it is True again.
+        """Whether the recipe runs. While it is False, the pipeline runs as if it were not patched.
 
         Raises:
-            ValueError: it is set to False where trained weights are loaded, which would stay.
+            ValueError: it is set to False while trained weights are loaded, which would stay in force.
         """
         return self._hook.enabled
 
@@ -150,7 +153,7 @@ class AgentSDHandle:
         if (unet := self._patched()) is not None:
             self._detach(unet)
             outer = self._outer
-            while outer is not None and outer._left:  # in another order than blocks are nested in
+            while outer is not None and outer._left:  # blocks may end in another order than they are nested
                 outer = outer._outer
             if outer is not None:
                 outer._attach(unet)
@@ -163,7 +166,7 @@ class AgentSDHandle:
         return self.__dict__ | {"_outer": None, "_unet": unet}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        unet = state["_unet"]  # the copy that this handle is a copy's part of
+        unet = state["_unet"]  # the copied U-Net
         self.__dict__ |= state | {"_unet": None if unet is None else weakref.ref(unet)}
 
     def _attach(self, unet: Any) -> None:
@@ -179,10 +182,10 @@ class AgentSDHandle:
         unet.register_forward_hook(self._hook.end, always_call=True)
 
     def _detach(self, unet: Any) -> None:
-        """Undo an attachment, also one that broke off.
+        """Undo `_attach`, also if it was interrupted.
 
         Raises:
-            ValueError: what loaded weights took the place of can't be put back.
+            ValueError: the weights that trained ones replaced can't be restored.
         """
         if self._loaded is not None:
             way_out = "trained weights were loaded before, and can't be taken out again: load the model anew"
@@ -201,9 +204,9 @@ class AgentSDHandle:
 
 
 _warn_once = WarnOnce(logger)
-"""For all pipelines together."""
+"""Warns once for all pipelines together."""
 _handles: WeakSet[AgentSDHandle] = WeakSet()
-"""All that live: a pipeline's U-Net may have been exchanged since it was patched."""
+"""All living handles. They are needed because a pipeline's U-Net may be exchanged after it was patched."""
 
 
 def apply_agentsd(
@@ -217,35 +220,34 @@ def apply_agentsd(
     recipe: Recipe | str | Path | None = None,
     seed: int = 0,
 ) -> AgentSDHandle:
-    """Swap a U-Net's self-attention for AgentSD ("Agent Attention", ECCV 2024, Eq. 9), or do what is faster.
+    """Make a diffusers pipeline faster: with AgentSD ("Agent Attention", ECCV 2024, Eq. 9) or step caching.
 
-    No training, no change to the weights. A pipeline that is patched already gets the new recipe. A setting
-    at its default changes nothing, whatever the mode; one that differs is an error where the mode or recipe
-    has none of the kind.
+    Nothing is trained and no weight is changed. If the pipeline is patched already, the new recipe replaces
+    the old one. A setting at its default is ignored if the mode doesn't have it; any other value is an error.
 
     Args:
-        pipe: a diffusers pipeline with a `unet` (or a DiT or PixArt one), or the model itself.
+        pipe: a diffusers pipeline with a `unet` (or a DiT or PixArt pipeline), or the model itself.
         ratio: share of the tokens merged away before attention, in [0, 1).
         k: weight of the `+ kV` residual, 0 to 1000.
         scale: exponent of the head width in the broadcast softmax, 0 or less.
         early_frac: share of the steps with agent attention, in [0, 1].
-        mode: "agentsd": AgentSD to the letter of the paper, agents in the early steps and merged tokens
-            later, in every step; images change as the paper's do. "fast": the recommended one, which keeps
-            them: step caching, whose cached steps attend to downsampled keys on the residual that these
-            had to full attention in the last computed steps; on grids of fewer than 2,304 tokens step
-            caching alone. It has none of the four settings.
-        recipe: in place of all the others, a `Recipe`, or a file or folder that holds one (`agentsd.json`;
-            trained weights beside it, `agentsd.safetensors`, are loaded).
-        seed: of the destinations sampled at random.
+        mode: "agentsd" is AgentSD to the letter of the paper: agents in the early steps, merged tokens in
+            the later ones. It changes images as the paper's method does. "fast" is recommended: step
+            caching, which keeps images close to the original. From 2,304 tokens on (384 px in SD 1.5), its
+            cached steps attend to downsampled keys and add the residual to full attention that computed
+            steps had. "fast" has none of the four settings above.
+        recipe: instead of all other settings, a `Recipe`, or a file or folder that holds one
+            (`agentsd.json`). Trained weights beside it (`agentsd.safetensors`) are loaded.
+        seed: seed of the randomly sampled destination tokens.
 
     Returns:
-        A handle: `handle.remove()` undoes the patch, and so does leaving a `with apply_agentsd(pipe):` block.
+        A handle. `handle.remove()` undoes the patch, and so does leaving a `with apply_agentsd(pipe):` block.
 
     Raises:
         TypeError: `pipe` has no U-Net, or a setting has a wrong type.
-        ValueError: a setting is out of range, unknown to the mode, beside a recipe, or would do nothing;
-            the model has no layer to patch, or something else holds its self-attention (tomesd, a
-            processor of another kind), or trained weights are to be loaded into quantised layers. The
+        ValueError: a setting is out of range, unknown to the mode, given beside a recipe, or would do
+            nothing; the model has no layer to patch; another package has patched its self-attention
+            (tomesd, another kind of processor); or trained weights would go into quantised layers. The
             pipeline is left as it was.
     """
     given = {"ratio": ratio, "k": k, "scale": scale, "early_frac": early_frac, "mode": mode, "seed": seed}
@@ -255,7 +257,7 @@ def apply_agentsd(
     unet = find_model(pipe)
     outer: AgentSDHandle | None = getattr(unet, "_agentsd", None)
     if outer is not None:
-        outer._hook.undo_interrupted(unet)  # else its processors look like another package's
+        outer._hook.undo_interrupted(unet)  # otherwise its processors look like another package's
     handle = AgentSDHandle(recipe, pipe, unet, trained)
     if outer is not None:
         outer._detach(unet)
@@ -267,14 +269,14 @@ def apply_agentsd(
             outer._attach(unet)
         raise
     _handles.add(handle)
-    handle._outer = outer  # for the end of a `with` block inside another
+    handle._outer = outer  # restored at the end of a nested `with` block
     if outer is not None and not outer._entered:
         outer._outer = None
     return handle
 
 
 def _recipe_of(recipe: Any, mode: str, changed: dict[str, Any]) -> tuple[Recipe, Path | None]:
-    """What is to be applied, and the folder of its trained weights; `changed` loses the mode."""
+    """Return the recipe to apply, and the folder of its trained weights; `changed` loses the mode."""
     if recipe is None:
         if changed.pop("mode", mode) not in MODES:
             raise ValueError(f"mode={mode!r}: choose {' or '.join(map(repr, MODES))}")
@@ -302,14 +304,14 @@ def _equal(value: Any, other: Any) -> bool:
 
 
 def remove_agentsd(pipe: Any) -> None:
-    """Leave a pipeline (or U-Net) as if agentsd had never been there; does nothing if it is not patched.
+    """Restore a pipeline (or U-Net) bit for bit; if it is not patched, do nothing.
 
-    A U-Net that was patched through the pipeline, and is no longer its own, is left so, too.
+    A U-Net that was patched through this pipeline and has been exchanged since is restored as well.
     """
     handles: list[AgentSDHandle | None] = [handle for handle in _handles if handle.pipe is pipe]
     try:
         handles.append(handle_of(pipe))
-    except TypeError:  # it has no U-Net (any more): what was patched through it is left all the same
+    except TypeError:  # it has no U-Net (any more); one that was patched through it is still restored
         if not handles and getattr(pipe, "unet", None) is None:
             raise
     for handle in handles:
@@ -318,13 +320,13 @@ def remove_agentsd(pipe: Any) -> None:
 
 
 def handle_of(pipe: Any) -> AgentSDHandle | None:
-    """The handle of the recipe in force on a pipeline (or U-Net); None if it is not patched."""
+    """Return the handle in force on a pipeline (or U-Net); None if it is not patched."""
     handle: AgentSDHandle | None = getattr(find_model(pipe), "_agentsd", None)
     return handle
 
 
 def _load(path: Path) -> tuple[Recipe, Path | None]:
-    """A saved recipe, and the folder of the weights that were saved with it, if any were."""
+    """Return a saved recipe, and the folder of the weights saved with it, if any."""
     recipe, folder = Recipe.load(path), path if path.is_dir() else path.parent
     needed = any(operator.needs_module for operator in recipe.operators)
     saved = (folder / WEIGHTS).exists() and (path.is_dir() or path.name == FILE_NAME or needed)

@@ -1,9 +1,9 @@
-"""What others put on, around or into a U-Net.
+"""Third-party hooks, forwards and classes on or in a U-Net.
 
-A layer is skipped, and a call is made again to correct cached ones, only where nobody else could see it. A
-hook, a forward or a class of another package may count calls, keep states, or change them within a run: no
-look from outside tells. So where there is one, nothing is skipped, and it is named. `agentsd_may_skip = True`
-on a hook, function or class says that it may miss calls and see some twice.
+Layers are skipped, and calls repeated to correct cached ones, only if no third party could notice. A hook,
+forward or class of another package may count calls, keep state, or change what it does during a run, and
+nothing shows that from outside. So if there is one, nothing is skipped, and the warning names it. Set
+`agentsd_may_skip = True` on a hook, function or class that may miss calls and see some twice.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _KNOWN = frozenset(
         "transformers",
     }
 )
-"""Packages whose layers compute what they are given and keep nothing, but for the exceptions below."""
+"""Packages whose layers keep no state between calls, with the exceptions below."""
 _STATELESS_HOOK = re.compile("Offload|Casting|Autocast|ContextParallel|ExecutionTracker")
-"""diffusers' hooks that move, cast or count alone."""
+"""diffusers' hooks that only move, cast or count."""
 _STATELESS_PROCESSOR = re.compile("^(XFormers|Sliced)?AttnAddedKVProcessor|^CustomDiffusion|^IPAdapter")
 
 
 def foreign_inside(unet: Module) -> str:
-    """What may have to see each call of the U-Net's layers, or changes what they compute, in words."""
+    """Return what may have to see every call of the U-Net's layers, in words; "" if there is nothing."""
     for hook in _hooks(torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks):
         return f"all modules have a hook {_name(hook)}"
     for name, module in unet.named_modules():
@@ -63,15 +63,15 @@ def foreign_inside(unet: Module) -> str:
 
 
 def foreign_outside(unet: Module) -> str:
-    """What sees each call of the whole U-Net, in words: it would see the calls that correct others, too."""
+    """Return what sees every call of the U-Net, in words. It would see the repeated calls, too."""
     for hook in _hooks(unet._forward_hooks, unet._forward_pre_hooks):
         return f"{type(unet).__name__} has a hook {_name(hook)}"
     return ""
 
 
 def _keeps_nothing(processor: Any) -> bool:
-    """Whether a processor computes its layer from its arguments alone, so that a call may be left out."""
-    if isinstance(processor, AgentAttnProcessor):  # while a backward is awaited
+    """Return whether a processor depends on its arguments alone, so that a call may be skipped."""
+    if isinstance(processor, AgentAttnProcessor):  # in place until a backward is done
         return _keeps_nothing(processor.fallback)
     kind = type(processor)
     known = kind.__name__ in PLAIN_PROCESSORS or _STATELESS_PROCESSOR.search(kind.__name__)
@@ -79,18 +79,18 @@ def _keeps_nothing(processor: Any) -> bool:
 
 
 def _is_known_class(kind: Any) -> bool:
-    """Whether what a class computes is of packages that are known, or may be skipped."""
+    """Return whether a class's code is of known packages, or may be skipped."""
     return getattr(kind, _MAY_SKIP, False) or all(
         map(is_known, (kind.__call__, getattr(kind, "forward", None)))
     )
 
 
 def _replaced_forward(module: Module) -> str:
-    """Of which package the forward is that stands in place of a module's own; empty where it is known."""
+    """Return the package of the forward that replaces a module's own; "" if it is known."""
     forward = vars(module).get("forward")
     if forward is None:
         return ""
-    # accelerate and diffusers put one in front of what was there before
+    # accelerate and diffusers wrap the forward that was there before
     references = getattr(getattr(module, "_diffusers_hook", None), "_fn_refs", ())
     before = [reference.original_forward or reference.forward for reference in references]
     chain = [forward, vars(module).get("_old_forward"), *before]
@@ -99,7 +99,7 @@ def _replaced_forward(module: Module) -> str:
 
 
 def _hooks_of_hosts(module: Module) -> list[Any]:
-    """accelerate's and diffusers' hooks around a module's forward."""
+    """Return the hooks of accelerate and diffusers around a module's forward."""
     own = vars(module).get("_hf_hook")
     hooks = [own] if own is not None else []
     hooks += getattr(vars(module).get("_diffusers_hook"), "hooks", {}).values()
@@ -107,7 +107,7 @@ def _hooks_of_hosts(module: Module) -> list[Any]:
 
 
 def _is_stateless(hook: Any) -> bool:
-    """Whether such a hook moves, casts or counts alone: it is known, and none of its methods is another's."""
+    """Return whether such a hook is known to only move, cast or count, and no method of it was replaced."""
     kind = type(hook)
     if getattr(kind, _MAY_SKIP, False) or getattr(hook, _MAY_SKIP, False):
         return True
@@ -118,13 +118,13 @@ def _is_stateless(hook: Any) -> bool:
 
 
 def _hooks(*registered: dict[Any, Any]) -> Iterator[Any]:
-    """The hooks of other packages."""
+    """Yield the hooks of third parties."""
     for hooks in registered:
         yield from (hook for hook in hooks.values() if not is_known(hook))
 
 
 def is_known(function: Any) -> bool:
-    """Whether a function and all that it wraps are of packages that are known, or may be skipped."""
+    """Return whether a function and all that it wraps are of known packages, or may be skipped."""
     while function is not None:
         if getattr(function, _MAY_SKIP, False):
             return True
@@ -141,9 +141,9 @@ def _wrapped(function: Any) -> Any:
 
 
 def _package(function: Any) -> str:
-    """The package that a function's code is of; what `functools.wraps` copies says nothing of it."""
+    """Return the package of a function's code, whatever `functools.wraps` copied onto it."""
     if isinstance(function, partial):
-        return "torch"  # what it calls is looked at
+        return "torch"  # the function inside is checked by itself
     function = getattr(function, "__func__", function)
     names = getattr(function, "__globals__", None)
     where = type(function).__module__ if names is None else names.get("__name__") or ""

@@ -1,7 +1,7 @@
-"""A call of the U-Net from before to after: the one place that knows the order.
+"""One U-Net call from start to end. This is the only file that knows the order of things.
 
-Before: place the call in its run, decide what it computes, plan its attention, skip its layers. After: keep
-what it leaves for later calls, correct the cached ones before it, drop what is done with.
+Before the call: find its place in the run, decide what it computes, plan its attention, skip layers.
+After the call: store what later calls need, correct the cached calls before it, drop what is no longer used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.get_logger(__name__)
 
 
 class UnderWay(NamedTuple):
-    """What a call's beginning leaves to its end."""
+    """What the start of a call leaves for its end."""
 
     run: Run
     call: Call
@@ -38,22 +38,22 @@ class UnderWay(NamedTuple):
 
 
 class Hook:
-    """Hooks around the calls of a U-Net, which run outside of a compiled graph: tensors may be read here.
+    """The hooks before and after each U-Net call. They run outside compiled graphs, so they may read tensors.
 
     Args:
         recipe: what the calls run.
         unet: the model.
-        pipe: what was patched: its pipeline, the model itself, or what `torch.compile` made of it.
-        layers: that are patched.
+        pipe: what was patched: a pipeline, the model itself, or what `torch.compile` made of it.
+        layers: the patched attention layers.
 
     Attributes:
-        runs: the runs under way.
-        caches: whether calls leave anything for later ones.
+        runs: the runs in progress.
+        caches: whether calls leave anything for later calls.
         skipped: the layers that cached calls skip.
-        enabled: at False calls are the model's own, and nothing is kept.
+        enabled: if False, calls are left alone and nothing is kept.
 
     Raises:
-        ValueError: the model's blocks are not Stable Diffusion's, and calls are to be cached.
+        ValueError: calls are to be cached, but the model's blocks are not Stable Diffusion's.
     """
 
     def __init__(self, recipe: Recipe, unet: Any, pipe: Any, layers: PatchedLayers) -> None:
@@ -69,18 +69,18 @@ class Hook:
         self.runs = Runs(recipe.timing, None if pipe is unet else pipe)
         self.enabled = True
         self._turn = Turn()
-        self._recomputes = False  # a cached call is being computed again
+        self._recomputes = False  # whether a cached call is being computed again
         self._responses: Responses = {}
 
     def clean(self, unet: Any) -> None:
-        """Leave the U-Net as it was, and keep nothing of any thread's run."""
+        """Leave the U-Net as it was, and forget the runs of all threads."""
         self.runs.clear()
         self.undo_interrupted(unet)
 
     def undo_interrupted(self, unet: Any) -> None:
-        """Undo what a call was at when it was interrupted (Ctrl-C), under which torch runs no hook.
+        """Undo what an interrupted call left behind. torch runs no hook on Ctrl-C.
 
-        Where a call of another thread is still under way, its own end does this.
+        If another thread's call is still in progress, that call's own end does this.
         """
         if self._turn.is_anothers(unet):
             return
@@ -91,7 +91,7 @@ class Hook:
 
     @torch.compiler.disable
     def begin(self, unet: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Forward pre-hook: plan the call that starts."""
+        """Forward pre-hook: plan the call."""
         if not self.enabled:
             return None
         whose = self._turn.take(unet)
@@ -99,7 +99,7 @@ class Hook:
             self._turn.waiting.append((self.skipped.suspend(), self._layers.suspend()))
         if whose != OWN or self._recomputes:
             return None
-        if self._turn.call is not None:  # the last call died before its end
+        if self._turn.call is not None:  # the last call was interrupted
             self._turn.call.run.cache = None
             self.undo_interrupted(unet)
             self._turn.take(unet)
@@ -108,7 +108,7 @@ class Hook:
             given, latent, timestep = read_call(unet, args, kwargs)
         except ValueError as error:
             self._warn(str(error))
-            return self.clean(unet)  # the call is the model's own
+            return self.clean(unet)  # the call is left alone
         run, call = self.runs.place(latent, timestep)
         self._turn.call = UnderWay(run, call)
         if call.begins or call.off_list:
@@ -125,11 +125,11 @@ class Hook:
             return None
         features = memory.features.extrapolate(call.sigma)[0]
         call.inputs = self.skipped.begin(features, call.inputs, again=memory.corrections is not None)
-        # In lists of its own: the host takes adapters' residuals off theirs.
+        # With copies of the lists: the host pops adapter residuals off them.
         return regroup(tree_map(lambda value: value, call.inputs), call.positional)
 
     def _plan(self, unet: Module, run: Run, call: Call) -> RunCache:
-        """Plan a run from this call on; where timesteps were skipped, what is left of one."""
+        """Plan a run from this call on; after skipped timesteps, plan the rest of it."""
         residual = self._layers.residual_on(call.latent)
         plan = plan_caching(self._recipe, unet, run, call, residual, self._responses)
         if isinstance(plan, str):
@@ -145,7 +145,7 @@ class Hook:
 
     @torch.compiler.disable
     def end(self, unet: Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Forward hook: what the caller gets for what the U-Net gave, which is None if it raised."""
+        """Forward hook: return what the caller gets. `output` is None if the U-Net raised."""
         whose = self._turn.whose()
         if whose == INNER:
             state, layers = self._turn.waiting.pop()
@@ -163,11 +163,11 @@ class Hook:
             raise
         finally:
             self._turn.end()
-            if not self.enabled:  # any more: another thread has switched it off
+            if not self.enabled:  # another thread has switched it off meanwhile
                 self.clean(unet)
 
     def _leave(self, unet: Module, under_way: UnderWay | None, output: Any) -> Any:
-        """Keep what a call leaves for later ones, and correct those before it; returns what it gives."""
+        """Store what later calls need and correct earlier ones; return the call's output."""
         computed = self.skipped.end()
         if under_way is None:
             self._layers.leave(output)
@@ -187,26 +187,26 @@ class Hook:
         else:
             output = self._make_up(call, memory, output)
         memory.before = call.latent.detach().clone(), sample_of(output).detach().clone()
-        if run.cache is not None and call.index + run.stride >= len(run.timesteps):  # nothing will use it
+        if run.cache is not None and call.index + run.stride >= len(run.timesteps):  # the last call
             run.cache.drop(memory)
         return output
 
     def _make_up(self, call: Call, memory: Memory, output: Any) -> Any:
-        """What a cached call gives: without what is wrong in the sampler's history. It will be corrected."""
+        """Return a cached call's output, minus known errors in the sampler's history; corrected later."""
         if memory.corrections is None:
             return output
         call.output = sample_of(output).clone()
         call.given = memory.corrections.make_up(call.index, call.output)
         for one in memory.cached:
-            one.inputs = {}  # the last alone is computed again
+            one.inputs = {}  # only the last is computed again
         memory.cached.append(call)
         return with_sample(output, call.given)
 
     def _correct(self, unet: Module, run: Run, call: Call, memory: Memory, output: Any) -> Any:
-        """What a computed call gives, so that the sampler gets to where it would have been.
+        """Return the output of a computed call that takes the sampler to where it would have been.
 
-        Now that features are known on both sides of the cached calls before it, the last is computed again on
-        those between, which tells what they got wrong.
+        Features are now known on both sides of the cached calls before this one. So the last of these is
+        computed again on features in between, which shows the error of each.
         """
         corrections, cached, memory.cached = memory.corrections, memory.cached, []
         if corrections is None:
@@ -214,7 +214,7 @@ class Hook:
         sample = sample_of(output)
         if cached:
             if self.skipped.feature_hook.compiled:
-                sample = sample.clone()  # as a CUDA graph, whose next call overwrites it
+                sample = sample.clone()  # a CUDA graph's next call overwrites it
             last = sample_of(self._recompute(unet, cached[-1], memory))
             corrections.note(cached, memory.features, last)
             run.history.corrected += len(cached)
@@ -222,10 +222,10 @@ class Hook:
         return output if corrected is sample and not cached else with_sample(output, corrected)
 
     def _recompute(self, unet: Module, call: Call, memory: Memory) -> Any:
-        """Compute a cached call again, on the features that are known now, before the call after it ends."""
-        args, kwargs = regroup(call.inputs, call.positional)  # as the caller did, for a compiled graph's sake
+        """Compute a cached call again on the features that are known now."""
+        args, kwargs = regroup(call.inputs, call.positional)  # as the caller did: it is the same graph
         residuals = memory.residuals
-        if residuals is not None and residuals.stage != call.stage:  # of another phase's operator by now
+        if residuals is not None and residuals.stage != call.stage:  # those of its own stage are gone
             call = replace(call, kind=CallKind(computed=False, attention=FULL))
         output, self._recomputes = None, True
         try:
@@ -244,19 +244,19 @@ def _residuals(memory: Memory | None) -> Residuals | None:
 
 
 def _called(unet: Module, pipe: Any) -> Any:
-    """What the caller calls: the U-Net, or what `torch.compile` made of it."""
+    """Return what the caller calls: the U-Net, or what `torch.compile` made of it."""
     own = pipe if isinstance(pipe, Module) else getattr(pipe, "unet", None)
     return own if getattr(own, "_orig_mod", None) is unet else unet
 
 
 def sample_of(output: Any) -> Tensor:
-    """The prediction in what a U-Net returns."""
+    """Return the prediction in a U-Net's output."""
     sample: Tensor = output[0] if isinstance(output, tuple) else output.sample
     return sample
 
 
 def with_sample(output: Any, sample: Tensor) -> Any:
-    """The same with another prediction."""
+    """Return the output with another prediction."""
     if isinstance(output, tuple):
         return (sample, *output[1:])
     return type(output)(sample=sample)

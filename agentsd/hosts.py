@@ -1,4 +1,4 @@
-"""What the patch must know of a model it did not make: attention layers, token grids, arguments."""
+"""What the patch needs to know about the host model: attention layers, token grids, arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import DataParallel, Module
 from torch.nn.parallel import DistributedDataParallel
 
-# Processors that compute softmax attention and nothing else, so that agent attention may stand in for them.
+# Processors that compute softmax attention and nothing else, so agent attention may replace them.
 PLAIN_PROCESSORS = frozenset(
     {
         "AttnProcessor",
@@ -32,7 +32,7 @@ MID_RESIDUAL = "mid_block_additional_residual"
 DOWN_RESIDUALS = "down_block_additional_residuals"
 ADAPTER_RESIDUALS = "down_intrablock_additional_residuals"
 RESIDUALS = (MID_RESIDUAL, DOWN_RESIDUALS, ADAPTER_RESIDUALS)
-"""Arguments that a ControlNet or a T2I-Adapter computes for a call."""
+"""The arguments that a ControlNet or a T2I-Adapter computes for each call."""
 
 _TEMPORAL = re.compile(r"motion_modules|temp_attentions|transformer_in|temporal_transformer_blocks")
 
@@ -42,7 +42,7 @@ EVERY_LEVEL = 99
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """One self-attention layer: its name, its block, and the latent pixels on a side of a token."""
+    """One self-attention layer: its name, its block, and how many latent pixels a token is wide."""
 
     name: str
     block: BasicTransformerBlock
@@ -54,15 +54,15 @@ class AttentionLayer:
         return self.block.attn1
 
     def grid(self, latent: Tensor) -> tuple[int, int]:
-        """Height and width in tokens for a latent (..., H, W); halves round up."""
+        """Return height and width in tokens for a latent (..., H, W), rounded up."""
         height, width = (-(-size // self.downsampling_factor) for size in latent.shape[-2:])
         return height, width
 
 
 def find_model(pipe: Any) -> Any:
-    """The denoiser of a pipeline (its `unet`, or a `transformer` of the DiT kind), or `pipe` if it is one.
+    """Return a pipeline's denoiser (its `unet`, or a `transformer` like DiT's), or `pipe` if it is one.
 
-    It is found inside of what `torch.compile`, PEFT's `get_peft_model` or DistributedDataParallel made of it.
+    Wrappers by `torch.compile`, PEFT's `get_peft_model` and DistributedDataParallel are looked through.
 
     Raises:
         TypeError: there is none, or copies of it would run side by side (DataParallel on several devices).
@@ -83,7 +83,7 @@ def find_model(pipe: Any) -> Any:
 
 
 def unwrap(model: Module) -> Module:
-    """The model inside of its wrappers, of which calls go through to it."""
+    """Return the model inside its wrappers."""
     while True:
         if isinstance(model, DataParallel) and len(model.device_ids) > 1:
             raise TypeError(
@@ -101,10 +101,10 @@ def unwrap(model: Module) -> Module:
 
 
 def find_attention_layers(model: Any, levels: int, at_most: bool = False) -> list[AttentionLayer]:
-    """The spatial self-attention layers on the `levels` finest attention levels, in the model's order.
+    """Return the spatial self-attention layers of the finest `levels` resolution levels, in order.
 
-    Levels are counted from the finest one that has self-attention (latent pixels in SD 1.x, half of them in
-    SDXL; a DiT has one level, its patches).
+    Levels are counted from the finest one that has self-attention: the latent's own resolution in SD 1.x,
+    half of it in SDXL. A DiT has one level, its patches.
 
     Raises:
         ValueError: the model has no such layer, or fewer levels (unless `at_most`).
@@ -124,11 +124,11 @@ def find_attention_layers(model: Any, levels: int, at_most: bool = False) -> lis
 
 
 def _downsampling_factor(name: str, model: Any) -> int:
-    """Latent pixels on a side of a token in the block of that name; 0 where tokens are not of one image."""
+    """Return how many latent pixels a token is wide in this block; 0 if its tokens aren't of one image."""
     if _TEMPORAL.search(name):
         return 0
     if name.startswith("transformer_blocks."):
-        return int(getattr(model.config, "patch_size", 0))  # a prior's tokens are of no image
+        return int(getattr(model.config, "patch_size", 0))  # a prior has no image tokens
     place = re.match(r"(down_blocks|up_blocks|mid_block)\.(\d*)", name)
     if place is None:
         return 0
@@ -138,7 +138,7 @@ def _downsampling_factor(name: str, model: Any) -> int:
 
 
 def frames_of(config: Any, latent: Tensor) -> int:
-    """Frames of a video's latent, (B, C, F, H, W) or Stable Video Diffusion's (B, F, C, H, W); else 1."""
+    """Return the frames of a video latent, (B, C, F, H, W) or (B, F, C, H, W) in SVD; 1 for an image."""
     if latent.ndim != 5:
         return 1
     return latent.shape[1 if getattr(config, "num_frames", None) else 2]
@@ -147,10 +147,10 @@ def frames_of(config: Any, latent: Tensor) -> int:
 def read_call(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], Tensor, Any]:
-    """A forward call's arguments by name, positional ones first; its latent and its timestep among them.
+    """Return a forward call's arguments by name (positional ones first), its latent, and its timestep.
 
     Raises:
-        ValueError: the call has none of these names, or is being traced.
+        ValueError: an argument is missing, or the model is being traced.
     """
     if torch.jit.is_tracing():
         raise ValueError(
@@ -168,26 +168,26 @@ def read_call(
 
 
 def regroup(given: dict[str, Any], positional: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The way back: the first so many as positional arguments."""
+    """Undo `read_call`: return args and kwargs, the first `positional` of them as args."""
     names, values = list(given), tuple(given.values())
     return values[:positional], dict(zip(names[positional:], values[positional:], strict=True))
 
 
 def takes(model: Any, argument: str) -> bool:
-    """Whether a model's forward has an argument of that name."""
+    """Return whether a model's forward has this argument."""
     return argument in _parameters(model.__class__)
 
 
 @lru_cache(maxsize=64)
 def _parameters(kind: Any) -> list[str]:
-    """Names of forward's parameters; of a subclass's `*args, **kwargs`, those of the forward it extends."""
+    """Return the names of forward's parameters; for `*args, **kwargs`, those of the base class's forward."""
     forwards = [vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)]
     names = [list(inspect.signature(forward).parameters)[1:] for forward in forwards]
     return next((found for found in names if "timestep" in found), names[0])
 
 
 def remove_hooks(module: Module, *functions: Any) -> None:
-    """Take these functions out of a module's hooks, by looking: a handle may be lost to an interruption."""
+    """Remove these functions from a module's hooks. No handle is needed: an interruption may lose it."""
     hooks = (module._forward_hooks, module._forward_pre_hooks)
     ours = [number for held in hooks for number, hook in held.items() if hook in functions]
     marks = (module._forward_hooks_with_kwargs, module._forward_pre_hooks_with_kwargs)
@@ -197,9 +197,9 @@ def remove_hooks(module: Module, *functions: Any) -> None:
 
 
 def is_plain(processor: Any) -> bool:
-    """Whether agent attention may take the place of this processor.
+    """Return whether agent attention may replace this processor.
 
-    IP-Adapter's own package has plain processors of these names that are modules; with weights, they are not.
+    IP-Adapter's own package uses the same names for modules. Those with weights are not plain.
     """
     has_weights = isinstance(processor, Module) and bool([*processor.parameters(), *processor.buffers()])
     return type(processor).__name__ in PLAIN_PROCESSORS and not has_weights

@@ -1,4 +1,4 @@
-"""The patched layers: those that share a plan, and what they all run in a call."""
+"""The patched attention layers: which of them share a plan, and what they run in each call."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from .warn import WarnOnce
 
 
 class _Graph:
-    """Lives as long as a call's graph does; `computed` once its backward has begun."""
+    """Lives as long as a call's autograd graph; `computed` is set once its backward starts."""
 
     computed = False
 
     def begin(self, grad: Tensor) -> None:
-        """Hook of the output's gradient."""
+        """Hook on the output's gradient."""
         self.computed = True
 
 
 class PendingBackward:
-    """Tells whether layers keep the plans of a call until its backward, which computes them again."""
+    """Keeps the layers' plans until a call's backward, if gradient checkpointing computes them again."""
 
     def __init__(self) -> None:
         self._checkpoints = False
         self._graph: weakref.ref[_Graph] | None = None
         self._plans: list[Plan | None] = []
 
-    def __reduce__(self) -> tuple[Any, ...]:  # a copy has no call under way
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy has no call in progress
         return PendingBackward, ()
 
     def enter(self, model: Module, plans: list[Plan | None]) -> None:
-        """A call begins, and the layers have the plans of the call before.
+        """Start a call, while the layers still have the plans of the previous one.
 
         Raises:
-            RuntimeError: the backward of that one is still to come, and would see this one's plans.
+            RuntimeError: the backward of the previous call is still to come and would use this call's plans.
         """
         graph = self._graph() if self._graph is not None else None
         awaited = graph is not None and not graph.computed
@@ -64,9 +64,13 @@ class PendingBackward:
             )
 
     def leave(self, output: Any) -> list[Plan | None] | None:
-        """The plans that the layers have after a call that gave this (None if it raised), none as a rule.
+        """Return the plans that the layers get after a call; [] as a rule, for none.
 
-        None where they keep those of the call, which its backward needs.
+        Args:
+            output: what the call returned; None if it raised.
+
+        Returns:
+            None if the layers keep the call's plans, which its backward needs.
         """
         sample = output[0] if isinstance(output, tuple) else getattr(output, "sample", None)
         if not (self._checkpoints and isinstance(sample, Tensor) and sample.requires_grad):
@@ -78,51 +82,51 @@ class PendingBackward:
 
 
 class RecompileLimit:
-    """Dynamo's limit, raised while a call is under way.
+    """Dynamo's recompile limit, raised during a call.
 
-    Blocks run the same code, and each kind of block is a recompilation of it: of a group the one that ranks
-    and the others, in either phase.
+    All blocks run the same code, and each kind of block is a recompilation of it. In a group, the block that
+    ranks the tokens and the others differ, and so do the phases.
     """
 
     def __init__(self) -> None:
         self._before: int | None = None
 
-    def __reduce__(self) -> tuple[Any, ...]:  # a copy has no call under way
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy has no call in progress
         return RecompileLimit, ()
 
     def raise_for(self, groups: int) -> None:
-        """Let the blocks of so many groups be compiled as often as they have to."""
+        """Let the blocks of this many groups be compiled as often as they must be."""
         self.lift()
         self._before = torch._dynamo.config.recompile_limit
         torch._dynamo.config.recompile_limit = self._before + 4 * groups
 
     def lift(self) -> None:
-        """Put the limit back to what it was."""
+        """Restore the limit."""
         if self._before is not None:
             torch._dynamo.config.recompile_limit = self._before
             self._before = None
 
 
 class PatchedLayers:
-    """The layers that a recipe patches: what each runs in a call, and what it holds of the call.
+    """The layers that a recipe patches: what each runs in a call, and what it holds during the call.
 
     Args:
-        model: the denoiser; nothing of it is changed yet.
-        recipe: says which layers, and what they run.
-        warn: warns the user, once of each thing.
+        model: the denoiser; it isn't changed yet.
+        recipe: says which layers are patched, and what they run.
+        warn: warns the user, once about each thing.
 
     Attributes:
-        processors: what stands in each layer while a call is under way.
-        groups: those that share a plan.
+        processors: the attention processor that each layer gets during a call.
+        groups: the groups of layers that share a plan.
 
     Raises:
-        ValueError: the model lacks such a layer, or another package holds it.
+        ValueError: the model has no such layer, or another package has patched it.
     """
 
     def __init__(self, model: Any, recipe: Recipe, warn: WarnOnce) -> None:
         layers: list[AttentionLayer] = []
         if recipe.attention is not None:
-            some = recipe.levels is None  # two, or one where there is one
+            some = recipe.levels is None  # two levels, or one if there is only one
             layers = find_attention_layers(model, recipe.levels or 2, at_most=some)
         self._config, self._warn, self._residual = model.config, warn, recipe.residual
         self._backward, self._limit = PendingBackward(), RecompileLimit()
@@ -146,14 +150,14 @@ class PatchedLayers:
         return [(one.layer.name, one.layer.attn, one.module) for one in self.processors]
 
     def attach(self) -> None:
-        """Put a trained module and a hook into each layer."""
+        """Add a hook, and a trained module if there is one, to each layer."""
         for one in self.processors:
             if one.module is not None:
                 one.layer.attn.add_module(MODULE, one.module)
             one.layer.block.norm1.register_forward_pre_hook(one.note_input)
 
     def detach(self) -> None:
-        """Take them out again, also after an attachment that broke off."""
+        """Remove them, also after an `attach` that was interrupted."""
         self.clean()
         for one in self.processors:
             remove_hooks(one.layer.block.norm1, one.note_input)
@@ -161,39 +165,39 @@ class PatchedLayers:
                 delattr(one.layer.attn, MODULE)
 
     def find_skipped(self, skipped: SkippedLayers) -> None:
-        """Note the layers, and the groups, that a cached call skips."""
+        """Mark the layers and groups that a cached call skips."""
         for one in self.processors:
             one.skipped = skipped.holds(one.layer.block)
         for group in self.groups:
             group.skipped = all(one.skipped for one in self.processors if one.group is group)
 
     def enter(self, model: Module) -> None:
-        """A call of the model begins; what a call before left behind that died before its end is cleared.
+        """Start a call of the model; clear what an interrupted call left behind.
 
         Raises:
-            RuntimeError: the backward of the call before is still to come, and would see this one's plans.
+            RuntimeError: the backward of the previous call is still to come and would use this call's plans.
         """
         self._limit.lift()
         self._backward.enter(model, self.plans())
 
     def residual_on(self, latent: Tensor) -> ResidualSharing | None:
-        """How residuals are shared on a latent's grid."""
+        """Return how residuals are shared at a latent's size."""
         if self._residual is None:
             return None
         group = self.groups[0]
         return self._residual.on_grid(math.prod(group.grid(latent)) * group.downsampling_factor**2)
 
     def begin(self, call: Call, residuals: Residuals | None, interpolate: bool = False) -> None:
-        """Make the plans of a call, and put processors into its layers.
+        """Make the plans of a call, and put our processors into the layers.
 
         Args:
-            call: that begins.
-            residuals: of attention, where they are shared.
-            interpolate: it is computed again, at a noise level between those that residuals are known at.
+            call: the call that starts.
+            residuals: residuals of attention, if they are shared.
+            interpolate: whether the call is computed again, between the noise levels of known residuals.
         """
         cached, attention = not call.kind.computed, call.kind.attention
         sharing = self.residual_on(call.latent) if attention == KEEP else None
-        # Residuals that no computed call will use are kept of the layers alone that cached calls compute.
+        # If only cached calls use residuals, only the layers that these compute need one.
         for_cached = sharing is not None and sharing.interval == 1
         shared: Plans = {}
         for index, group in enumerate(self.groups):
@@ -202,11 +206,11 @@ class PatchedLayers:
         for one in self.processors:
             _put_in(one, self._warn)
             one.attention = FULL if one.skipped and for_cached else attention
-            one.residual = None  # the last call may have died with one
+            one.residual = None  # an interrupted call may have left one
         if attention == SHARE and residuals is not None:
             residuals.give(call.sigma, interpolate, cached)
         if any(one.layer.block._compiled_call_impl is not None for one in self.processors):
-            # CUDA graphs may overwrite what those before them gave, maps of tokens too, but within one step.
+            # Across steps, CUDA graphs may overwrite earlier outputs, which include our token maps.
             torch.compiler.cudagraph_mark_step_begin()
             self._limit.raise_for(len(self.groups))
 
@@ -228,12 +232,12 @@ class PatchedLayers:
                 group.plan.hold()
 
     def end(self, call: Call, residuals: Residuals | None, output: Any) -> str:
-        """What the layers computed, all in all, in the call that ends; they keep nothing of it but residuals.
+        """End a call: store residuals, let go of the rest; return which attention the layers computed.
 
         Args:
-            call: that ends.
-            residuals: of attention, where they are shared.
-            output: what the model gave; None if it raised.
+            call: the call that ends.
+            residuals: residuals of attention, if they are shared.
+            output: what the model returned; None if it raised.
         """
         ran = self._ran(call.kind)
         if call.kind.attention == KEEP and residuals is not None and output is not None:
@@ -242,7 +246,7 @@ class PatchedLayers:
         return ran
 
     def leave(self, output: Any) -> None:
-        """The layers keep nothing of the call that ends, but what its backward needs."""
+        """Let go of all that the layers hold of a call, except what its backward needs."""
         self._let_go(raised=output is None)
         if (plans := self._backward.leave(output)) is not None:
             self._set_plans(plans)
@@ -253,29 +257,29 @@ class PatchedLayers:
         return OPERATOR if kind.attention == OPERATOR and any(self.plans()) else FULL
 
     def _keep(self, call: Call, residuals: Residuals) -> None:
-        """Keep what the layers found, in a call that computed full attention and operators."""
+        """Store the residuals of a call that computed both full attention and operators."""
         plans = {i: plan for i, plan in enumerate(self.plans()) if plan is not None}
-        if any(one.compiled for one in self.processors):  # as a CUDA graph, which overwrites what it gave
+        if any(one.compiled for one in self.processors):  # a CUDA graph overwrites its outputs
             for one in self.processors:
                 one.residual = None if one.residual is None else one.residual.clone()
             plans = deepcopy(plans)
         residuals.keep(call.sigma, call.stage, plans)
 
     def plans(self) -> list[Plan | None]:
-        """Those of the call under way, one a group."""
+        """Return the current call's plans, one for each group."""
         return [group.plan for group in self.groups]
 
     def _set_plans(self, plans: list[Plan | None]) -> None:
-        """Put plans in their place; where the list is empty none, and each layer has its own processor."""
+        """Set each group's plan. For an empty list, remove them and restore the layers' own processors."""
         for i, group in enumerate(self.groups):
             group.plan = plans[i] if plans else None
         for one in self.processors if not plans else ():
             attn: Any = one.layer.block.attn1
-            if getattr(attn, "processor", one) is one:  # it has none between two lines of diffusers'
+            if getattr(attn, "processor", one) is one:  # diffusers deletes it before it sets a new one
                 attn.set_processor(one.fallback)
 
     def suspend(self) -> list[AgentAttnProcessor]:
-        """Let each layer be the model's own for a while; returns what `resume` takes."""
+        """Restore the layers' own processors for a while; return what `resume` takes."""
         held = [one for one in self.processors if one.layer.attn.processor is one]
         for one in held:
             one.held = False
@@ -283,19 +287,19 @@ class PatchedLayers:
         return held
 
     def resume(self, held: list[AgentAttnProcessor]) -> None:
-        """Go on as before."""
+        """Go on as before `suspend`."""
         for one in held:
             one.held = True
             one.layer.attn.set_processor(one)  # type: ignore[arg-type]
 
     def clean(self) -> None:
-        """Let each layer be the model's own, whatever a call was at."""
+        """Restore the layers' own processors, however far a call had got."""
         self._let_go(raised=True)
         self._backward = PendingBackward()
         self._set_plans([])
 
     def _let_go(self, raised: bool) -> None:
-        """Forget what the layers hold of a call that ends, but their plans."""
+        """Let go of all that the layers hold of a call, except their plans."""
         self._limit.lift()
         for one in self.processors:
             if not raised and (reason := _left_untouched(one)):
@@ -305,10 +309,10 @@ class PatchedLayers:
 
 
 def _put_in(one: AgentAttnProcessor, warn: WarnOnce) -> None:
-    """Put a processor in the place of a layer's own, where that computes plain attention."""
+    """Replace a layer's processor by ours if it computes plain attention."""
     attn: Any = one.layer.block.attn1
     own = attn.processor
-    if own is one:  # as a backward is still to come
+    if own is one:  # a backward is still to come
         return
     one.held = own is one.fallback or is_plain(own)
     if one.held:
@@ -319,7 +323,7 @@ def _put_in(one: AgentAttnProcessor, warn: WarnOnce) -> None:
 
 
 def _left_untouched(one: AgentAttnProcessor) -> str:
-    """Why a layer that was to run its operator in a call did not; nothing where it did."""
+    """Return why a layer did not run its operator in a call; "" if it did."""
     if one.beside:
         return f"is given {one.beside}"
     if one.block_input is not None:

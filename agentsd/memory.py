@@ -1,4 +1,4 @@
-"""What a run's calls leave for those after them: features, attention's residuals, given and right outputs."""
+"""What the calls of a run leave for later calls: features, attention residuals, and errors to correct."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ from .warn import WarnOnce
 
 Select: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 _MOST_CONDITIONS = 32
-"""Texts, or other conditions, that a step's calls are told apart by."""
-_NEGLIGIBLE = 1e-5  # of the largest response: below it is float32's rounding
+"""Most texts, or other conditions, that the calls of one step may differ in."""
+_NEGLIGIBLE = 1e-5  # share of the largest response; anything smaller is float32 rounding
 
 
 class CachedFeatures:
-    """The features of the last computed steps, with the noise level of each: a list of tensors a step.
+    """The features of the last computed steps, a list of tensors for each, with their noise levels.
 
-    Between and after them they are on a polynomial over sigma: before the next step is computed on that
-    through `order + 1` of them, which extrapolates, and then on that through one more, which interpolates.
+    Features at other noise levels are read off a polynomial in sigma. Until the next step is computed, it
+    goes through the last `order + 1` of them and extrapolates. Afterwards it goes through one more and
+    interpolates.
 
     Args:
         order: 0 keeps features as they were; 1 extrapolates them linearly.
-        interpolates: one more step is kept.
+        interpolates: whether to keep one more step, for `interpolate`.
     """
 
     def __init__(self, order: int, interpolates: bool = False) -> None:
@@ -48,29 +49,29 @@ class CachedFeatures:
         return len(self._kept)
 
     def keep(self, sigma: float | None, features: list[Tensor]) -> None:
-        """Take in a computed step's features; a repeated noise level replaces the one before."""
+        """Store a computed step's features; at a noise level that is already stored they replace the old."""
         others = [kept for kept in self._kept if sigma is None or not _same(kept[0], sigma)]
         self._kept = [*others, (sigma, features)][-self._count :]
 
     def extrapolate(self, sigma: float | None, select: Select = list) -> list[Tensor]:
-        """The features at a noise level after the last.
+        """Return the features at a noise level after the last one.
 
         Args:
             sigma: the noise level.
-            select: takes those that are wanted from a step's.
+            select: picks the wanted features from a step's list.
         """
         return self._at(sigma, self._kept[-self._order - 1 :], select)
 
     def interpolate(self, sigma: float | None, select: Select = list) -> list[Tensor]:
-        """The features at a noise level before the last."""
+        """Return the features at a noise level before the last one."""
         return self._at(sigma, self._kept, select)
 
     def newton_term(self, sigma: float | None) -> float:
-        """By how many times one difference the features at a level moved when the last ones were kept.
+        """Return how far the features at a noise level moved when the last ones were stored.
 
-        `extrapolate` gave them before, `interpolate` gives them now. One more level adds a term to Newton's
-        form of the polynomial: the product of (sigma - level) over the levels before, times a difference that
-        is the same for all sigma.
+        They moved from what `extrapolate` gave then to what `interpolate` gives now. In Newton's form of
+        the polynomial that is one more term: the product of (sigma - level) over the earlier levels, times
+        a difference that is the same for all sigma. The product is returned.
         """
         before = [level for level, _ in self._kept[:-1]]
         if sigma is None or None in before:
@@ -78,7 +79,7 @@ class CachedFeatures:
         return float(np.prod([sigma - level for level in before[-self._order - 1 :] if level is not None]))
 
     def _at(self, sigma: float | None, kept: list[tuple[float | None, list[Tensor]]], select: Select) -> Any:
-        """The method, 1 of 3: what a cached call computes its last layers on."""
+        """The method, part 1 of 3: the features on which a cached call computes its last layers."""
         levels = [level for level, _ in kept if level is not None]
         newest = select(kept[-1][1])
         if not newest or sigma is None or len(levels) < len(kept) or len(kept) == 1:
@@ -91,50 +92,50 @@ class CachedFeatures:
 
 
 def _same(level: float | None, sigma: float) -> bool:
-    """Whether two noise levels are one but for rounding, as those of KDPM2's pairs of calls."""
+    """Return whether two noise levels are equal up to rounding, as in KDPM2's pairs of calls."""
     return level is not None and math.isclose(level, sigma, rel_tol=1e-4)
 
 
 def _lagrange(levels: Sequence[float], i: int, at: float) -> float:
-    """The weight of the value at `levels[i]` in the polynomial through all."""
+    """Return the weight of the value at `levels[i]` in the polynomial through all levels."""
     others = [level for j, level in enumerate(levels) if j != i]
     return float(np.prod([(at - other) / (levels[i] - other) for other in others]))
 
 
 class Residuals:
-    """The residuals of some layers, for the images of a text and a shape of latents.
+    """The residuals of attention layers, for one text and one shape of latents.
 
     Args:
         layers: the patched layers.
         order: 0 keeps a residual as it was; 1 extrapolates it linearly.
 
     Attributes:
-        stage: whose operators they are of; None while there are none.
-        plans: that the layers had with the last residual, by group.
+        stage: the stage whose operators the residuals belong to; None while there are none.
+        plans: the layers' plans when the last residuals were stored, by group.
     """
 
     def __init__(self, layers: Sequence[AgentAttnProcessor], order: int) -> None:
         self._layers, self._order = layers, order
         self._kept = CachedFeatures(order)
-        self._found: list[AgentAttnProcessor] = []  # the layers that have one, in its order
+        self._found: list[AgentAttnProcessor] = []  # the layers that have a residual, in order
         self.plans: dict[int, Plan] = {}
         self.stage: int | None = None
 
     def keep(self, sigma: float | None, stage: int, plans: dict[int, Plan]) -> None:
-        """Take in what the layers found in a call at a noise level, in this stage of the run."""
+        """Store the residuals that the layers computed in a call of this noise level and stage."""
         found = [layer for layer in self._layers if layer.residual is not None]
-        if self.stage != stage or self._found != found:  # another operator's, or of other layers
+        if self.stage != stage or self._found != found:  # the old ones are of another operator or layers
             self._kept = CachedFeatures(self._order)
         self._kept.keep(sigma, [layer.residual for layer in found if layer.residual is not None])
         self._found, self.stage, self.plans = found, stage, plans
 
     def give(self, sigma: float | None, interpolate: bool, cached: bool) -> None:
-        """Hand each layer that is computed its residual at a noise level; without one attention is full.
+        """Give each layer of a call its residual at a noise level; a layer without one attends in full.
 
         Args:
             sigma: the noise level.
-            interpolate: the level is between the last two, whatever the order.
-            cached: the call skips layers.
+            interpolate: whether the level lies between the last two, whatever the order.
+            cached: whether the call skips layers.
         """
         for layer in self._layers:
             layer.residual, layer.attention = None, FULL
@@ -146,23 +147,25 @@ class Residuals:
 
 
 class Corrections:
-    """What the outputs given in a run are wrong by, and what takes the sampler to where it would have been.
+    """The errors of the outputs given in a run, and the outputs that undo what the errors did to the latent.
 
-    A cached step's hidden state is extrapolated from computed steps before it. The next computed step shows
-    the state on the other side: on the state between, the same layers tell how wrong the output was. The
-    states of several cached steps in a row move by the same difference, times a number for each
-    (`CachedFeatures.newton_term`); to first order their outputs do, too, so that one tells for all. By then
-    the sampler has moved the latent by that. With R the sampler's impulse response (`agentsd.sampler`), the
-    latent of call n is off by the sum of R[n, j] wrong[j]. So call n gives
+    A cached call computes its last layers on an extrapolated hidden state. The next computed call shows the
+    state on the other side, so the state in between is now known much better. Computing the last layers
+    once more on that state shows the error of the cached output. This is done for the last cached call
+    alone: in a row of cached calls all states move by the same difference, each times a known number
+    (`CachedFeatures.newton_term`), and to first order so do the outputs.
 
-        best - sum_{j<n} R[n + 1, j] wrong[j] / R[n + 1, n]
+    By then the sampler has carried the errors into the latent. With R the sampler's impulse response
+    (`agentsd.sampler`), the latent of call n is off by the sum of R[n, j] error[j]. So call n returns
 
-    and the next latent is right, to rounding, whatever the sampler; so does every call after it, as multistep
-    samplers keep what they were given. What was wrong with the latent of call n itself has moved its output:
-    by dF/dx of Gaussian data, which `best` is without.
+        best - sum_{j<n} R[n + 1, j] error[j] / R[n + 1, n]
+
+    and the next latent is right up to rounding, whatever the sampler. Every later call does the same, as
+    multistep samplers remember the outputs they were given. The latent of call n itself was wrong, too,
+    which changed the call's output by dF/dx of Gaussian data. `best` is the output without that change.
 
     Args:
-        sampler: of the run.
+        sampler: the run's sampler.
         response: its impulse response.
         begin: the index of the run's first call.
     """
@@ -170,55 +173,55 @@ class Corrections:
     def __init__(self, sampler: Sampler, response: ImpulseResponse, begin: int) -> None:
         self._sampler, self._response = sampler, response
         self._right = begin  # the last call whose latent was right
-        self._wrong: dict[int, Tensor] = {}  # (B, ...) by call: what it gave less what is right
+        self._errors: dict[int, Tensor] = {}  # (B, ...) by call: the output it gave minus the right one
 
     def note(self, calls: Sequence[Call], features: CachedFeatures, last: Tensor) -> None:
-        """Take in the cached calls since the last computed one.
+        """Work out the errors of the cached calls since the last computed one.
 
         Args:
-            calls: with what each gave.
-            features: those that are known now.
-            last: (B, ...) what the last one's layers give on them.
+            calls: the cached calls, with the output that each gave.
+            features: what is known now.
+            last: (B, ...) the output of the last of these calls, computed again on these features.
         """
         moved, of_last = last - calls[-1].output, features.newton_term(calls[-1].sigma)
-        for call in calls:  # the last output moved by that, and the others by a share of it
+        for call in calls:  # the last output moved by `moved`, the others by a share of it
             share = min(1.0, features.newton_term(call.sigma) / of_last) if of_last else 1.0
-            self._wrong[call.index] = call.given - self._best(call.index, call.output + share * moved)
+            self._errors[call.index] = call.given - self._best(call.index, call.output + share * moved)
 
     def correct(self, call: int, output: Tensor) -> Tensor:
-        """The method, 2 of 3: what a computed call (B, ...) gives, so that the next latent is right.
+        """The method, part 2 of 3: the output (B, ...) of a computed call that makes the next latent right.
 
-        All calls before it are noted.
+        The errors of all earlier calls must be known.
         """
         best, change = self._best(call, output), self._change(call)
         if change is None:
             return best
-        self._wrong[call], self._right = change, call + 1
+        self._errors[call], self._right = change, call + 1
         later = np.any(self._weights(slice(call + 2, None)), axis=0)
-        self._wrong = {one: wrong for one, wrong in self._wrong.items() if later[one]}
+        self._errors = {one: error for one, error in self._errors.items() if later[one]}
         return best + change
 
     def make_up(self, call: int, output: Tensor) -> Tensor:
-        """What a cached call (B, ...) gives: its output, less what is wrong in the sampler's history."""
+        """Return the output (B, ...) of a cached call, minus the known errors in the sampler's history."""
         change = self._change(call)
         return output if change is None else output + change
 
     def _best(self, call: int, output: Tensor) -> Tensor:
-        """An output as it would be on the right latent."""
+        """Return an output as it would be on the right latent."""
         sensitivity = self._sampler.sensitivity(call) * float(self._response.input_scale[call])
         moved = self._sum(sensitivity * self._weights(call))
         return output if moved is None else output - moved
 
     def _change(self, call: int) -> Tensor | None:
-        """What a call's output changes by to make up for all that is wrong before it."""
+        """Return the change of a call's output that makes up for all earlier errors."""
         weights = self._weights(call + 1)
         own, weights[call] = weights[call], 0.0
         return self._sum(weights / -own) if own else None  # a last step may move nothing
 
     def _weights(self, at: int | slice) -> np.ndarray:
-        """(..., calls) what a unit of each output's error adds to the latents `at`.
+        """(..., calls) what a unit error of each output adds to the latents `at`.
 
-        The last right latent is right: what came before it shows in a multistep sampler's history alone.
+        Errors from before the last right latent act only through a multistep sampler's history.
         """
         outputs, latent = self._response.outputs, self._response.latent
         rows = outputs[at]
@@ -227,25 +230,25 @@ class Corrections:
         return np.where(np.abs(rows) > _NEGLIGIBLE * np.abs(outputs).max(), rows, 0.0)
 
     def _sum(self, weights: np.ndarray) -> Tensor | None:
-        """The errors so far, weighted; None where there are none."""
+        """Return the weighted sum of the known errors; None if there are none."""
         total: Tensor | None = None
-        for call, wrong in self._wrong.items():
+        for call, error in self._errors.items():
             if weight := float(weights[call]):
-                total = wrong * weight if total is None else total.add(wrong, alpha=weight)
+                total = error * weight if total is None else total.add(error, alpha=weight)
         return total
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What the calls of a run compute from one of them on; made whole at that call (`agentsd.planning`).
+    """What each call of a run computes; made as a whole at the first of these calls (`agentsd.planning`).
 
     Attributes:
-        kinds: of the calls, by their place on the run's list; empty where nothing is cached.
-        begin: the place of the first.
+        kinds: the kind of each call, by its place in the list of timesteps; empty if nothing is cached.
+        begin: the place of the first call.
         stride: places from one call to the next.
         sampler: what is known of the run's scheduler.
-        response: of that to each call's output; None where cached calls are not corrected.
-        remark: what a user should know of that.
+        response: the sampler's impulse response; None if cached calls are not corrected.
+        remark: what the user should know about that.
     """
 
     kinds: Mapping[int, CallKind] = field(default_factory=dict)
@@ -258,18 +261,18 @@ class RunPlan:
 
 @dataclass
 class Memory:
-    """What the calls of a run under the same conditions leave for those after them.
+    """What the calls of a run leave for later calls with the same conditions.
 
     Attributes:
-        inputs: of its first call, held so that no other tensor gets the address of one of the conditions.
-        trail: tells whether a call follows from the one before.
-        features: where the last layers begin.
-        warmup: how many of its first calls are computed, whatever is planned.
-        residuals: of attention, where they are shared.
-        corrections: of what cached calls got wrong, where the sampler's response is known.
-        cached: the cached calls since the last computed one that are to be corrected.
-        before: latent and output of its last call.
-        index: of that, on the list of timesteps.
+        inputs: the first call's arguments, held so that no other tensor can get the address of a condition.
+        trail: checks that a call follows from the one before.
+        features: the hidden states that enter the last layers.
+        warmup: how many first calls are computed, whatever the plan says.
+        residuals: residuals of attention, if they are shared.
+        corrections: the errors of cached calls, if the sampler's response is known.
+        cached: the cached calls since the last computed one, which are still to be corrected.
+        before: latent and output of the last call.
+        index: the last call's place in the list of timesteps.
     """
 
     inputs: list[Any]
@@ -284,14 +287,14 @@ class Memory:
 
 
 class RunCache:
-    """What a run's calls leave for later ones, by all that they are computed from but latent and time.
+    """The memories of a run, one for each set of conditions: all arguments but the latent and the time.
 
     Args:
-        plan: of the run.
+        plan: the run's plan.
         recipe: says what is kept.
-        layers: that share residuals.
-        skipped: what cached calls skip.
-        warn: warns the user, once of each thing.
+        layers: the layers that share residuals.
+        skipped: the layers that cached calls skip.
+        warn: warns the user, once about each thing.
 
     Attributes:
         memories: by conditions.
@@ -309,13 +312,13 @@ class RunCache:
         self._layers, self._skipped, self._warn = layers, skipped, warn
         self.memories: dict[Any, Memory] = {}
         self._model: ModelState | None = None
-        self._conditions: dict[str, Any] = {}  # of the last call, by name
-        self._unmatched = 0  # for how many steps in a row nothing that was kept could be used
+        self._conditions: dict[str, Any] = {}  # the last call's, by name
+        self._unmatched = 0  # number of steps in a row in which no memory could be used
 
     def memory_of(self, unet: Module, call: Call) -> Memory | None:
-        """What earlier calls left that a call may use, and where it leaves its own; completes its kind.
+        """Return the memory that a call reads and writes, and set the call's kind.
 
-        None where it computes all layers and leaves nothing.
+        None if the call computes all layers and leaves nothing.
         """
         if self._recipe.residual is not None:
             call.kind = CallKind(attention=FULL)
@@ -340,15 +343,15 @@ class RunCache:
         computed, attention = planned.computed or len(memory.features) < memory.warmup, planned.attention
         residuals = memory.residuals
         if attention == SHARE and residuals is not None and residuals.stage != call.stage:
-            attention = KEEP if computed else FULL  # there are none yet, or they are another operator's
+            attention = KEEP if computed else FULL  # no residual of this operator is known yet
         call.kind, call.sigma = CallKind(computed, attention), sigmas[call.index] if sigmas else None
         memory.index = call.index
         return memory
 
     def _matching(self, unet: Module, call: Call) -> Memory | None:
-        """The memory of a call's conditions, a new one where it follows from no other."""
+        """Return the memory of a call's conditions; a new one if the call doesn't follow from the last."""
         plan = self._plan
-        oldest = call.index - plan.stride  # what was not called in the step before is too old
+        oldest = call.index - plan.stride  # conditions that the previous step didn't use are too old
         self.memories = {key: one for key, one in self.memories.items() if one.index >= oldest}
         self._model = self._model or ModelState(unet)
         before, conditions = self._conditions, conditions_of(call, self._model)
@@ -366,7 +369,7 @@ class RunCache:
             self._unmatched = 0
             return memory
         others = [one for one in self.memories.values() if one.index == call.index]
-        self._unmatched += not others  # the step's first call
+        self._unmatched += not others  # counted once a step
         if self._unmatched == 3 or len(others) == _MOST_CONDITIONS:
             return self._give_up(f"in {len(others) or 3} calls in succession {broken}")
         if call.index > plan.begin:
@@ -375,18 +378,18 @@ class RunCache:
         return memory
 
     def _new(self, call: Call, old: Memory | None, model: ModelState) -> Memory:
-        """A memory that begins with a call; of an old one it takes the trail, which has a call before."""
+        """Return a memory that begins with this call; it takes over the trail of an old one."""
         plan, steps, residual = self._plan, self._recipe.steps, self._recipe.residual
         order, response = 0 if steps is None else steps.extrapolation_order, plan.response
         deterministic = response is not None and not response.noisy
         trail = Trail(plan.sampler.new_noise(deterministic), model.samples) if old is None else old.trail
-        # But for the call's own inputs, which are large and told by no address.
+        # All but the latent and the residuals, which are large and aren't recognised by their address.
         held = [one for name, one in call.inputs.items() if name not in RESIDUALS and one is not call.latent]
         return Memory(
             tree_leaves(held),
             trail,
             CachedFeatures(order, interpolates=response is not None),
-            1 if call.index == plan.begin else order + 1,  # no warm-up is planned there
+            1 if call.index == plan.begin else order + 1,  # the plan has no warm-up in mid-run
             None if residual is None else Residuals(self._layers, residual.extrapolation_order),
             None if response is None else Corrections(plan.sampler, response, plan.begin),
         )
@@ -397,6 +400,6 @@ class RunCache:
         return None
 
     def drop(self, memory: Memory) -> None:
-        """Let go of a memory; of the model, too, where none is left."""
+        """Forget a memory, and the model's state with the last one."""
         self.memories = {key: other for key, other in self.memories.items() if other is not memory}
         self._model = self._model if self.memories else None

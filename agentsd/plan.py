@@ -1,11 +1,14 @@
-"""What each call of a run computes: which steps compute all layers, and what attention is in each.
+"""What each call of a run computes: all layers or only the last ones, and which attention.
 
-Nothing is cached in a run, and it says so once, where it has fewer than 8 steps, where its scheduler is made
-for few (LCM, TCD), where its list of steps is not known or goes up, where an attention processor of an
-unknown kind may have to see each call, and where the U-Net is called several times in a step on one text
-(panorama's crops). A step is computed where gradients are on, and where what it would need was not kept
-(another text or shape).
-What is kept is a thread's own, and is let go when the run ends.
+A run caches nothing, and a warning says why, if
+
+- it has fewer than 8 steps, or its scheduler is made for few (LCM, TCD);
+- its timesteps are unknown, or go up;
+- an unknown attention processor may have to see each call;
+- the U-Net is called several times per step on one text (panorama's crops).
+
+A call computes all layers if gradients are on, or if what it needs was not stored (another text or shape).
+Every thread has its own cache, which is dropped when the run ends.
 """
 
 from __future__ import annotations
@@ -19,31 +22,33 @@ from .checks import check, check_types
 
 @dataclass(frozen=True)
 class StepCache:
-    """Cached steps between computed ones.
+    """Cached steps between computed steps.
 
-    A cached step computes `conv_in`, the last layers of the last up block and what follows it. The hidden
-    state that enters those layers comes from the computed steps before ("DeepCache: Accelerating Diffusion
-    Models for Free", CVPR 2024, keeps it as it was, as order 0 does). That costs `extrapolation_order + 1`
-    features of the finest level for each image and pass, and one more where cached steps are corrected:
-    320 x 64 x 64 numbers each in SD 1.5 at 512 px.
+    A cached step computes `conv_in`, the last layers of the last up block, and what follows them. The hidden
+    state that enters these layers is extrapolated from the computed steps before. At order 0 it is kept as
+    it was, as in "DeepCache: Accelerating Diffusion Models for Free" (CVPR 2024). That takes memory for
+    `extrapolation_order + 1` features of the finest level per image and pass of guidance, and for one more
+    if cached steps are corrected: 320 x 64 x 64 numbers each in SD 1.5 at 512 px.
 
-    A computed step shows what the cached steps just before it should have had: the state between two computed
-    steps. Where they are corrected, the last of them is computed again on that. It tells what all of them got
-    wrong, and the computed step's prediction makes up for it (`agentsd.memory.Corrections`).
+    The next computed step shows what the hidden states of the cached steps should have been: the states
+    between two computed steps. To correct them, the last cached step is computed again on such a state. That
+    shows the errors of all of them, and the computed step's prediction makes up for these
+    (`agentsd.memory.Corrections`).
 
-    A step is a timestep: calls that repeat a timestep (PLMS, Heun) share its decision. A run's first step
-    is always computed.
+    A step is a timestep: calls that repeat a timestep (PLMS, Heun) are all computed or all cached. A run's
+    first step is always computed.
 
     Attributes:
-        interval: a step in so many is computed.
-        extrapolation_order: 0 keeps the last state; 1 extrapolates the last two linearly in the noise level
-            sigma of Stable Diffusion's training schedule.
+        interval: one step in this many is computed.
+        extrapolation_order: 0 keeps the last hidden state; 1 extrapolates the last two linearly in the noise
+            level sigma of Stable Diffusion's training schedule.
         warmup_steps: how many first steps are computed.
-        late_interval: intervals grow evenly over the run, from 1 at its first step to this at its end, but
-            none is less than `interval`. The last step but one is then not passed over, as what follows the
-            last computed step is not corrected. None leaves all at `interval`.
-        layers: how many last layers a cached step computes.
-        correct: cached steps are corrected, where the response of the run's sampler is known.
+        late_interval: if given, intervals grow evenly over the run, from 1 at the first step to this at the
+            last, but never below `interval`. The last step but one is then always computed, as nothing
+            corrects the steps after the last computed one.
+        layers: how many last layers a cached step computes. At 0 it computes none: the last hidden state
+            itself is extrapolated, the state that Spectrum forecasts (Han et al., CVPR 2026).
+        correct: whether cached steps are corrected. They can be if the sampler's response is known.
 
     Raises:
         TypeError, ValueError: a setting has a wrong type or value.
@@ -65,10 +70,10 @@ class StepCache:
         order, warmup = self.extrapolation_order, self.warmup_steps
         check("extrapolation_order", order, order in (0, 1), "pass 0 (keep) or 1 (extrapolate)")
         check("warmup_steps", warmup, warmup >= 1, "pass 1 or more: a run's first step is computed")
-        check("layers", self.layers, self.layers >= 1, "pass 1 (the last layer) or more")
+        check("layers", self.layers, self.layers >= 0, "pass 1 (the last layer), more, or 0 for none")
 
     def computed(self, count: int) -> list[bool]:
-        """Whether each step of a run of so many is computed."""
+        """Return whether each step of a run of `count` steps is computed."""
         computed, following = [], 0
         for i in range(count):
             computed.append(i < self.warmup_steps or i == following)
@@ -77,7 +82,7 @@ class StepCache:
         return computed
 
     def _following(self, i: int, count: int) -> int:
-        """The computed step after computed step i."""
+        """Return the computed step after computed step i."""
         if self.late_interval is None:
             return i + self.interval
         grown = round(1 + (self.late_interval - 1) * i / count)
@@ -86,30 +91,32 @@ class StepCache:
 
 
 OPERATOR, FULL, KEEP, SHARE = "operator", "full", "keep", "share"
-"""What a layer computes in a call: its operator, or, under residual sharing, full attention, that and the
-operator for the residual between them, or the operator and a residual."""
+"""What a layer computes in a call.
+
+The operator; or, under residual sharing: full attention; full attention and the operator, to keep the
+residual between them; or the operator plus a shared residual.
+"""
 
 
 @dataclass(frozen=True)
 class ResidualSharing:
-    """Full attention in a few steps, and in the others the operator plus its residual to it.
+    """Full attention in some steps; in the others the operator plus its residual to full attention.
 
-    From "DiTFastAttn: Attention Compression for Diffusion Transformer Models" (NeurIPS 2024), which does so
-    for window attention. In a few steps a layer computes full attention O and its operator's A, and keeps
-    R = O - A. In the steps between, it gives A + R: what is left of the operator's bias is how far it changed
-    since.
+    From "DiTFastAttn: Attention Compression for Diffusion Transformer Models" (NeurIPS 2024), which does this
+    for window attention. In some steps a layer computes both full attention O and its operator's output A,
+    and keeps the residual R = O - A. In the steps between, it returns A + R. Of the operator's bias only the
+    part is left by which it has changed since.
 
-    Tokens are matched once for each operator of a run: of two residuals on maps of their own no line can be
-    drawn, and the last one fits no other map. A residual is as large as the layer's output, N x C numbers for
-    each layer and image of the batch, and `extrapolation_order + 1` of them are kept.
+    The tokens of an operator are matched once per run, since residuals on different token maps can be neither
+    extrapolated nor reused. A residual is as large as the layer's output, N x C numbers per layer and image
+    of the batch, and `extrapolation_order + 1` of them are kept.
 
     Attributes:
-        interval: one in so many has full attention of the steps that compute all layers; 1 leaves it to all
-            of these.
-        warmup_steps: how many steps that compute all layers have it first.
-        extrapolation_order: 0 takes the last residual; 1 extrapolates the last two linearly in sigma.
-        least_tokens: attention stays full where the finest patched level has fewer tokens.
-        interval_from: where that has fewer than these, cached steps alone share, as at interval 1.
+        interval: of the steps that compute all layers, one in this many has full attention; 1 means all.
+        warmup_steps: how many of these steps have full attention first.
+        extrapolation_order: 0 reuses the last residual; 1 extrapolates the last two linearly in sigma.
+        least_tokens: attention stays full if the finest patched level has fewer tokens than this.
+        interval_from: with fewer tokens than this, only cached steps share, as at interval 1.
 
     Raises:
         TypeError, ValueError: a setting has a wrong type or value.
@@ -139,14 +146,14 @@ class ResidualSharing:
             check(name, value, value >= 0, "pass 0 (on every grid) or more")
 
     def on_grid(self, tokens: int) -> ResidualSharing:
-        """The settings on a grid of so many tokens at the finest patched level."""
+        """Return the settings that apply to this many tokens at the finest patched level."""
         return self if tokens >= self.interval_from else replace(self, interval=1)
 
     def plan(self, computed: Sequence[bool]) -> list[str]:
-        """What attention computes in each step of a run.
+        """Return what attention computes in each step of a run.
 
         Args:
-            computed: whether each step computes all layers; in the others the last ones share.
+            computed: whether each step computes all layers. The last layers share in the other steps.
         """
         whole = [i for i, all_layers in enumerate(computed) if all_layers]
         warm, later = whole[: self.warmup_steps], whole[self.warmup_steps :]
@@ -154,7 +161,7 @@ class ResidualSharing:
         kinds = [FULL if i in full else SHARE for i in range(len(computed))]
         until_next = zip(full, [*full[1:], len(computed)], strict=True)
         used = [SHARE in kinds[i + 1 : end] for i, end in until_next]
-        for n, i in enumerate(full):  # a residual is kept if a step uses it before newer ones take its place
+        for n, i in enumerate(full):  # keep a residual if a step uses it before newer ones replace it
             if any(used[n : n + 1 + self.extrapolation_order]):
                 kinds[i] = KEEP
         return kinds
@@ -165,7 +172,7 @@ class CallKind:
     """What a call computes.
 
     Attributes:
-        computed: all layers; else it is cached, and computes the last ones.
+        computed: whether it computes all layers. A cached call computes only the last ones.
         attention: what the patched layers compute: "operator", "full", "keep" or "share".
     """
 
@@ -174,7 +181,7 @@ class CallKind:
 
     @property
     def letter(self) -> str:
-        """F or f for a computed or a cached one."""
+        """F for a computed call, f for a cached one."""
         return "F" if self.computed else "f"
 
 
@@ -183,23 +190,23 @@ COMPUTED = CallKind()
 
 @dataclass
 class Call:
-    """A call of the U-Net: where it is in its run, and what it computes.
+    """A call of the U-Net: its place in the run, and what it computes.
 
     Attributes:
-        latent: (B, ..., H, W) what it is called on.
-        timestep: its noise level, in training timesteps.
-        index: its place on the run's list of timesteps.
-        stage: which of the recipe's operators run in it; 0 is the early one.
-        begins: it is the first of its run.
-        repeats: it has the timestep of the call before, in the same run (PLMS, Heun).
-        jumps: it skips timesteps of the list, otherwise than the call before.
-        off_list: its timestep is not on the list that it was placed by.
+        latent: (B, ..., H, W) the U-Net's input.
+        timestep: the timestep.
+        index: its place in the run's list of timesteps.
+        stage: which of the recipe's operators runs; 0 is the early one.
+        begins: whether it is the first call of its run.
+        repeats: whether it has the timestep of the call before, in the same run (PLMS, Heun).
+        jumps: whether it skips timesteps of the list in a new way.
+        off_list: whether its timestep is missing from the list.
         kind: what it computes.
-        inputs: its arguments by name, where something is cached.
-        positional: how many of them came without a name.
-        sigma: its noise level, as features are kept by.
-        output: (B, ...) what a cached call's layers gave, until it is corrected.
-        given: (B, ...) what the call gave for that.
+        inputs: the call's arguments by name, if something is cached.
+        positional: how many of them were passed by position.
+        sigma: the noise level.
+        output: (B, ...) the last layers' output in a cached call, until it is corrected.
+        given: (B, ...) what that call returned.
     """
 
     latent: Any
@@ -221,7 +228,7 @@ class Call:
 def plan_run(
     steps: StepCache | None, step_of_call: Sequence[Any], residual: ResidualSharing | None = None
 ) -> list[CallKind]:
-    """The kind of each call of a run, in its order; calls of one step (PLMS, Heun) are of one kind."""
+    """Return the kind of each call of a run, in order; the calls of one step (PLMS, Heun) have one kind."""
     number = {step: i for i, step in enumerate(dict.fromkeys(step_of_call))}
     computed = [True] * len(number) if steps is None else steps.computed(len(number))
     attention = [OPERATOR] * len(number) if residual is None else residual.plan(computed)
@@ -230,12 +237,12 @@ def plan_run(
 
 
 def describe(letters: str, corrected: int = 0, attention: str = "") -> str:
-    """A line of a run's calls, and their counts.
+    """Return a run's calls as a line of letters, with counts.
 
     Args:
-        letters: F for a computed call and f for a cached one.
-        corrected: how many cached ones were.
-        attention: s for a call with a shared residual, a for another.
+        letters: F for a computed call, f for a cached one.
+        corrected: how many cached calls were corrected.
+        attention: s for a call with a shared residual, a for any other.
     """
     if not letters:
         return "no call yet"

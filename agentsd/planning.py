@@ -1,4 +1,4 @@
-"""Whether a run may cache: from a run to a plan, or to the reason why not."""
+"""Whether a run may cache: returns the run's plan, or the reason why nothing is cached."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from .run import Run
 from .sampler import ImpulseResponse, Sampler, fingerprint, impulse_response, is_for_few_steps
 
 FEWEST = 8
-"""Steps of a run in which anything is skipped."""
+"""Least number of steps of a run that caches."""
 Responses = dict[bytes, ImpulseResponse]
-"""The last impulse response by its scheduler's fingerprint: the next run is likely to be on the same list."""
+"""The last impulse response by its scheduler's fingerprint; the next run probably has the same timesteps."""
 
 
 def plan_caching(
     recipe: Recipe, unet: Module, run: Run, call: Call, residual: ResidualSharing | None, known: Responses
 ) -> RunPlan | str:
-    """The plan of a run from a call on, or the reason why nothing is skipped in it.
+    """Return the plan of a run from a call on, or the reason why nothing is skipped.
 
     Args:
         recipe: says what is to be cached.
         unet: the model.
-        run: that the call is of.
-        call: the run's first; where timesteps were skipped, the first of what is left.
-        residual: how attention's residuals are shared on the call's grid.
-        known: the last response, which is taken or replaced.
+        run: the run that the call belongs to.
+        call: the run's first call, or the first after some timesteps were skipped.
+        residual: how residuals of attention are shared at this size.
+        known: the last response; it is used or replaced.
     """
     if run.guesses:
         return (
@@ -55,8 +55,8 @@ def plan_caching(
 
 
 def unsupported_reason(unet: Any, count: int, scheduler: Any, timesteps: Sequence[float] = ()) -> str:
-    """Why nothing can be skipped in a run down a list of timesteps, in so many steps, or nothing."""
-    if any(later > earlier + 0.5 for earlier, later in pairwise(timesteps)):  # KDPM2 rounds every second one
+    """Return why nothing can be skipped in a run of `count` steps on these timesteps; "" if it can."""
+    if any(later > earlier + 0.5 for earlier, later in pairwise(timesteps)):  # KDPM2 rounds every other one
         return (
             "the timesteps go up (an inversion, where what is cached loses much more, or no run of one image)"
         )
@@ -70,9 +70,9 @@ def unsupported_reason(unet: Any, count: int, scheduler: Any, timesteps: Sequenc
 
 
 def _response(unet: Module, run: Run, call: Call, known: Responses) -> tuple[ImpulseResponse | None, str]:
-    """Of the run's sampler, where cached calls can be corrected by it; and what is to be said of that."""
+    """Return the sampler's response, if cached calls can be corrected by it, and what to tell the user."""
     scheduler, name = run.scheduler, type(run.scheduler).__name__
-    if run.stride > 1:  # its steps are not from one call to the next
+    if run.stride > 1:  # the sampler's steps don't lead from one call to the next
         return None, ""
     if scheduler is None:
         return None, (
@@ -81,7 +81,7 @@ def _response(unet: Module, run: Run, call: Call, known: Responses) -> tuple[Imp
         )
     if watcher := foreign_outside(unet):
         return None, f"{watcher}, which would see calls twice; cached steps are not corrected"
-    key = fingerprint(scheduler) if call.begins else None  # in the middle of a run a sampler has a history
+    key = fingerprint(scheduler) if call.begins else None  # in mid-run the sampler has a history
     response = known.get(key) if key is not None else None
     if response is None and (response := impulse_response(scheduler, call.index)) is None:
         return None, (

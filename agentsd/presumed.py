@@ -1,13 +1,13 @@
-"""What a cached step presumes of its call, and how each presumption is looked at.
+"""What a cached call takes for granted, and how each of these assumptions is checked.
 
-| it presumes that | it is looked at by |
+| assumption | checked by |
 |---|---|
-| the latent is what the sampler made of the call before | `Trail`: its numbers |
-| all else that the call is given is unchanged | `conditions_of`: identity; `Trail`: values |
-| weights, switches and modules are the run's | `ModelState` |
+| the latent is what the sampler made of the previous call | `Trail`: its values |
+| all other arguments are unchanged | `conditions_of`: identity; `Trail`: values |
+| weights, switches and modules are unchanged | `ModelState` |
 
-Where one does not hold, nothing that was kept is used: the call computes all layers, and after three such
-calls in a row nothing more is skipped in the run (`agentsd.hook`).
+If one of them doesn't hold, nothing stored is used and the call computes all layers. After three such calls
+in a row, nothing more is skipped in the run (`agentsd.memory`).
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from .plan import Call
 
 Numbers = np.ndarray
 _PLAIN = frozenset({bool, int, float, str, type(None)})
-_JUMP = 2.0  # factor by which ControlNet's residuals change in a step where they come or go
+_JUMP = 2.0  # ControlNet's residuals change by more than this factor when they are switched on or off
 
 
 class ModelState:
-    """What a model computes with, but for its inputs: weights, adapters' scales, switches and modules.
+    """The state of a model: weights, adapters with their scales, switches and modules.
 
-    Weights that are written in place through `.data` leave no trace, but for adapters' (`Trail`). Offloading
-    moves weights between calls, so their places count only where nothing offloads.
+    A write through `.data` leaves no trace, so it is noticed only in adapters (by `Trail`). Offloading moves
+    weights between calls. Their addresses are compared only if nothing offloads.
 
     Args:
-        unet: the model, as it is when the run begins.
+        unet: the model at the start of the run.
 
     Attributes:
-        samples: the first number of each of the adapters' weights.
+        samples: the first number of each adapter weight.
     """
 
     def __init__(self, unet: Any) -> None:
         modules = list(unet.modules())
-        self._unet = weakref.ref(unet)  # which leads here by its patch
+        self._unet = weakref.ref(unet)  # weak, as the U-Net's patch leads here
         self._parameters = [module._parameters for module in modules if module._parameters]
         self._children = [module._modules for module in modules if module._modules]
         self._switches = [vars(one) for one in modules if not type(one).__module__.startswith("torch.")]
@@ -58,7 +58,7 @@ class ModelState:
         self.samples = [] if self._moves else [weight.detach().flatten()[:1] for weight in weights]
 
     def read(self) -> dict[str, Hashable]:
-        """What is another value after a change, by what a user calls it."""
+        """Return values that differ after a change, under names that a user understands."""
         weights = [one for held in self._parameters for one in held.values() if one is not None]
         processors = [one.processor for one in self._attention]
         names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
@@ -81,22 +81,22 @@ class ModelState:
 
 
 def _rounded(value: Any) -> Any:
-    """Scales to six digits: diffusers multiplies and divides them in each call."""
+    """Round scales to six digits: diffusers multiplies and divides them in each call."""
     return {name: f"{one:.6g}" for name, one in value.items()} if isinstance(value, dict) else value
 
 
 def _versions(weights: list[Tensor]) -> tuple[int, ...]:
     try:
         return tuple(one._version for one in weights)
-    except RuntimeError:  # those made in inference mode keep none
+    except RuntimeError:  # weights made in inference mode have no version
         return tuple(0 if one.is_inference() else one._version for one in weights)
 
 
 def conditions_of(call: Call, model: ModelState) -> dict[str, Hashable]:
-    """What a call is computed from but latent and time, by name; equal in two calls where it is unchanged.
+    """Return a call's conditions, all but latent and time, by name; equal in two calls if nothing changed.
 
-    Arguments are told by identity, without a look at numbers. ControlNet's and T2I-Adapter's residuals follow
-    from latent and time, so they count by their shapes here, and by their sizes in `Trail`.
+    Arguments are compared by identity; no values are read. The residuals of ControlNet and T2I-Adapter
+    follow from latent and time. Of them only the shapes are compared here, and the norms in `Trail`.
     """
     sample = call.latent
     device, autocast = sample.device.type, None
@@ -125,33 +125,34 @@ def _identity(value: Any, shape_alone: bool) -> Hashable:
 
 
 class Trail:
-    """Whether the calls on one text follow from each other, by the numbers of their inputs and outputs.
+    """Checks by values that each call on a text follows from the one before.
 
-    Whatever the sampler, the prediction type and the guidance, a step's latent is a sum of the latent before
-    and of the outputs on it, and of little else: a multistep sampler's older outputs, a mask, a nudge. One of
-    another image or of new noise is not: what is left of it after a regression is all of its noise.
+    Whatever the sampler, prediction type and guidance, a step's latent is a linear combination of the
+    previous latent and the outputs on it, plus a little: a multistep sampler's older outputs, a mask, a
+    nudge. The latent of another image, or new noise, is not: a regression leaves all of its noise
+    unexplained.
 
-    A CPU has these numbers at once. CUDA gets to them while the next call is put in its queue, so those of
-    computed calls are read one call later and it never waits. On other devices nothing is looked at.
+    On a CPU the values are at hand. On CUDA they would have to be waited for. So there they are copied
+    without waiting, for computed calls only, and read one call later. On other devices nothing is checked.
 
     Args:
-        limits: for each call the share of its latent that may be unexplained (`Sampler.new_noise`).
-        samples: of weights that may change in place.
+        limits: for each call, the share of its latent that may be unexplained (`Sampler.new_noise`).
+        samples: numbers from weights that may change in place.
     """
 
     def __init__(self, limits: Sequence[float], samples: list[Tensor]) -> None:
         self._limits, self._samples = limits, samples
-        self._others: tuple[Numbers, Numbers] | None = None  # of the last call that was read
-        self._constant: Numbers | None = None  # which of these were as before in it
+        self._others: tuple[Numbers, Numbers] | None = None  # the last checked call's norms and values
+        self._constant: Numbers | None = None  # which of these values hadn't changed in that call
         self._late: tuple[Tensor, Any, partial[str]] | None = None
 
     def broken(self, call: Call, before: tuple[Tensor, Tensor] | None, computed: bool) -> str:
-        """What no longer holds in a call, in words; nothing where all does, so far as is known.
+        """Return what no longer holds, in words; "" if all holds as far as is known.
 
         Args:
-            call: the next.
-            before: latent and output of the call before.
-            computed: it is planned to compute all layers.
+            call: the call to check.
+            before: latent and output of the previous call.
+            computed: whether the call is planned to compute all layers.
         """
         device, late, self._late = call.latent.device.type, self._late, None
         if before is not None and (device == "cpu" or (device == "cuda" and computed)):
@@ -178,8 +179,8 @@ class Trail:
         return numbers
 
     def _read(self, call: int, shape: torch.Size, sizes: int, numbers: Numbers) -> str:
-        """What no longer held in a call of which all numbers are known."""
-        if not np.isfinite(numbers).all():  # nothing can be told of an image that is lost
+        """Return what no longer held in a call, from its numbers."""
+        if not np.isfinite(numbers).all():  # the image is lost anyway
             return ""
         gram, norms, values = np.split(numbers.astype(np.float64), [shape.numel(), shape.numel() + sizes])
         before, self._others = self._others, (norms, values)
@@ -196,15 +197,15 @@ class Trail:
 
 
 def _wider(latent: Tensor, output: Tensor) -> int | None:
-    """The axis of channels, where a U-Net's input has more of them than its output."""
+    """Return the channel axis if a U-Net's input has more channels than its output."""
     sizes = zip(latent.shape, output.shape, strict=True)
     return next((axis for axis, (own, out) in enumerate(sizes) if own > out), None)
 
 
 def _parts(latent: Tensor, output: Tensor) -> list[Tensor]:
-    """As many of a U-Net's channels as its output has: the first ones, and the last where it has more.
+    """Return the first channels of a U-Net's input, as many as its output has; if it has more, the last, too.
 
-    The latent is one of these, and the other stays as it is (a mask, an image; Marigold's comes first).
+    One of the two is the latent. The other is a mask or an image and doesn't change. Marigold's comes first.
     """
     if (axis := _wider(latent, output)) is None:
         return [latent]
@@ -213,12 +214,12 @@ def _parts(latent: Tensor, output: Tensor) -> list[Tensor]:
 
 
 def _gram(latent: Tensor, before: Tensor, output: Tensor) -> Tensor:
-    """(B, R, R) products of a latent, the one before, and the outputs on it; for each of its parts.
+    """Return the inner products (B, R, R) of a latent, the previous one, and the outputs on it, by part.
 
-    Of the outputs those of the other passes of guidance, too: the batch's halves and thirds.
+    The outputs of the other passes of guidance count, too: the other halves or thirds of the batch.
     """
     batch = latent.shape[0]
-    output = _parts(output, latent)[0]  # without a learned variance
+    output = _parts(output, latent)[0]  # drops a learned variance
     shifts = {n * batch // parts for parts in (1, 2, 3) if batch % parts == 0 for n in range(parts)}
     outputs = [output, *(output.roll(shift, 0) for shift in sorted(shifts - {0}))]
     grams = []
@@ -229,7 +230,7 @@ def _gram(latent: Tensor, before: Tensor, output: Tensor) -> Tensor:
 
 
 def _unexplained(gram: Numbers) -> float:
-    """The share (a root mean square) of a latent that is no sum of the others; of the image with most."""
+    """Return the share (RMS) of a latent that a regression on the others leaves; the batch's largest."""
     own, others, with_others = gram[:, 0, 0], gram[:, 1:, 1:], gram[:, 0, 1:]
     inverse = np.linalg.pinv(others, 1e-6, hermitian=True)
     explained = np.einsum("bi,bij,bj->b", with_others, inverse, with_others)
@@ -238,7 +239,7 @@ def _unexplained(gram: Numbers) -> float:
 
 
 def _sizes(given: Mapping[str, Any]) -> Sequence[Tensor]:
-    """The norm of each residual of a ControlNet or a T2I-Adapter."""
+    """Return the norm of each residual of a ControlNet or a T2I-Adapter."""
     residuals = [
         one for one in tree_leaves([given.get(name) for name in RESIDUALS]) if isinstance(one, Tensor)
     ]

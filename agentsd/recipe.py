@@ -1,4 +1,4 @@
-"""A recipe: what runs when, checked when it is made; the modes; to and from JSON."""
+"""Recipes: what runs in which step. Includes the modes, and reading and writing JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Phases:
     """One operator in the early, noisy steps and another in the later ones; None is full attention.
 
     Attributes:
-        early, late: what runs.
+        early, late: the operators.
         early_frac: share of the denoising steps that are early, in [0, 1].
     """
 
@@ -40,21 +40,21 @@ class Phases:
 
     @property
     def stages(self) -> tuple[Operator | None, ...]:
-        """What runs in each stage of a run."""
+        """The operator of each stage of a run."""
         return self.early, self.late
 
 
 Schedule: TypeAlias = Phases | ByDistance | Operator
-"""What a layer runs; an operator alone runs in every step."""
+"""What a layer runs when; a bare operator runs in every step."""
 
 
 def stages_of(schedule: Schedule | None) -> tuple[Operator | None, ...]:
-    """What runs in each stage of a run."""
+    """Return the operator of each stage of a run."""
     return schedule.stages if isinstance(schedule, Phases | ByDistance) else (schedule,)
 
 
 def with_setting(settings: Any, name: str, value: Any) -> Any:
-    """Settings with those of a name changed, in their parts, too."""
+    """Return settings with every setting of this name changed, in nested settings, too."""
     if isinstance(settings, tuple):
         return tuple(with_setting(one, name, value) for one in settings)
     if not is_dataclass(settings) or isinstance(settings, type):
@@ -66,11 +66,11 @@ def with_setting(settings: Any, name: str, value: Any) -> Any:
 
 _KINDS = (Agents, PooledAgents, Merge, Downsample, AgentModule, FocusedLinear, AttnZero)
 OPERATORS: dict[str, type[Operator]] = {kind.name: kind for kind in _KINDS}
-"""By their names in a file; add one's own here to read and write it."""
+"""By their names in a file. Add your own operator here to read and write it."""
 
 
 def write_schedule(schedule: Any) -> Any:
-    """Plain values of a schedule or its parts: an operator's name and its settings, or stages of these."""
+    """Return a schedule, or a part of one, as plain values: operators by name, with their settings."""
     if isinstance(schedule, Operator):
         return {schedule.name: write_changed(schedule)}
     if isinstance(schedule, Phases | ByDistance):
@@ -81,13 +81,13 @@ def write_schedule(schedule: Any) -> Any:
 
 
 def write_changed(settings: Any) -> dict[str, Any]:
-    """The settings that are not the default."""
+    """Return the settings that differ from their defaults."""
     values = {f.name: (getattr(settings, f.name), f.default) for f in fields(settings)}
     return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def changed_text(settings: Any) -> str:
-    """A dataclass as it would be written in Python, with what differs from its defaults alone."""
+    """Return a dataclass as Python code, with only the settings that differ from their defaults."""
     if isinstance(settings, tuple):
         return f"({', '.join(map(changed_text, settings))})"
     if not is_dataclass(settings):
@@ -97,7 +97,7 @@ def changed_text(settings: Any) -> str:
 
 
 def read_schedule(content: Any) -> Any:
-    """A schedule of plain values: {agents: {ratio: 0.4}}, "full", or phases or stages of these."""
+    """Make a schedule of plain values: {agents: {ratio: 0.4}}, "full", or phases or stages of these."""
     if content is None or content == "full":
         return None
     if isinstance(content, dict) and "stages" in content:
@@ -112,7 +112,7 @@ def read_schedule(content: Any) -> Any:
 
 
 def _read_operator(content: Any) -> Operator:
-    """What a name and its settings say: {agents: {ratio: 0.4}}, or the name alone."""
+    """Make an operator of {agents: {ratio: 0.4}}, or of its bare name."""
     if isinstance(content, str):
         content = {content: {}}
     if not isinstance(content, dict):
@@ -125,7 +125,7 @@ def _read_operator(content: Any) -> Operator:
 
 
 def read_settings(name: str, content: Any, kind: Any) -> Any:
-    """Settings of a kind: {interval: 2}; an empty mapping is all defaults."""
+    """Make settings of a kind from {interval: 2}; an empty mapping gives the defaults."""
     known = [f.name for f in fields(kind)]
     if not isinstance(content, dict):
         example = f"{{{known[0]}: {getattr(kind, known[0])!r}}}" if known else "{}"
@@ -144,9 +144,9 @@ def check_known(content: Mapping[Any, Any], known: set[str]) -> None:
 
 
 VERSION = 1
-"""Of the file format."""
+"""Version of the file format."""
 FILE_NAME = "agentsd.json"
-_LARGEST = 1_000_000  # bytes of a file of settings
+_LARGEST = 1_000_000  # bytes; a file of settings is never so large
 _PARTS: dict[str, Any] = {"steps": StepCache, "residual": ResidualSharing}
 
 
@@ -155,17 +155,17 @@ class Recipe:
     """What an accelerated run does.
 
     Attributes:
-        attention: what the self-attention of the patched levels runs; None leaves it alone.
-        levels: how many attention levels are patched, counted from the model's finest one; None takes two, or
-            one where there is one.
-        steps: which steps compute the last layers alone; None computes all in each.
-        residual: in which steps attention is full, and leaves to the others what the operators miss of it;
-            None runs the operators as they are.
-        seed: of the destinations sampled at random, 0 or more: the same pipeline seed gives the same image.
-        measured: what was measured when it was found; for the reader.
+        attention: what self-attention runs on the patched levels; None leaves it alone.
+        levels: how many attention levels are patched, counted from the finest; None takes two, or one if
+            the model has only one.
+        steps: which steps are cached and compute only the last layers; None computes all layers in each.
+        residual: in which steps attention is full and stores its difference to the operators, which the
+            other steps add; None runs the operators as they are.
+        seed: seed of the randomly sampled destination tokens, 0 or more.
+        measured: what was measured when the recipe was found; nothing depends on it.
 
     Raises:
-        TypeError, ValueError: something has a wrong type or value, or would do nothing.
+        TypeError, ValueError: a setting has a wrong type or value, or the recipe would do nothing.
     """
 
     attention: Schedule | None = None
@@ -202,16 +202,16 @@ class Recipe:
 
     @property
     def timing(self) -> Phases | ByDistance | None:
-        """What the stages of its layers go by; None where they are the same in every step."""
+        """What decides the stage of a step; None if all steps are the same."""
         return self.attention if isinstance(self.attention, Phases | ByDistance) else None
 
     @property
     def operators(self) -> list[Operator]:
-        """All that run at some time, each once."""
+        """All operators that run at some time, each once."""
         return list(dict.fromkeys(stage for stage in stages_of(self.attention) if stage is not None))
 
     def with_settings(self, **settings: Any) -> Recipe:
-        """The recipe with `ratio`, `k`, `scale`, `early_frac` or `seed` changed wherever it has them.
+        """Return the recipe with `ratio`, `k`, `scale`, `early_frac` or `seed` changed wherever it has them.
 
         Raises:
             ValueError: it has no such setting.
@@ -224,22 +224,22 @@ class Recipe:
         return recipe
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain values by name, as in a file: what differs from its default."""
+        """Return plain values by name, as in a file; defaults are left out."""
         forms: dict[str, Any] = {"attention": write_schedule, "measured": dict} | dict.fromkeys(
             _PARTS, write_changed
         )
         changed = {name: value for name, value in write_changed(self).items() if value != {}}
         content = {name: forms.get(name, int)(value) for name, value in changed.items()}
-        # A number of numpy's becomes a plain one.
+        # turns numpy's numbers into plain ones
         plain = json.loads(json.dumps(content, default=lambda number: number.item()))
         return {"version": VERSION, **plain}
 
     @classmethod
     def from_mapping(cls, content: Mapping[Any, Any], where: str = "recipe") -> Recipe:
-        """The recipe of plain values.
+        """Make a recipe of plain values.
 
         Raises:
-            ValueError: it is of another version, or not of this form; the message says `where`.
+            ValueError: the version or the form is wrong; the message begins with `where`.
         """
         if (found := content.get("version")) != VERSION:
             raise ValueError(f"{where}: version {found!r} of a recipe is not read here, only {VERSION}")
@@ -255,10 +255,10 @@ class Recipe:
             raise ValueError(f"{where}: {error}") from None
 
     def save(self, path: str | Path) -> Path:
-        """Write a JSON file, `agentsd.json` where the path is a folder; returns its path.
+        """Write a JSON file, `agentsd.json` if the path is a folder; return its path.
 
         Raises:
-            FileExistsError: there is a file that is no recipe, which is left as it is.
+            FileExistsError: there is a file that is not a recipe; it is left as it is.
         """
         path = _file(path)
         if path.exists():
@@ -297,7 +297,7 @@ def _file(path: str | Path) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What a JSON file of settings holds, whoever wrote it."""
+    """Return what a JSON file of settings holds, whoever wrote it."""
     if path.exists() and not path.is_file():
         raise ValueError("it is no regular file")
     if path.stat().st_size > _LARGEST:
@@ -311,16 +311,16 @@ def _read(path: Path) -> dict[str, Any]:
 AGENTSD = Recipe(
     Phases(Agents(at_most=None, agent_ratio=0.95, ranking="layer"), Merge(ranking="layer")), levels=1
 )
-"""AgentSD to the letter of the paper: agents in the early steps, merged tokens later, in every step."""
+"""AgentSD to the letter of the paper: agents in the early steps, merged tokens in the later ones."""
 FAST = Recipe(
     Downsample(stride=4, at_most=None),
-    levels=1,  # cached steps compute no other
+    levels=1,  # the only one that cached steps compute
     residual=ResidualSharing(interval=2, warmup_steps=3, least_tokens=2304, interval_from=9216),
     steps=StepCache(interval=2, warmup_steps=3, late_interval=6),
 )
-"""Step caching whose cached steps attend to downsampled keys, on residuals of the computed ones.
+"""Step caching. The cached steps attend to downsampled keys and add residuals of the computed steps.
 
-On grids of 9,216 tokens and more every second computed step does, too.
-After three steps one in two is computed, and towards the end of the run one in five or six.
+From 9,216 tokens on, every second computed step does the same. After three steps, one step in two is
+computed; towards the end of the run, one in five or six.
 """
 MODES: dict[str, Recipe] = {"agentsd": AGENTSD, "fast": FAST}

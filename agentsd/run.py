@@ -1,4 +1,4 @@
-"""The runs under way: where in its list of timesteps each is, and what its calls were."""
+"""The runs in progress: where each is in its list of timesteps, and what its calls were."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ from .plan import SHARE, Call, CallKind, describe
 from .recipe import ByDistance, Phases
 
 TRAINING_TIMESTEPS = tuple(float(t) for t in range(999, -1, -1))
-"""What a call is placed by that no scheduler's list is known of, noisiest first."""
-_NEAR = 1e-3  # float32 schedules miss their own values by less
-_MOST_CALLS = 4096  # of a run, whose kinds are kept: a loop by hand may repeat a timestep for ever
-_MOST_RUNS = 8  # that are kept at once, in all threads
+"""The list that a call is placed on when no scheduler's list is known, noisiest first."""
+_NEAR = 1e-3  # float32 schedules miss their own values by less than this
+_MOST_CALLS = 4096  # remembered per run: a hand-written loop may repeat a timestep forever
+_MOST_RUNS = 8  # kept at once, over all threads
 
 
 class History:
-    """What a run's calls were: the kinds of the latest 4,096, and how many cached ones were corrected."""
+    """The kinds of a run's latest 4,096 calls, and how many cached calls were corrected."""
 
     def __init__(self) -> None:
         self.kinds: deque[CallKind] = deque(maxlen=_MOST_CALLS)
         self.corrected = 0
 
     def describe(self) -> str:
-        """A line of the calls."""
+        """Return the calls as one line of text."""
         letters = "".join(kind.letter for kind in self.kinds)
         attention = "".join("s" if kind.attention == SHARE else "a" for kind in self.kinds)
         return describe(letters, self.corrected, attention)
 
 
 class Run:
-    """A run: calls down one list of timesteps.
+    """One pass down a list of timesteps.
 
-    Pipelines pass an element of their scheduler's list, and the element's storage is that list: so the run
-    that calls is followed, whichever pipeline it is of. A timestep that is an element of none is looked for
-    on the list of the scheduler that is known, and else on the training timesteps.
+    Pipelines pass an element of their scheduler's list. The element is a view of the list's storage, so it
+    identifies the run, whichever pipeline makes the call. Any other timestep is looked up on the list of
+    the known scheduler, or else on the training timesteps.
 
     Args:
-        timing: what the stages of the run go by; None where it has one.
+        timing: decides the stage of each call; None if the run has only one stage.
 
     Attributes:
-        timesteps: the list that the last call was placed by.
-        index: the last call's place in it.
-        stride: places from one call to the next: 1, or more where a caller skips timesteps.
-        source: the tensor that the list was read from; held, so that no other list gets its address.
-        guesses: no scheduler's list is known.
-        scheduler: that has the list, where it is known; it may be gone by now.
-        history: what its calls were.
-        cache: what they leave for later ones, by a plan; without one the next call plans what is left of it.
+        timesteps: the list on which the last call was placed.
+        index: the last call's place in that list.
+        stride: places from one call to the next: 1, or more if the caller skips timesteps.
+        source: the tensor that the list was read from. It is held so that no other list gets its address.
+        guesses: whether no scheduler's list is known.
+        scheduler: the scheduler that owns the list, if it is known and still alive.
+        history: what the run's calls were.
+        cache: what the calls leave for later calls. If it is None, the next call plans the rest of the run.
     """
 
     def __init__(self, timing: Phases | ByDistance | None = None) -> None:
@@ -77,22 +77,22 @@ class Run:
         self.cache: RunCache | None = None
 
     def place(self, latent: Any, timestep: Any, known: Any = None) -> Call:
-        """Find where in the run a call is.
+        """Find the place of a call in the run.
 
         Args:
-            latent: (B, ..., H, W) what it is called on.
-            timestep: the U-Net's second argument: a number or a tensor; of a batch of different timesteps
-                the largest one counts.
-            known: the list that a timestep is placed by which is an element of none.
+            latent: (B, ..., H, W) the U-Net's input.
+            timestep: the U-Net's second argument, a number or a tensor. If a batch holds different
+                timesteps, the largest counts.
+            known: the list to use if the timestep is not an element of one.
 
         | the call, `moved` places from the one before         | begins | repeats | jumps |
         |------------------------------------------------------|--------|---------|-------|
-        | is on another list, or back on its own (`moved` < 0) | yes    |         |       |
-        | is in its place (0), or `stride` further             |        |         |       |
+        | is on another list, or moves back (`moved` < 0)      | yes    |         |       |
+        | stays in its place (0), or moves on by `stride`      |        |         |       |
         | has the timestep of the one before (PLMS, Heun)      |        | yes     |       |
-        | is elsewhere: `stride` is `moved` from then on       |        |         | yes   |
+        | moves anywhere else: `stride` becomes `moved`        |        |         | yes   |
 
-        It is `off_list` where its timestep is not on the list: its place is that of the nearest.
+        A call is `off_list` if its timestep is not on the list. It then takes the place of the nearest one.
         """
         own, before = own_list(timestep), self.index
         renewed = self._look_up(known if own is None else own, is_own=own is not None)
@@ -117,11 +117,11 @@ class Run:
 
     @property
     def is_late(self) -> bool:
-        """Whether no call from the last one on is early, so far as its timesteps are known."""
+        """Whether the last call and all that follow are late, as far as the timesteps are known."""
         return not self.guesses and not any(map(self._is_early, self.timesteps[self.index :]))
 
     def remark(self, call: Call) -> str:
-        """What a user should know of the early steps, so far as a call tells; nothing where all is well."""
+        """Return what the user should know about the early steps; "" if all is well."""
         if not 0 < self._early_frac < 1:
             return ""
         if call.begins and self.is_late:
@@ -141,7 +141,7 @@ class Run:
         return timestep > self._threshold + _NEAR
 
     def _look_up(self, known: Any, is_own: bool) -> bool:
-        """Read a list again if it may have changed; returns whether another run has begun by that."""
+        """Read the list again if it may have changed; return whether that starts another run."""
         self.guesses = known is None
         if isinstance(known, Tensor):
             version = 0 if known.is_inference() else known._version
@@ -159,7 +159,7 @@ class Run:
         return True
 
     def _nearest(self, t: float, start: int) -> int:
-        """The place of a timestep: the next one after `start`, or that one again, or else the first."""
+        """Return the place of a timestep: the one after `start` if it fits, else `start`, else the first."""
         near = [i for i, x in enumerate(self.timesteps) if _near(x, t)]
         for index in (start + 1, start, *(i for i in near if i > start), *near):
             if index in near:
@@ -168,49 +168,47 @@ class Run:
 
     @property
     def scheduler(self) -> Any:
-        """The run's scheduler, while it is in use elsewhere."""
+        """The run's scheduler, while something else holds it."""
         return self._scheduler()
 
     def find_scheduler(self, schedulers: Sequence[Any]) -> None:
-        """Note which of these has the run's list, if one has."""
+        """Remember which of these schedulers owns the run's list, if any does."""
         found = [weakref.ref(one) for one in schedulers if holds(one, self.source)]
         self._scheduler = found[0] if found else lambda: None
 
     @property
     def memories(self) -> dict[Any, Memory]:
-        """What its calls left for later ones, by conditions."""
+        """What the calls left for later calls, by conditions."""
         return {} if self.cache is None else self.cache.memories
 
     @property
     def is_over(self) -> bool:
-        """Whether its scheduler is gone or has another list by now, so that no call of it will come."""
+        """Whether the scheduler is gone or has a new list, so that no further call can come."""
         known = isinstance(self._scheduler, weakref.ref)
         return known and not holds(self.scheduler, self.source)
 
 
 class Runs:
-    """The runs under way on a U-Net. A run is a thread's on one list of timesteps.
+    """The runs in progress on a U-Net, one for each thread and list of timesteps.
 
-    So pipelines that take turns, in threads of their own or in one (asyncio), each have their own.
+    So pipelines that take turns on one U-Net, in threads or in one thread (asyncio), don't share a run.
 
     Args:
-        timing: what their stages go by.
-        pipe: what was patched, where that is not the U-Net itself; it is not held.
+        timing: decides the stage of each call.
+        pipe: what was patched, if not the U-Net itself. Only a weak reference is kept.
     """
 
     def __init__(self, timing: Phases | ByDistance | None, pipe: Any = None) -> None:
         self._timing = timing
         self._pipe = (lambda: None) if pipe is None else weakref.ref(pipe)
-        self._runs: dict[
-            tuple[int, int], Run
-        ] = {}  # by thread and list; the one that was called last comes last
-        self._histories: dict[int, History] = {}  # the last of each thread
+        self._runs: dict[tuple[int, int], Run] = {}  # by thread and list, the latest last
+        self._histories: dict[int, History] = {}  # the last one of each thread
         self._latest = History()
 
-    def __reduce__(self) -> tuple[Any, ...]:  # a copy begins anew
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy starts without runs
         return Runs, (self._timing,)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Runs:  # where the pipeline is being copied, too, for that
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runs:  # of the copied pipeline, if it is copied as well
         return Runs(self._timing, memo.get(id(self.pipe)))
 
     def __iter__(self) -> Iterator[Run]:
@@ -218,13 +216,13 @@ class Runs:
 
     @property
     def pipe(self) -> Any:
-        """What was patched: a pipeline or a wrapper of the model; None where the model was, or it is gone."""
+        """The pipeline or wrapper that was patched; None if it was the U-Net itself, or if it is gone."""
         return self._pipe()
 
     def place(self, latent: Tensor, timestep: Any) -> tuple[Run, Call]:
-        """The run that a call on a latent (B, ..., H, W) is of, and where in it.
+        """Return the run that a call on a latent (B, ..., H, W) belongs to, and its place in it.
 
-        Where a timestep is an element of no list, that of the pipeline's scheduler counts.
+        If the timestep is not an element of a list, the list of the pipeline's scheduler is used.
         """
         schedulers = schedulers_of(self.pipe)
         listed = own_list(timestep)
@@ -240,34 +238,34 @@ class Runs:
         self._latest = self._histories[thread] = run.history
         if call.begins:
             run.find_scheduler(schedulers)
-        self._runs[key] = run  # last: a run that was interrupted while it took a call in is gone
+        self._runs[key] = run  # last, so that an interruption on the way leaves no half-updated run behind
         return run, call
 
     def _drop(self) -> None:
-        """Let go of the runs that are over, before another begins."""
-        alive = set(sys._current_frames())  # the ids of the threads that live
+        """Forget the runs that are over, before another begins."""
+        alive = set(sys._current_frames())  # ids of the living threads
         self._histories = {thread: of for thread, of in self._histories.items() if thread in alive}
         live = {key: run for key, run in self._runs.items() if key[0] in alive and not run.is_over}
         self._runs = dict(list(live.items())[1 - _MOST_RUNS :])
 
     @property
     def history(self) -> History:
-        """Of the thread's last run; of the last run of any, where it had none."""
+        """The history of this thread's last run, or of any thread's if it had none."""
         return self._histories.get(threading.get_ident(), self._latest)
 
     def end(self, *args: Any, **kwargs: Any) -> None:
-        """Let go of the thread's run that was called last; diffusers calls it when a pipeline is done."""
+        """Forget this thread's latest run; diffusers calls this when a pipeline is done."""
         mine = [key for key in self._runs if key[0] == threading.get_ident()]
         if mine:
             del self._runs[mine[-1]]
 
     def clear(self) -> None:
-        """Let go of all runs, of all threads."""
+        """Forget all runs of all threads."""
         self._runs.clear()
 
 
 def early_threshold(timesteps: Sequence[float], early_frac: float) -> float:
-    """The timestep that every early one is greater than.
+    """Return the timestep above which steps are early.
 
     Args:
         timesteps: the scheduler's whole list; repeats (PLMS, Heun) count once.
@@ -281,9 +279,9 @@ def early_threshold(timesteps: Sequence[float], early_frac: float) -> float:
 
 
 def list_of(scheduler: Any) -> Any:
-    """A scheduler's list of timesteps; None where it has none.
+    """Return a scheduler's list of timesteps; None if it has none.
 
-    A list that is made anew at each look is given as numbers, since no two of its tensors are the same.
+    A scheduler may make a new tensor at each access. Then the list is returned as numbers.
     """
     found = getattr(scheduler, "timesteps", None)
     if not isinstance(found, Tensor) or found is scheduler.timesteps:
@@ -292,7 +290,7 @@ def list_of(scheduler: Any) -> Any:
 
 
 def holds(scheduler: Any, timesteps: Tensor | None) -> bool:
-    """Whether a tensor is, or is a part of, a scheduler's list of timesteps."""
+    """Return whether a tensor is a scheduler's list of timesteps, or part of it."""
     own = getattr(scheduler, "timesteps", None)
     if timesteps is None or not isinstance(own, Tensor) or own.device.type == "meta":
         return False
@@ -300,7 +298,7 @@ def holds(scheduler: Any, timesteps: Tensor | None) -> bool:
 
 
 def schedulers_of(pipe: Any) -> list[Any]:
-    """The schedulers among a pipeline's parts, its `scheduler` first; none of a bare model."""
+    """Return the schedulers among a pipeline's parts, its `scheduler` first; a bare model has none."""
     if pipe is None or isinstance(pipe, Module):
         return []
     first = getattr(pipe, "scheduler", None)
@@ -309,15 +307,15 @@ def schedulers_of(pipe: Any) -> list[Any]:
 
 
 def own_list(timestep: Any) -> Tensor | None:
-    """The list that a timestep is an element of; None for a tensor of another kind.
+    """Return the list that a timestep is an element of; None if it is not an element of one.
 
-    A caller passes one timestep, which alone has to tell whose run it is of, and where in it. An element of
-    a list is a view of the list's storage: of [900, 600, 300], 600 is a view at offset 1. So it leads to all
-    three, and its offset is its place among them.
+    The U-Net gets one timestep and nothing else, so that alone must tell which run the call belongs to.
+    It can: an element of a tensor is a view of the tensor's storage. In [900, 600, 300], 600 is a view at
+    offset 1. It leads to the whole list, and the offset is its place.
     """
     if not isinstance(timestep, Tensor) or timestep.device.type == "meta":
         return None
-    single = not any(timestep.stride())  # a slice of one may be of any tensor, as in a training loop
+    single = not any(timestep.stride())  # a slice of length 1 may come from any tensor, as in training
     count = timestep.untyped_storage().nbytes() // timestep.element_size()
     if not single or count < 2 or timestep.storage_offset() >= count:
         return None

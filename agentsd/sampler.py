@@ -1,9 +1,9 @@
-"""What a run's scheduler makes of the U-Net's outputs: its impulse response, and each call's noise level.
+"""A scheduler's impulse response to the U-Net's outputs, and the noise level of each call.
 
-A scheduler's latent is linear in the U-Net's outputs. So a copy of it that is stepped once through the run's
-list, on an output of 1 in call j and 0 in all others, tells what call j adds to each later latent: whatever
-the sampler is, with the history of multistep samplers, the calls that share a step (PLMS, Heun), ancestral
-noise, and any last steps.
+A scheduler's latents are linear in the U-Net's outputs. So a copy of the scheduler is stepped once through
+the run, with an output of 1 in call j and 0 in all others. Its latents show what the output of call j adds to
+each later latent. This covers any sampler: the history of multistep samplers, calls that share a step (PLMS,
+Heun), ancestral noise, special last steps.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .foreign import is_known
 
 _BETAS = np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
 _ALPHAS = np.cumprod(1 - _BETAS)
-_LEAST_ALPHA = 2.0**-24  # under zero terminal SNR the first is 0, whose noise level is infinite
-_LARGE = 1000.0  # an output that clipping and thresholding would change
+_LEAST_ALPHA = 2.0**-24  # with zero terminal SNR one alpha is 0, and its noise level infinite
+_LARGE = 1000.0  # an output that clipping or thresholding would change
 _VALUES = (
     bool,
     int,
@@ -60,12 +60,12 @@ _SCALINGS: dict[str, Callable[[float, float], tuple[float, float, float]]] = {
 }
 """c_skip, c_out and c_in of a model by what it predicts, as in k-diffusion's `get_scalings`.
 
-They are of its noise level and of the deviation of data: 1, or EDM's own, whose models predict velocities (of
-either sign).
+They are functions of the noise level and of the data's standard deviation. That is 1, or EDM's own, whose
+models predict velocities (of either sign).
 """
 _LEAST_SIGMA = 1e-6
-_NEW = 0.9  # of a latent's noise; an ancestral step that lowers it by 40% renews 0.8
-_LEAST_SHARE = 0.1  # of noise in a latent
+_NEW = 0.9  # share of a latent's noise; an ancestral step that lowers the noise by 40% renews 0.8 of it
+_LEAST_SHARE = 0.1  # smallest share of noise in a latent that is assumed
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ class ImpulseResponse:
     """The latents of a run as a sum over the outputs of its calls: x_n = A[n] x_0 + sum_j R[n, j] F_j.
 
     Attributes:
-        outputs: (calls + 1, calls) R: what a unit of the output of call j adds to the latent of call n.
+        outputs: (calls + 1, calls) R: what a unit output of call j adds to the latent of call n.
         latent: (calls + 1,) A: what a unit of the run's first latent adds.
-        input_scale: (calls,) what `scale_model_input` multiplies the latent of each call with.
-        noisy: the sampler adds noise of its own.
+        input_scale: (calls,) the factor of `scale_model_input` in each call.
+        noisy: whether the sampler adds noise of its own.
     """
 
     outputs: np.ndarray
@@ -86,21 +86,21 @@ class ImpulseResponse:
 
 
 def impulse_response(scheduler: Any, begin: int = 0) -> ImpulseResponse | None:
-    """The response of a scheduler that is about to make the call at index `begin` of its list.
+    """Return the response of a scheduler whose next call is at index `begin` of its list.
 
-    Nothing of it is touched, and no global random number is drawn.
+    The scheduler is not touched, and no global random number is drawn.
 
     Returns:
-        None where it can't be had: the scheduler is not linear in the output (thresholding, clipping), or it
-        can't be copied and stepped alone.
+        None if the scheduler is not linear in the output (thresholding, clipping), or if a copy of it can't
+        be made and stepped.
     """
     try:
         state = state_of(scheduler)
         latents, scales = _step_through(scheduler, state, begin, pulse=1.0)
-        units, large, idle, start = _numbers(len(scales))
-        noisy = bool(latents[:, idle].any())
+        units, large, zero, start = _columns(len(scales))
+        noisy = bool(latents[:, zero].any())
         response = latents - _step_through(scheduler, state, begin, pulse=0.0)[0] if noisy else latents
-    except Exception:  # a scheduler by anyone: it wants what a pipeline would give it
+    except Exception:  # anyone's scheduler, which may need what only a pipeline gives it
         return None
     tolerance = 1e-4 * _LARGE * np.abs(response[:, units]).max(initial=1.0)
     curved = np.abs(response[:, large] - _LARGE * response[:, units]).max(initial=0.0) > tolerance
@@ -109,11 +109,13 @@ def impulse_response(scheduler: Any, begin: int = 0) -> ImpulseResponse | None:
     return ImpulseResponse(response[:, units], response[:, start], scales, noisy)
 
 
-def _numbers(calls: int) -> tuple[slice, slice, int, int]:
-    """What each number of a latent that is stepped through a run shows; they know nothing of each other.
+def _columns(calls: int) -> tuple[slice, slice, int, int]:
+    """Return what the numbers of the test latent are for. A scheduler treats each number by itself.
 
-    A number for each call whose output is 1 in that call alone, and one where it is 1,000; one that gets no
-    output, and shows the sampler's own noise; and one that begins at 1.
+    1. One number for each call, which gets the output 1 in that call.
+    2. One number for each call, which gets the output 1,000 in that call.
+    3. One number that gets no output. It shows the sampler's own noise.
+    4. One number that starts at 1 and gets no output.
     """
     return slice(calls), slice(calls, 2 * calls), 2 * calls, 2 * calls + 1
 
@@ -121,7 +123,7 @@ def _numbers(calls: int) -> tuple[slice, slice, int, int]:
 def _step_through(
     scheduler: Any, state: dict[str, Any], begin: int, pulse: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The latents of a run in these numbers, times `pulse`, and the scale of each call's input."""
+    """Return the test latents of a run, all inputs times `pulse`, and each call's input scale."""
     copy = _with_state(scheduler, state)
     timesteps = copy.timesteps
     calls = len(timesteps)
@@ -137,20 +139,20 @@ def _step_through(
             output[..., i], output[..., calls + i] = pulse, _LARGE * pulse
             one = torch.ones(1, 1, 1, 1, dtype=torch.float32)
             scales[i] = float(copy.scale_model_input(one, timesteps[i]))
-            before = latents[-1].clone()  # which a sampler may write into
+            before = latents[-1].clone()  # a sampler may write into it
             latent = copy.step(output, timesteps[i], before, return_dict=False, **more)[0].float()
             latents.append(latent)
     return torch.cat(latents).flatten(1).double().numpy(), scales
 
 
 def state_of(scheduler: Any) -> dict[str, Any]:
-    """What a scheduler holds, copied, on the CPU: its config, lists and history.
+    """Return a copy of a scheduler's state, on the CPU: its config, lists and history.
 
-    Functions that were put on it in place of its own (a logger around `step`, `torch.compile`'s) are left
-    out, so that what runs on the copy is the class's own and touches nothing else.
+    Methods that were replaced on the instance (by a logger around `step`, by `torch.compile`) are left out.
+    So the copy runs the class's own methods and touches nothing else.
 
     Raises:
-        TypeError: it holds something that has more than a value: a model, a function, a generator.
+        TypeError: the state holds more than plain values: a model, a function, a generator.
     """
     kind = type(scheduler)
     own = {
@@ -162,10 +164,10 @@ def state_of(scheduler: Any) -> dict[str, Any]:
 
 
 def fingerprint(scheduler: Any) -> bytes | None:
-    """What two schedulers of one behaviour share; None where one can't be told."""
+    """Return bytes that are equal for schedulers that behave alike; None if the state can't be copied."""
     try:
         return pickle.dumps((type(scheduler), tree_map_only(Tensor, Tensor.tolist, state_of(scheduler))))
-    except Exception:  # it holds what can't be copied or written down
+    except Exception:  # it holds something that can't be copied or pickled
         return None
 
 
@@ -191,7 +193,7 @@ def _with_state(scheduler: Any, state: dict[str, Any]) -> Any:
 
 @contextmanager
 def _global_random_numbers_kept() -> Iterator[None]:
-    """What is drawn within is not missing afterwards; nothing is set where nothing was drawn."""
+    """Restore the global random states afterwards; set none from which nothing was drawn."""
     generator = torch.default_generator
     before = generator.get_state(), np.random.get_state(), random.getstate()
     try:
@@ -206,17 +208,17 @@ def _global_random_numbers_kept() -> Iterator[None]:
 
 
 class Sampler:
-    """What is known of a run's scheduler; of none, what its timesteps say of Stable Diffusion's.
+    """What is known of a run's scheduler. Without one, Stable Diffusion's noise schedule is assumed.
 
     Args:
-        scheduler: a diffusers scheduler, or None where it is not known.
-        timesteps: of the run, in its order.
+        scheduler: a diffusers scheduler, or None if it isn't known.
+        timesteps: the run's timesteps, in order.
 
     Attributes:
-        is_flow: its latents are (1 - sigma) data + sigma noise; else they are data + sigma noise, scaled.
-        sigmas: the noise level of each call, over which features are extrapolated; None where it isn't known.
-        step_of_call: what tells of which step each call is. Calls on one noise level share theirs (PLMS,
-            Heun); rounded timesteps may repeat at levels of their own (Karras spacing of many steps).
+        is_flow: latents are (1 - sigma) data + sigma noise; otherwise data + sigma noise, up to a scale.
+        sigmas: the noise level of each call, over which features are extrapolated; None if unknown.
+        step_of_call: a key for each call's step. Calls at one noise level share a step (PLMS, Heun). With
+            Karras spacing and many steps, rounded timesteps may repeat at different noise levels.
     """
 
     def __init__(self, scheduler: Any, timesteps: Sequence[float]) -> None:
@@ -225,22 +227,22 @@ class Sampler:
         unnamed = hasattr(scheduler, "scale_noise") and predicts is None
         self.is_flow = unnamed or predicts == "flow_prediction" or bool(config.get("use_flow_sigmas"))
         self._predicts = "flow_prediction" if self.is_flow else "v_prediction" if edm else predicts
-        self._spread = edm or 1.0  # the deviation of data
+        self._spread = edm or 1.0  # standard deviation of the data
         self.sigmas: list[float] | None = None
         own = getattr(scheduler, "sigmas", None)
         if isinstance(own, Tensor) and len(own) == len(timesteps) + 1:
             self.sigmas = list(map(float, own.tolist()))[:-1]
         elif timesteps and not (edm or self.is_flow or config.get("timestep_type") == "continuous"):
             levels = training_sigmas(scheduler)
-            if min(timesteps) >= 0 and 1 < max(timesteps) <= len(levels):  # else they are functions of sigma
+            if min(timesteps) >= 0 and 1 < max(timesteps) <= len(levels):  # else they are made from sigma
                 self.sigmas = np.interp(timesteps, np.arange(len(levels)), levels).tolist()
         self.step_of_call = list(zip(timesteps, self.sigmas or timesteps, strict=True))
 
     def new_noise(self, deterministic: bool) -> list[float]:
-        """For each call the share of its latent that is nearly all its noise, a root mean square.
+        """Return, for each call, the share (RMS) of its latent that would mean nearly all new noise.
 
-        It is never so little as a nudge is, and infinite where a step takes more than 40% off the noise level
-        under a sampler that may renew nearly all of it.
+        The share is always larger than a nudge. It is infinite after a step that lowers the noise level by
+        more than 40% if the sampler adds noise, as such a step may renew nearly all of it.
         """
         if self.sigmas is None:
             return [_NEW] * len(self.step_of_call)
@@ -253,10 +255,11 @@ class Sampler:
         return limits
 
     def sensitivity(self, call: int) -> float:
-        """How far an error of the model's input moves its output, dF/dx, on Gaussian data.
+        """Return how far an error of the model's input moves its output, dF/dx, for Gaussian data.
 
-        Of x = data + sigma noise the best guess at data moves by dD/dx = d^2 / (d^2 + sigma^2), and as
-        D = c_skip x + c_out F(c_in x), F moves by what is left of that. Velocities do not move at all.
+        For x = data + sigma noise, the best estimate of the data moves by dD/dx = d^2 / (d^2 + sigma^2).
+        As D = c_skip x + c_out F(c_in x), F moves by (dD/dx - c_skip) / (c_out c_in). A velocity doesn't
+        move at all.
         """
         if self.sigmas is None:
             return 0.0
@@ -269,8 +272,10 @@ class Sampler:
 
 
 def training_sigmas(scheduler: Any = None) -> np.ndarray:
-    """The noise level of each training timestep: 14.6 at 999 and 0.03 at 0 in Stable Diffusion's schedule,
-    which is taken where a scheduler says none."""
+    """Return the noise level of each training timestep.
+
+    If a scheduler doesn't say, Stable Diffusion's schedule is assumed: 14.6 at 999 and 0.03 at 0.
+    """
     own = getattr(scheduler, "alphas_cumprod", None)
     known = isinstance(own, Tensor) and own.device.type != "meta"
     alphas = np.array(own.tolist()) if known else _ALPHAS  # type: ignore[union-attr]
@@ -278,7 +283,7 @@ def training_sigmas(scheduler: Any = None) -> np.ndarray:
 
 
 def is_for_few_steps(scheduler: Any) -> bool:
-    """Whether it is made for distilled models, whose steps are few (LCM, TCD, consistency models)."""
+    """Return whether a scheduler is made for distilled few-step models (LCM, TCD, consistency models)."""
     boundary = "get_scalings_for_boundary_condition"
     own = "original_inference_steps" in (getattr(scheduler, "config", None) or {})
     return own or hasattr(scheduler, boundary) or hasattr(scheduler, f"{boundary}_discrete")

@@ -1,9 +1,9 @@
-"""The layers that a cached step skips, and the hidden state that enters those it computes.
+"""The layers that a cached call skips, and the hidden state that enters the layers it computes.
 
-torch's hooks cannot skip a forward. So, for the length of a cached step, the instance's `forward` of each
-skipped block is a function of this file that does next to nothing; the U-Net's own forward runs. Between
-calls nothing is replaced: copies, pickles, offloading and other hooks see the model as it is. Dynamo guards
-on an instance's `forward`, so a cached step is a graph of its own.
+torch's hooks cannot skip a forward. So during a cached call, each skipped block has a stub from this file
+as its instance's `forward`. The U-Net's own forward runs around the stubs. Between calls nothing is
+replaced: copies, pickles, offloading and third-party hooks see the model as it is. Dynamo guards on an
+instance's `forward`, so a cached call gets a graph of its own.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ _UP = ("UpBlock2D", "CrossAttnUpBlock2D", "UpBlockMotion", "CrossAttnUpBlockMoti
 
 
 def stub(*args: Any, **kwargs: Any) -> Tensor:
-    """In place of a layer: a sliver of its input, which keeps the host's own code going."""
+    """Stand in for a layer: return a sliver of the input, with which the host's code can go on."""
     x: Any = args[0] if args else kwargs.get("hidden_states", kwargs.get("input_tensor"))
     sliver: Tensor = x[..., :1, :1, :1]
     return sliver
 
 
 def stub_in_a_tuple(*args: Any, **kwargs: Any) -> tuple[Tensor]:
-    """In place of a layer that returns a tuple."""
+    """Stand in for a layer that returns a tuple."""
     return (stub(*args, **kwargs),)
 
 
 def down_block_stub(count: int, *args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """In place of a down block with so many outputs for the up blocks."""
+    """Stand in for a down block with `count` outputs for the up blocks."""
     x = stub(*args, **kwargs)
     return x, (x,) * count
 
 
 class FeatureHook:
-    """Forward hook where the computed layers begin: notes the hidden state, or puts one in its place.
+    """Forward hook on the module before the last layers: it reads their input, or replaces it.
 
     Attributes:
-        hidden: (B, C, H, W) what a cached step puts in; None in a computed one.
-        computed: (B, C, H, W) what a computed step had there.
-        compiled: the last call of it was in a compiled graph.
-        aliased: the host writes into this state (FreeU on the last up block).
+        hidden: (B, C, H, W) the input that a cached call gets; None in a computed call.
+        computed: (B, C, H, W) the input that a computed call had.
+        compiled: whether the hook last ran in a compiled graph.
+        aliased: whether the host writes into this tensor (FreeU on the last up block).
     """
 
     def __init__(self) -> None:
@@ -72,19 +72,19 @@ class FeatureHook:
 
 
 class SkippedLayers:
-    """What a cached step of a U-Net skips.
+    """The layers of a U-Net that a cached call skips.
 
     Args:
         unet: the model.
-        layers: how many last layers of the last up block are computed; None where no step is cached.
+        layers: how many last layers of the last up block are computed; None if nothing is cached.
 
     Raises:
-        ValueError: its blocks are not Stable Diffusion's, or it has fewer layers.
+        ValueError: the model's blocks are not Stable Diffusion's, or the last one has fewer layers.
     """
 
     def __init__(self, unet: Any, layers: int | None) -> None:
         self._stubs: list[tuple[Module, Callable[..., Any]]] = []
-        self._own: dict[Module, Any] = {}  # what stubs took the place of
+        self._own: dict[Module, Any] = {}  # what the stubs replaced
         self._names: dict[str, Module] = {}
         self._hooked: Module | None = None
         self.feature_hook = FeatureHook()
@@ -97,11 +97,11 @@ class SkippedLayers:
         check("layers", layers, layers <= count, way_out)
         first, *deeper = unet.down_blocks
         mid = [unet.mid_block] if unet.mid_block is not None else []
-        before = [*mid, *others]  # of the last up block
+        before = [*mid, *others, *([last] if layers == 0 else [])]  # in front of the computed layers
         self._skips = layers
         self._has_adapter = takes(unet, ADAPTER_RESIDUALS)
         self._takes_adapter = layers > len(first.resnets) and getattr(first, "has_cross_attention", False)
-        if layers == 1:
+        if layers <= 1:
             deeper = [first, *deeper]
         else:
             self._stubs += [pair for layer in _layers(first)[layers - 1 :] for pair in layer]
@@ -111,38 +111,38 @@ class SkippedLayers:
             self._stubs.append((block, partial(down_block_stub, outputs)))
         self._stubs += [(block, stub) for block in before]
         self._stubs += [pair for layer in _layers(last)[: count - layers] for pair in layer]
-        self._hooked = _layers(last)[count - layers - 1][-1][0] if layers < count else before[-1]
+        self._hooked = _layers(last)[count - layers - 1][-1][0] if 0 < layers < count else before[-1]
         self.feature_hook.aliased = getattr(last, "resolution_idx", None) in (0, 1)
         known = {self._hooked, *(module for module, _ in self._stubs)}
         self._names = {name: module for name, module in unet.named_modules() if module in known}
 
     def are_in(self, unet: Any) -> bool:
-        """Whether the model still has them where it had them."""
+        """Return whether the model still has these layers in the same places."""
         named = dict(unet.named_modules())
         return all(named.get(name) is module for name, module in self._names.items())
 
     def attach(self) -> None:
-        """Register the feature hook."""
+        """Add the feature hook."""
         if self._hooked is not None:
             self._hooked.register_forward_hook(self.feature_hook)
 
     def detach(self) -> None:
-        """Take it out again."""
+        """Remove the feature hook."""
         if self._hooked is not None:
             remove_hooks(self._hooked, self.feature_hook)
 
     def holds(self, layer: Module) -> bool:
-        """Whether a layer is skipped."""
+        """Return whether a layer is skipped."""
         return any(layer is inner for module, _ in self._stubs for inner in module.modules())
 
     def begin(self, hidden: Tensor, given: dict[str, Any], again: bool) -> dict[str, Any]:
-        """Skip them in the call that begins; returns its arguments.
+        """Skip the layers in the call that starts; return the call's arguments.
 
         Args:
-            hidden: (B, C, H, W) what the last layers are computed on.
-            given: the arguments by name.
-            again: they will be used again. A sampler may write into the latent, a CUDA graph of a ControlNet
-                into its residuals.
+            hidden: (B, C, H, W) the input of the computed layers.
+            given: the call's arguments, by name.
+            again: whether the arguments will be used again. Then they are copied: a sampler may write into
+                the latent, and a ControlNet's CUDA graph into its residuals.
         """
         self.put(hidden)
         given = self._without_residuals(given)
@@ -151,11 +151,11 @@ class SkippedLayers:
             given |= {name: tree_map_only(Tensor, torch.clone, given[name]) for name in names}
         return given
 
-    # An interruption may come between any two lines: what is to be restored is written down before it is
-    # replaced, restored where it is seen to be replaced, and forgotten last.
+    # An interruption may come between any two lines. So `forward` is saved before it is replaced, restored
+    # only where it is seen to be replaced, and forgotten last.
 
     def put(self, hidden: Tensor) -> None:
-        """From here on the model skips them, and computes its last layers on `hidden`."""
+        """From now on, skip the layers and compute the last ones on `hidden`."""
         self.feature_hook.hidden = hidden
         for module, forward in self._stubs:
             attributes = vars(module)
@@ -164,7 +164,7 @@ class SkippedLayers:
                 attributes["forward"] = forward
 
     def end(self) -> Tensor | None:
-        """From here on the model skips none; returns the state that a computed step had."""
+        """From now on, skip nothing; return the state that a computed call had."""
         for module, forward in self._stubs:
             attributes = vars(module)
             if attributes.get("forward") is not forward:
@@ -179,26 +179,26 @@ class SkippedLayers:
         return computed
 
     def suspend(self) -> tuple[Tensor | None, Tensor | None]:
-        """Let the model skip none for a while; returns what `resume` takes."""
+        """Skip nothing for a while; return what `resume` takes."""
         state = self.feature_hook.hidden, self.feature_hook.computed
         self.end()
         return state
 
     def resume(self, hidden: Tensor | None, computed: Tensor | None) -> None:
-        """Go on as before."""
+        """Go on as before `suspend`."""
         self.end()
         if hidden is not None:
             self.put(hidden)
         self.feature_hook.computed = computed
 
     def _without_residuals(self, given: dict[str, Any]) -> dict[str, Any]:
-        """A cached step's arguments: of ControlNet's and T2I-Adapter's residuals those that it needs."""
+        """Drop the residuals of ControlNet and T2I-Adapter that the computed layers don't need."""
         given = dict(given)
         mid, down = (given.get(name) for name in (MID_RESIDUAL, DOWN_RESIDUALS))
         if mid is not None:
             given[MID_RESIDUAL] = 0
         if self._has_adapter and mid is None and down is not None and given.get(ADAPTER_RESIDUALS) is None:
-            given |= {ADAPTER_RESIDUALS: down, DOWN_RESIDUALS: None}  # as the host takes it
+            given |= {ADAPTER_RESIDUALS: down, DOWN_RESIDUALS: None}  # as the host reads it
         elif down is not None:
             given[DOWN_RESIDUALS] = [*down[: self._skips], *[0] * (len(down) - self._skips)]
         if given.get(ADAPTER_RESIDUALS) is not None:
@@ -207,7 +207,7 @@ class SkippedLayers:
 
 
 def _layers(block: Any) -> list[list[tuple[Module, Callable[..., Any]]]]:
-    """The modules of each of a block's layers in their order, with what stands in for each."""
+    """Return a block's layers in order: the modules of each, with their stubs."""
     parts = [
         [(module, stub_in_a_tuple if name == "attentions" else stub) for module in modules]
         for name in _PARTS

@@ -1,4 +1,4 @@
-"""Warnings: each is logged once."""
+"""Warnings that are logged once."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _NUMBER = re.compile(r"\d+([.,]\d+)*")
 
 
 class WarnOnce:
-    """Logs each kind of warning once: the same words, whatever the numbers.
+    """Logs each warning once, also if it comes again with other numbers.
 
     Args:
-        logger: of the module that warns.
+        logger: the logger of the module that warns.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -20,7 +20,7 @@ class WarnOnce:
         self._warned: set[str] = set()
 
     def __call__(self, message: str) -> None:
-        """Log it, unless it is empty or one of its kind was logged before."""
+        """Log a message, unless it is empty or was logged before."""
         kind = _NUMBER.sub("#", message)
         if message and kind not in self._warned:
             self._warned.add(kind)

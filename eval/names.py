@@ -16,6 +16,8 @@ METHODS: dict[str, int | None] = {
     "tomesd": None,
     "todo": None,
     "deepcache": 3,
+    "spectrum": 2,
+    "easycache": 20,
     "no-attention": None,
     "no-attention-all": None,
 }
@@ -67,7 +69,7 @@ def read(text: str, own: Collection[str] = ()) -> Name:
             f"unknown method {unknown[0]!r} in {text!r}; {meant}use {', '.join(names)}, "
             "a composition such as agentsd+deepcache, or fewer steps such as baseline@20"
         )
-    beside = sum(numbered(part) is not None for part in parts)
+    beside = sum((numbered(part) or ("",))[0] == "deepcache" for part in parts)
     if beside > 1 or len(parts) - beside > 1:
         raise ValueError(f"{text!r} can't be combined: name one method, and deepcache beside it at most")
     return Name(parts, int(steps) if at else None, sampler or None)

@@ -67,9 +67,10 @@ Device = Annotated[str, AfterValidator(_there)]
 Methods = Annotated[
     tuple[str, ...],
     Field(
-        description="Rows: a mode, tomesd, todo, deepcache-N, two joined by +, NAME@STEPS, NAME/SAMPLER. The "
-        "modes are agentsd and fast; no-attention and no-attention-all leave out "
-        "self-attention's core at the finest and at every level, an upper bound on speed."
+        description="Rows: a mode, tomesd, todo, deepcache-N, spectrum-N, easycache-N, two joined by +, "
+        "NAME@STEPS, NAME/SAMPLER. The modes are agentsd and fast. N is the interval of deepcache, the first "
+        "window of spectrum, the threshold of easycache in hundredths. no-attention and no-attention-all "
+        "leave out self-attention's core at the finest and at every level, an upper bound on speed."
     ),
 ]
 FewerSteps = Annotated[

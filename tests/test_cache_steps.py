@@ -26,7 +26,7 @@ def two_levels():
     return unet
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("layers", [0, 1, 2, 3])
 @pytest.mark.parametrize("make", [deep_unet, deep_sdxl_unet, two_levels])
 def test_a_cached_step_is_a_computed_one_of_a_twin_whose_deep_blocks_return_the_kept_states(make, layers):
     caller, unet, twin = Caller(size=(9, 7)), make(), make()

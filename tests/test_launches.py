@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from agentsd_eval.research.computed_cost import Kernels
 from callers import Host
 from diffusers import DDIMScheduler, UNet2DConditionModel
 from recipes import AGENTS_CACHED, AGENTS_THEN_KEYS, STEP_CACHING
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentsd import Agents, Recipe, ResidualSharing, StepCache, apply_agentsd
 
-# Views, allocations and what is done on the host alone.
-NO_LAUNCH = {"_unsafe_view", "detach", "empty", "set_", "promote_types", "randint"}
 BASELINE = 726  # of a guided call
 COPY = 1  # of a timestep that is an integer
 LAST_LAYERS = 60  # of a cached call
@@ -24,20 +22,6 @@ NOTE = 2  # the latent and the output of each call of a run, cloned
 LOOK = 4  # whether a call's latent follows from those: of each call on a CPU, of computed ones on a GPU
 TIMESTEPS = torch.linspace(999, 0, 20)
 EARLY, LATE = 0, 15
-
-
-class Launches(TorchDispatchMode):
-    """Counts operations that compute something, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if not func.is_view and name not in NO_LAUNCH:
-            self.counts[name] += 1
-        return func(*args, **kwargs or {})
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +40,7 @@ def launches(unet: Any, timesteps: Any) -> list[Counter[str]]:
     noise, other = torch.randn(2, 1, 4, 16, 16, generator=rng)
     for i, t in enumerate(timesteps):
         latent = (noise + 0.05 * i * other).repeat(2, 1, 1, 1)
-        with Launches() as mode:
+        with Kernels() as mode:
             unet(latent, t, text)
         counts.append(mode.counts)
     return counts

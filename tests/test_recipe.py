@@ -56,7 +56,7 @@ def test_defaults_are_the_papers():
         (StepCache, "interval", 0, ValueError, "pass 2"),
         (StepCache, "extrapolation_order", 2, ValueError, r"pass 0 \(keep\) or 1"),
         (StepCache, "warmup_steps", 0, ValueError, "pass 1 or more"),
-        (StepCache, "layers", 0, ValueError, "pass 1"),
+        (StepCache, "layers", -1, ValueError, "pass 1"),
         (ResidualSharing, "interval", 0, ValueError, "pass 2"),
         (ResidualSharing, "extrapolation_order", 2, ValueError, "pass 0"),
         (ResidualSharing, "least_tokens", -1, ValueError, "pass 0"),

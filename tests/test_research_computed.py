@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from agentsd_eval.cost.macs import macs
 from agentsd_eval.images.methods import parse_method
+from agentsd_eval.research.computed_cost import steps_of
 from agentsd_eval.research.computed_memory import denoise, in_dtype, unet
 from agentsd_eval.settings import Settings
 from torch.profiler import ProfilerActivity, profile
@@ -70,3 +72,12 @@ def test_residuals_and_features_are_counted() -> None:
     baseline, agentsd = counted("baseline"), counted("fast")
     features_of_two_passes = 2 * 2 * 32 * 64 * 64 * 4
     assert agentsd - baseline >= features_of_two_passes
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_steps_multiply_what_a_real_run_does(method: str) -> None:
+    """On a CPU a look at each latent adds a little."""
+    steps, parsed, model = steps_of(method, TINY, 256, 9), parse_method(method, None, Settings()), unet(TINY)
+    found = macs(lambda: denoise(parsed, model, 256, 1, 9))
+    assert sum(of for of, _ in steps) == pytest.approx(found, rel=1e-3)
+    assert (steps[3][0] < steps[2][0] / 2) == (method == "fast")

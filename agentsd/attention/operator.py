@@ -1,4 +1,4 @@
-"""What an operator of self-attention is: settings, and the plan that they make for a call."""
+"""The interface of self-attention operators: settings that make a plan for each call."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch import Tensor
 from ..checks import check_types
 
 MODULE = "agentsd_module"
-"""Name of a layer's trainable module, where it has one."""
+"""Name of a layer's trainable module."""
 
 Attend = Callable[..., Tensor]
-"""What would have run without the patch: (hidden_states, context) -> output; no context is self-attention."""
+"""What would run without the patch: (hidden_states, context) -> output; without context, self-attention."""
 
 
 @dataclass(frozen=True)
 class GridContext:
-    """Where an operator runs in a call.
+    """The token grid that an operator runs on in a call.
 
     Attributes:
         grid: height and width in tokens.
-        downsampling_factor: side of a token, in tokens of the finest patched level.
-        device: where index tensors go.
-        key: (seed, number of the group of layers, timestep) of what is drawn at random.
+        downsampling_factor: width of a token, in tokens of the finest patched level.
+        device: the device for index tensors.
+        key: (seed, number of the group of layers, timestep), which seeds random draws.
     """
 
     grid: tuple[int, int]
@@ -41,7 +41,7 @@ class GridContext:
         return self.grid[0] * self.grid[1]
 
     def stride(self, least: int, at_most: int | None) -> int:
-        """The side of square cells, `least` or more, so that there are about `at_most` of them or fewer."""
+        """Return the width of square cells: at least `least`, and so large that `at_most` cells fit."""
         if at_most is None:
             return least
         return max(least, math.ceil(math.sqrt(self.tokens / at_most)))
@@ -51,53 +51,53 @@ class Plan:
     """What an operator does in the layers of a group in one call.
 
     Attributes:
-        ranks: whether `rank` is to be called before `attend`.
+        ranks: whether `rank` must be called before `attend`.
     """
 
     ranks: bool = False
 
     def rank(self, block_input: Tensor) -> None:
-        """Take in a block's input (B, N, C) before `norm1`."""
+        """Rank the tokens by a block's input (B, N, C) before `norm1`."""
 
     def hold(self) -> None:
-        """Keep the map of tokens beyond a layer's own call: others will use the plan."""
+        """Keep the token map after the layer's call, as other calls will use the plan."""
 
     def attend(self, attn: Attention, tokens: Tensor, fallback: Attend) -> Tensor:
-        """Self-attention of a layer on (B, N, C)."""
+        """Return a layer's self-attention on (B, N, C)."""
         raise NotImplementedError
 
 
 class Operator:
-    """Settings of what a layer's self-attention runs: a frozen dataclass, checked when it is made."""
+    """The settings of an operator: a frozen dataclass that checks itself when it is made."""
 
     name: ClassVar[str]
     """Its name in a recipe file."""
     needs_module: ClassVar[bool] = False
-    """Whether it has a module to be trained."""
+    """Whether it needs a trained module."""
 
     def __post_init__(self) -> None:
         check_types(self)
 
     @property
     def own_ranking(self) -> bool:
-        """Whether each layer makes a plan of its own; else the layers of a level share one."""
+        """Whether each layer makes its own plan. Otherwise the layers of a level share one."""
         return False
 
     def plan(self, context: GridContext) -> Plan | None:
-        """The plan of a call; None is full attention (no whole cell, nothing to merge)."""
+        """Return the plan of a call; None is full attention (no whole cell, nothing to merge)."""
         raise NotImplementedError
 
 
 def check_operator(name: str, value: object) -> None:
-    """Raise TypeError unless it is an operator, or None."""
+    """Raise TypeError unless the value is an operator or None."""
     if value is not None and not isinstance(value, Operator):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}: pass an operator, as Agents()")
 
 
 def project(attn: Attention, tokens: Tensor, query: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value (B, heads, M, d) of tokens (B, M, C), through the layer's own projections.
+    """Project tokens (B, M, C) to query, key and value (B, heads, M, d), by the layer's own projections.
 
-    `query` (B, M, heads * d) is passed where it is projected already.
+    Pass `query` (B, M, heads * d) if it is already projected.
     """
     query = attn.to_q(tokens) if query is None else query
     query, key, value = (heads(attn, x) for x in (query, attn.to_k(tokens), attn.to_v(tokens)))
@@ -109,7 +109,7 @@ def project(attn: Attention, tokens: Tensor, query: Tensor | None = None) -> tup
 
 
 def project_out(attn: Attention, out: Tensor) -> Tensor:
-    """(B, heads, M, d) -> (B, M, C), through the layer's own output projection."""
+    """Project (B, heads, M, d) -> (B, M, C), by the layer's own output projection."""
     out = out.transpose(1, 2).flatten(2)
     out = attn.to_out[1](attn.to_out[0](out))  # linear, dropout
     return out if attn.rescale_output_factor == 1 else out / attn.rescale_output_factor

@@ -1,4 +1,4 @@
-"""What self-attention layers run in a call: a plan for those of a group, a processor in each of them."""
+"""What self-attention layers run in a call: a plan for each group of layers, a processor for each layer."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ _SEPARATE = AttnProcessor2_0()  # for layers whose own processor has its project
 
 
 Plans: TypeAlias = dict[int, Plan | None]
-"""The plans of a call by level, as its groups make them."""
+"""The plans of a call by level, which its groups share."""
 
 
 @dataclass(eq=False)
 class Group:
-    """Layers on one token grid that share a plan: a whole level, or one layer that makes its own.
+    """Layers on one token grid that share a plan: all of a level, or a single layer.
 
     Attributes:
-        grid: height and width in tokens for a latent (..., H, W).
-        index: the number of its first layer; part of the key of its random destinations.
-        stages: what it runs in each stage of a run.
-        downsampling_factor: side of its tokens, in tokens of the finest patched level.
-        seed: of the random destinations.
-        skipped: a cached call skips all of its layers.
-        images, tokens: how many they are expected to get in the call under way, a video's frames among the
-            images.
-        plan: of the operator that runs in the call under way; None is full attention.
+        grid: returns height and width in tokens for a latent (..., H, W).
+        index: the number of the first layer; it seeds random destinations.
+        stages: the operator of each stage of a run.
+        downsampling_factor: width of a token, in tokens of the finest patched level.
+        seed: seed of the random destinations.
+        skipped: whether a cached call skips all of the layers.
+        images, tokens: how many the layers should get in the current call; video frames count as images.
+        plan: the plan of the current call; None is full attention.
     """
 
     grid: Callable[[Tensor], tuple[int, int]]
@@ -49,12 +48,12 @@ class Group:
     plan: Plan | None = None
 
     def make_plan(self, call: Call, grid: tuple[int, int], shared: Plans) -> Plan | None:
-        """The plan of a call on a grid of tokens (height, width).
+        """Return the plan of a call.
 
         Args:
-            call: that is planned.
-            grid: of the group's layers.
-            shared: plans of the call by level; an operator that ranks for a whole level has one there.
+            call: the call.
+            grid: height and width in tokens.
+            shared: the call's plans by level, for operators that rank once for a whole level.
         """
         operator = self.stages[call.stage if len(self.stages) > 1 else 0]
         if operator is None:
@@ -71,21 +70,21 @@ class Group:
 
 @dataclass(eq=False)
 class AgentAttnProcessor:
-    """Stands in for a layer's own processor while a call is under way; between calls the model has its own.
+    """Replaces a layer's own processor during a call. Between calls the layer has its own.
 
     Attributes:
-        layer: where it stands.
+        layer: the layer.
         fallback: the layer's own processor.
-        group: the layer and those that share its plan.
-        module: the layer's trained module, where it has one.
-        held: whether it stands in the layer.
+        group: the group of layers that share a plan.
+        module: the layer's trained module, if it has one.
+        held: whether this processor is in the layer now.
         skipped: whether a cached call skips the layer.
-        attention: what it computes in the call under way (`agentsd.plan`).
-        residual: (B, N, C) what is added to the operator's output, or what was found to be missing in it.
-        block_input: (B, N, C) the block's input before `norm1`, from which tokens are ranked.
-        mismatch: how many images and tokens came instead of the expected ones.
-        beside: what it was given beside its tokens, for which attention stays the layer's own.
-        compiled: the residual that was found is what a compiled graph gave.
+        attention: what it computes in the current call (`agentsd.plan`).
+        residual: (B, N, C) the residual to add to the operator's output, or the one that was computed.
+        block_input: (B, N, C) the block's input before `norm1`, by which tokens are ranked.
+        mismatch: the numbers of images and tokens that came, if others were expected.
+        beside: what came besides tokens, in words. Then the layer's own attention runs.
+        compiled: whether the residual was computed in a compiled graph.
     """
 
     layer: AttentionLayer
@@ -102,7 +101,7 @@ class AgentAttnProcessor:
     compiled: bool = False
 
     def note_input(self, norm1: Module, args: tuple[Tensor, ...]) -> None:
-        """Forward pre-hook of the block's `norm1`: note the block's input, if it will be ranked."""
+        """Forward pre-hook of the block's `norm1`: remember the block's input if tokens will be ranked."""
         plan = self.group.plan
         if self.held and plan is not None and plan.ranks and self.attention != FULL:
             self.block_input = args[0]
@@ -116,7 +115,7 @@ class AgentAttnProcessor:
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Self-attention on `hidden_states` (B, N, C) -> (B, N, C); else `fallback` is called."""
+        """Return self-attention on `hidden_states` (B, N, C); anything else goes to `fallback`."""
         plan, (block_input, self.block_input) = self.group.plan, (self.block_input, None)
         plain = encoder_hidden_states is None and attention_mask is None and hidden_states.ndim == 3
         if plan is not None and self.attention != FULL and not plain:
@@ -126,7 +125,7 @@ class AgentAttnProcessor:
             return self.fallback(attn, hidden_states, encoder_hidden_states, attention_mask, *args, **kwargs)
 
         came = hidden_states.shape[0], hidden_states.shape[1]
-        # Of a part of the images, or of other tokens, maps and residuals are not (a video in chunks).
+        # Maps and residuals don't fit a part of the images or other tokens (a video in chunks).
         fits = came == (self.group.images, self.group.tokens)
         if fits and plan.ranks and block_input is not None:
             plan.rank(block_input)
@@ -135,7 +134,7 @@ class AgentAttnProcessor:
             return self.fallback(attn, hidden_states, None, None, *args, **kwargs)
 
         def attend(tokens: Tensor, context: Tensor | None = None) -> Tensor:
-            if context is not None and attn.fused_projections:  # which take keys from the queries' tokens
+            if context is not None and attn.fused_projections:  # these would take keys from `tokens`
                 return _SEPARATE(attn, tokens, context)
             return self.fallback(attn, tokens, context, None, *args, **kwargs)
 

@@ -14,10 +14,15 @@ def macs(run: Callable[[], Any]) -> int:
 
     Only eager code is seen, and no quantised layer; fused attention on a CPU is counted as well.
     """
-    cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    with FlopCounterMode(display=False, custom_mapping={cpu_attention: _cpu_attention_flop}) as counter:
+    with counter() as counts:
         run()
-    return counter.get_total_flops() // 2
+    return counts.get_total_flops() // 2
+
+
+def counter() -> FlopCounterMode:
+    """Return a mode that counts FLOPs, twice the MACs."""
+    cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return FlopCounterMode(display=False, custom_mapping={cpu_attention: _cpu_attention_flop})
 
 
 def _cpu_attention_flop(

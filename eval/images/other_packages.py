@@ -16,6 +16,7 @@ from agentsd import Downsample, Recipe, apply_agentsd
 from agentsd.hosts import EVERY_LEVEL, find_attention_layers
 
 from ..errors import EvalError
+from .skipped_calls import EasyCache, Spectrum, skipped_calls
 
 
 def unet_of(pipe: Any) -> Any:
@@ -38,13 +39,13 @@ def tomesd(pipe: Any, ratio: float, seed: int) -> Iterator[None]:
     """Token merging at a ratio, by its own package."""
     unet = unet_of(pipe)
     # tomesd counts levels from the latent; its default of 1 would patch nothing in SDXL.
-    tomesd_package.apply_patch(pipe, ratio=ratio, max_downsample=finest_attention_downsample(unet))
+    tomesd_package.apply_patch(unet, ratio=ratio, max_downsample=finest_attention_downsample(unet))
     device = next(unet.parameters()).device
     unet._tome_info["args"]["generator"] = torch.Generator(device).manual_seed(seed)
     try:
         yield
     finally:
-        tomesd_package.remove_patch(pipe)
+        tomesd_package.remove_patch(unet)
         for module in unet.modules():
             module.__dict__.pop("_tome_info", None)
 
@@ -115,6 +116,8 @@ OTHER_PACKAGES: dict[str, Callable[[Any, Any, int], AbstractContextManager[None]
     "tomesd": tomesd,
     "todo": todo,
     "deepcache": deepcache,
+    "spectrum": partial(skipped_calls, rule=Spectrum),
+    "easycache": partial(skipped_calls, rule=EasyCache),
     "no-attention": partial(no_attention, levels=1),
     "no-attention-all": partial(no_attention, levels=EVERY_LEVEL),
 }

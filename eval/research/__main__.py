@@ -8,6 +8,8 @@ COMMANDS: dict[str, tuple[type[CommandSettings], str]] = {
     "metric-validation": (s.ValidationSettings, "research.metric_validation"),
     "priced": (s.PricedSettings, "research.priced"),
     "memory": (s.ComputedSettings, "research.computed_memory"),
+    "cost": (s.CountedSettings, "research.computed_cost"),
+    "redundancy": (s.RedundancySettings, "research.redundancy"),
     "subject": (s.SubjectSettings, "research.subject"),
     "gpu": (s.GpuSettings, "research.gpu"),
 }

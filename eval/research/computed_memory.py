@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -139,6 +140,14 @@ def in_dtype(build: Callable[[], Any], dtype: torch.dtype, device: str) -> Any:
         torch.set_default_dtype(before)
 
 
+@dataclass(eq=False)
+class Pipe:
+    """What methods are applied to: a U-Net whose scheduler is known, so that cached steps are corrected."""
+
+    unet: Any
+    scheduler: Any
+
+
 def denoise(
     method: Method,
     model: Any,
@@ -166,7 +175,8 @@ def denoise(
         conditions = {name: torch.zeros(2 * images, width, **like) for name, width in widths.items()}
     scheduler: Any = DPMSolverMultistepScheduler(use_karras_sigmas=True)
     scheduler.set_timesteps(steps)
-    with torch.no_grad(), method.applied(model):
+    pipe = Pipe(model, scheduler)
+    with torch.no_grad(), method.applied(pipe):
         for t in scheduler.timesteps:
             unconditional, conditional = model(
                 torch.cat([latents] * 2), t, text, added_cond_kwargs=conditions

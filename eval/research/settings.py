@@ -17,6 +17,7 @@ from ..settings import (
     ReferenceSteps,
     RunSettings,
     SchedulerName,
+    ShowSettings,
     Steps,
 )
 
@@ -46,6 +47,22 @@ class ComputedSettings(CommandSettings):
 
     out: Path = Path("runs/computed-memory")
     """Folder for memory.jsonl, .csv and .md."""
+
+
+class CountedSettings(CommandSettings):
+    """Count the MACs and kernels of steps of SD 1.5 and SDXL, without computing them."""
+
+    out: Path = Path("runs/computed-cost")
+    """Folder for cost.jsonl, .csv and .md."""
+
+
+class RedundancySettings(ShowSettings):
+    """Measure how alike the attention of two queries is, by level and step, and draw it."""
+
+    images: int = Field(8, ge=1)
+    """How many prompts, where none is given."""
+    out: Path = Path("runs/redundancy")
+    """Folder for redundancy.jsonl, .csv, .md and .png."""
 
 
 class GpuSettings(CommandSettings):
