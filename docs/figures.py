@@ -315,7 +315,13 @@ def draw_images(folder: Path) -> None:
     def images(key: str) -> list[Any]:
         return [Image.open(folder / "images" / key / f"{seed:05d}.png") for seed in shown["seeds"]]
 
-    rows = {name: images(key) for name, key in shown["rows"].items()}
+    figures = rows_of(_CONTENT["plot"]["run"])
+
+    def caption(name: str, label: str) -> str:
+        row = figures[label]
+        return f"{name}\n{row['cpu_seconds']:.1f} s\ndistance {row['reference_distance']:.3f}"
+
+    rows = {caption(name, label): images(key) for name, (label, key) in shown["rows"].items()}
     grid, labels = with_differences(list(rows.values()), list(rows))
     heads = [prompts[seed] for seed in shown["seeds"]]
     draw_grid(grid, labels, heads, tile=112).save(IMAGES, quality=85, method=6)
