@@ -41,7 +41,8 @@ def tomesd(pipe: Any, ratio: float, seed: int) -> Iterator[None]:
     # tomesd counts levels from the latent; its default of 1 would patch nothing in SDXL.
     tomesd_package.apply_patch(unet, ratio=ratio, max_downsample=finest_attention_downsample(unet))
     device = next(unet.parameters()).device
-    unet._tome_info["args"]["generator"] = torch.Generator(device).manual_seed(seed)
+    own = "cpu" if device.type == "meta" else device
+    unet._tome_info["args"]["generator"] = torch.Generator(own).manual_seed(seed)
     try:
         yield
     finally:
