@@ -1,6 +1,6 @@
 """The settings of every command: each field is an option, a YAML key and a name in errors and run.json.
 
-The command line is made of them (`options.py`): the first sentence of a docstring is an option's help.
+The command line is made of them by `agentsd.dreambooth.options`: a docstring's first sentence is the help.
 Nothing heavy is imported before a setting is checked.
 """
 
@@ -37,16 +37,35 @@ FeatureName = Literal["efficientnet-lite0", "inception"]
 Scope = Literal["forward", "pipeline"]
 Ratio = Annotated[float, Field(ge=0, le=0.75)]
 DType = Literal["float32", "float16", "bfloat16"]
+RESULTS = Path("agentsd-results")
+"""Where commands write without --out."""
 SEEDS = 2**32
 """Of which a generator on the CPU makes streams of their own: it reads no more of a seed than 32 bits."""
 OneRatio = Annotated[Ratio, Field(description="Share of the tokens that is merged.")]
 
 
 def _found(name: str) -> str:
-    """Check the name of a model: the toy model's, a folder, or a hub id."""
-    if name != "demo" and not Path(name).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+    """Check the name of a model: the toy model's, a folder, a .safetensors file, or a hub id."""
+    if is_single_file(name):
+        if not Path(name).is_file():
+            raise ValueError("there is no such file")
+    elif name != "demo" and not Path(name).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         raise ValueError("there is no such folder, and it is no hub id (OWNER/NAME); 'demo' is the toy model")
     return name
+
+
+def is_single_file(model: str) -> bool:
+    """Whether a model is one file of all weights, as other programs keep it."""
+    return model.endswith(".safetensors")
+
+
+def _share(share: float) -> float:
+    if not 0 < share < 1:
+        raise ValueError(
+            "pass shares of the steps between 0 and 1: of 25 steps 0.8,0.4 are 20 and 10; in --methods, "
+            "baseline@20 is a row in 20 steps"
+        )
+    return share
 
 
 DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")))
@@ -73,7 +92,7 @@ Methods = Annotated[
     ),
 ]
 FewerSteps = Annotated[
-    tuple[Annotated[float, Field(gt=0, lt=1)], ...],
+    tuple[Annotated[float, AfterValidator(_share)], ...],
     Field(description="Rows of baseline in these shares of the steps."),
 ]
 PlainSamplers = Annotated[
@@ -125,7 +144,7 @@ class Settings(CommandSettings):
     """
 
     model: Model = "demo"
-    """demo (the toy model), a folder, or a hub id."""
+    """demo (the toy model), a folder, a .safetensors file, or a hub id."""
     dtype: DType = "float32"
     """float32, float16 or bfloat16."""
     device: Device | None = None
@@ -148,9 +167,12 @@ class Settings(CommandSettings):
             if set("+/@,") & set(name) or not name.isprintable() or not name:
                 raise ValueError(f"the name {name!r} is empty or holds a line break or one of + / @ ,")
             if is_method(name):
-                raise ValueError(f"{name!r} is a method already: choose another name")
+                raise ValueError(f"{name!r} is a method already: choose another name, or rename its file")
             if isinstance(settings, dict):
-                recipe_of(settings)
+                try:
+                    recipe_of(settings)
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from error
             elif not settings.exists():
                 raise ValueError(f"{name}: {settings} isn't there; make it first")
         return named
@@ -216,7 +238,7 @@ class CompareSettings(ShowSettings):
     """How many prompts, where none is given."""
     differences: bool = False
     """Draw below each row where it differs from the baseline."""
-    out: Path = Path("outputs/compare.png")
+    out: Path = RESULTS / "compare.png"
     """The PNG to write."""
 
 
@@ -247,7 +269,7 @@ class LatencySettings(CostSettings):
     """Compile the U-Net under every method, baseline too."""
     count: bool = True
     """Count MACs, in the warm-up round."""
-    out: Path = Path("outputs/latency")
+    out: Path = RESULTS / "latency"
     """Folder for latency.jsonl, .csv and .md."""
 
 
@@ -267,8 +289,9 @@ class CalibrateSettings(ShowSettings):
     such as 0.05."""
     cost: Literal["macs", "seconds"] = "macs"
     """What is to become cheaper. Seconds need a machine that does nothing else."""
-    out: Path = Path("outputs/calibrated.json")
-    """The YAML file to write. What was measured is kept beside it (.jsonl), and the same command goes on."""
+    out: Path = RESULTS / "calibrated.json"
+    """The recipe's file (JSON) to write. What was measured is kept beside it (.jsonl), and the same command
+    goes on."""
 
     @model_validator(mode="after")
     def _one_goal(self) -> CalibrateSettings:
@@ -309,7 +332,7 @@ class FolderSettings(SamplingSettings):
     resumes: ClassVar[bool] = True
     batch_size: int = Field(8, ge=1)
     """Images made at once. A run may go on with another number."""
-    out: Path = Path("runs/default")
+    out: Path = RESULTS / "table"
     """The run's folder. The same folder resumes it."""
 
 
@@ -359,7 +382,7 @@ class CheckSettings(RunSettings):
     """Recipes' files that `calibrate` wrote."""
     images: int = Field(32, ge=2)
     batch_size: int = Field(4, ge=1)
-    out: Path = Path("runs/check")
+    out: Path = RESULTS / "check"
 
     @model_validator(mode="before")
     @classmethod
