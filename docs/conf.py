@@ -17,7 +17,17 @@ include_patterns = [
     "CONTRIBUTING.md",
     "CHANGELOG.md",
 ]
-exclude_patterns = [".*", "agentsd", "agentsd-results", "configs", "dist", "docs/_root", "outputs", "runs", "tests"]
+exclude_patterns = [
+    ".*",
+    "agentsd",
+    "agentsd-results",
+    "configs",
+    "dist",
+    "docs/_root",
+    "outputs",
+    "runs",
+    "tests",
+]
 suppress_warnings = ["toc.not_included"]  # raw tables, which pages link to one by one
 
 myst_heading_anchors = 3

@@ -331,7 +331,8 @@ class FolderSettings(SamplingSettings):
 
     resumes: ClassVar[bool] = True
     batch_size: int = Field(8, ge=1)
-    """Images made at once. A run may go on with another number."""
+    """Images made at once; fewer where that leaves less than three batches. A run may go on with another
+    number."""
     out: Path = RESULTS / "table"
     """The run's folder. The same folder resumes it."""
 
@@ -340,6 +341,8 @@ class RunSettings(FolderSettings):
     """Make images with each method and ratio, and a row of quality and cost for each (Table 10)."""
 
     shares: ClassVar[bool] = True
+    offload: Literal["model", "sequential"] | None = None
+    """model or sequential: only the part that runs, or the layer, is in GPU memory; slower."""
     methods: Methods = ("fast", "fast/unipckarras", "agentsd", "tomesd", "todo", "deepcache-2")
     fewer_steps: FewerSteps = (0.8, 0.68, 0.56, 0.48, 0.4)
     samplers: PlainSamplers = ("unipckarras",)
@@ -377,7 +380,8 @@ class CheckSettings(RunSettings):
     """Check the recipes on your own model: baseline, fewer steps and each recipe; a page, and results to
     send."""
 
-    hidden: ClassVar[tuple[str, ...]] = ("named", "ratios", "fewer_steps")
+    hidden: ClassVar[tuple[str, ...]] = ("named", "ratios", "fewer_steps", "references")
+    references: int = 0
     calibrated: tuple[Path, ...] = ()
     """Recipes' files that `calibrate` wrote."""
     images: int = Field(32, ge=2)
