@@ -76,9 +76,19 @@ def _there(name: str) -> str:
     """Check a device's name, as far as it can be without torch."""
     if not re.fullmatch(r"[a-z]+(:\d+)?", name):
         raise ValueError("name a device as torch does, such as cpu, cuda or cuda:1")
-    if name.startswith("cuda") and sys.platform == "linux" and not any(map(Path.exists, DRIVERS)):
+    if name.startswith("cuda") and _has_no_card():
         raise ValueError("this machine has no CUDA device; use cpu")
     return name
+
+
+def _has_no_card() -> bool:
+    return sys.platform == "linux" and not any(map(Path.exists, DRIVERS))
+
+
+def _for_a_card(kind: str) -> str:
+    if _has_no_card():
+        raise ValueError("this machine has no GPU whose memory it would save; leave it out")
+    return kind
 
 
 Model = Annotated[str, AfterValidator(_found)]
@@ -341,7 +351,7 @@ class RunSettings(FolderSettings):
     """Make images with each method and ratio, and a row of quality and cost for each (Table 10)."""
 
     shares: ClassVar[bool] = True
-    offload: Literal["model", "sequential"] | None = None
+    offload: Annotated[Literal["model", "sequential"], AfterValidator(_for_a_card)] | None = None
     """model or sequential: only the part that runs, or the layer, is in GPU memory; slower."""
     methods: Methods = ("fast", "fast/unipckarras", "agentsd", "tomesd", "todo", "deepcache-2")
     fewer_steps: FewerSteps = (0.8, 0.68, 0.56, 0.48, 0.4)
@@ -394,7 +404,8 @@ class CheckSettings(RunSettings):
         if not isinstance(values, dict) or not (paths := [Path(p) for p in values.get("calibrated") or ()]):
             return values
         if len(named := {path.stem: path for path in paths}) < len(paths):
-            raise ValueError("calibrated: files are called alike: rename one")
+            told = ", ".join(map(str, paths))
+            raise ValueError(f"--calibrated = {told}: files are called alike: rename one")
         methods = [*values.get("methods", cls.model_fields["methods"].default), *named]
         return {
             **values,

@@ -100,7 +100,7 @@ class Gpu:
         properties = SimpleNamespace(total_memory=total * 1e9)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         self.pipe = SimpleNamespace(
-            unet=SimpleNamespace(device=torch.device("cuda")), vae=SimpleNamespace(decode=self.decode)
+            _execution_device=torch.device("cuda"), vae=SimpleNamespace(decode=self.decode)
         )
         self.weights, self.denoising, self.decoding = 2.0, 0.3, 0.5
 

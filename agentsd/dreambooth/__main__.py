@@ -11,6 +11,7 @@ def main(lora: bool = False) -> None:
     # Threads that spin while they wait take the cores from those that work: 7 times the time beside another
     # busy program. OpenMP reads this when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its remarks would stand before an error's line
     try:
         from . import cli
 

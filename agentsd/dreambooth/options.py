@@ -180,23 +180,26 @@ def explain(
 ) -> list[str]:
     """Return a line for each wrong setting, by the name that it was given under: an option or a file's key.
 
-    Those that are missing stand in one line.
+    Of several faults of a setting the first is told. Settings that are missing stand in one line.
     """
-    lines, missing = [], []
+    lines: list[str] = []
+    missing: list[str] = []
+    seen: set[str] = set()
     for problem in error.errors():
         first, *within = map(str, problem["loc"] or ("",))
+        if first in seen or problem["type"] == "default_factory_not_called":  # it hangs on a wrong setting
+            continue
+        seen |= {first} - {""}
         option = first in typed and (join == "_" or not kind.model_fields[first].is_required())
         name = option_name(first, join) if option else first
         key = ".".join([name, *filter(str.isidentifier, within)])
         where = f"{file}: " if file and first not in typed and key else ""
         value = problem["input"]
-        if problem["type"] == "default_factory_not_called":  # of a default that hangs on a wrong setting
-            continue
         if problem["type"] == "missing":
             missing.append(option_name(first, join))
         elif problem["type"] == "extra_forbidden":
             near = difflib.get_close_matches(key, kind.model_fields, 1)
-            way = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(kind.model_fields)}"
+            way = f"did you mean {near[0]!r}?" if near else "--help lists the options, which are the keys"
             lines.append(f"{where}unknown key {key!r}; {way}")
         elif key and not isinstance(value, dict):  # whose own lines name what is wrong
             shown = value if option and isinstance(value, str) else repr(value)
@@ -207,7 +210,7 @@ def explain(
     if missing:
         lines_of = f"lines of {file}" if file else "lines of a YAML file, with --config"
         lines.append(f"{', '.join(missing)} missing: give each as an option, or as {lines_of}")
-    return list(dict.fromkeys(lines))
+    return lines
 
 
 def told(problem: Any) -> str:

@@ -115,9 +115,7 @@ def offload(pipe: Any, settings: RunSettings) -> None:
     """Keep a pipeline's parts out of GPU memory while they don't run, if the settings say so."""
     device = find_device(settings.device)
     if settings.offload and device.type == "cpu":
-        raise EvalError(
-            f"--offload = {settings.offload}: this machine has no GPU to save memory of; leave it out"
-        )
+        raise EvalError(f"--offload = {settings.offload}: it takes a GPU, and --device is cpu; leave it out")
     if settings.offload == "model":
         pipe.enable_model_cpu_offload(device=device)
     elif settings.offload:
