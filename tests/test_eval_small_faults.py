@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from dataclasses import replace
@@ -19,11 +20,13 @@ from agentsd_eval.cost.macs import macs
 from agentsd_eval.cost.memory import memory_per_image
 from agentsd_eval.errors import EvalError, shortened
 from agentsd_eval.images import models
+from agentsd_eval.images.generate import Share, generate
 from agentsd_eval.images.methods import parse_method
 from agentsd_eval.images.prompts import ImageSpec, specs_of
 from agentsd_eval.images.sampling import Seconds, sample
 from agentsd_eval.images.store import Store
 from agentsd_eval.pages import quality_table
+from agentsd_eval.pages.rows import progress
 from agentsd_eval.quality import features
 from agentsd_eval.quality.features import Network, features_of, image_files
 from agentsd_eval.quality.gain import cost_at
@@ -31,6 +34,7 @@ from agentsd_eval.settings import LatencySettings, RunSettings
 from agentsd_eval.studies import check, preflight, table
 from click.testing import CliRunner
 from PIL import Image
+from rich.console import Console
 from safetensors.torch import save_file
 
 
@@ -228,6 +232,45 @@ def test_a_forecast_counts_steps_and_images(
     assert told.startswith("4 images, about 1 min at most, on ")
     assert told.endswith("Without --limit: 3,600 images, about 7.2 h")
     assert preflight.seconds_of({methods[0]: 1, methods[1]: 3}, 0.1, 1.0, settings) == pytest.approx(36.5)
+
+
+@pytest.mark.parametrize(("images", "batches"), [(4, [2, 2]), (24, [8, 8, 8]), (32, [8, 8, 8, 8])])
+def test_methods_take_turns_where_one_batch_would_do(
+    images: int, batches: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow moment is then not one method's alone."""
+    order: list[tuple[str, int]] = []
+
+    def noted(pipe: Any, method: Any, batch: Any, settings: Any) -> Any:
+        order.append((method.name, len(batch)))
+        return [Image.new("RGB", (8, 8))] * len(batch), Seconds(1.0, 1.0)
+
+    for name in ("sample", "warm_up"):
+        monkeypatch.setattr(
+            f"agentsd_eval.images.generate.{name}", noted if name == "sample" else MagicMock()
+        )
+    settings = RunSettings(batch_size=8)
+    methods = [parse_method(name, None, settings) for name in ("baseline", "fast")]
+    specs = [ImageSpec(index, "a cat", index) for index in range(images)]
+    generate(None, Store(tmp_path), methods, specs, settings, Share(), lambda count: None)
+    assert order == [(name, size) for size in batches for name in ("baseline", "fast")]
+
+
+def test_without_a_terminal_progress_is_a_line_a_minute(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now, out = 0.0, io.StringIO()
+    monkeypatch.setattr("agentsd_eval.pages.rows.time.monotonic", lambda: now)
+    for disable in (False, True):
+        with progress(Console(file=out), disable) as bars:
+            task = bars.add_task("images", total=8)
+            for now in (0.0, 30.0, 59.0, 61.0, 90.0, 122.5):  # noqa: B007
+                bars.advance(task)
+    told = capsys.readouterr()
+    assert [line.partition(",")[0] for line in told.err.splitlines()] == [
+        f"images: {done} of 8" for done in (1, 4, 6)
+    ]
+    assert out.getvalue() == told.out == ""
 
 
 @pytest.mark.parametrize("name", ["baseline", "baseline@4", "baseline@4/plms", "baseline/unipckarras"])
