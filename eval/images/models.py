@@ -19,6 +19,7 @@ from diffusers import (
     StableDiffusionXLPipeline,
     UniPCMultistepScheduler,
 )
+from diffusers.loaders.single_file_utils import SingleFileComponentError
 
 from agentsd.dreambooth.pretrained import load_pretrained
 
@@ -83,7 +84,7 @@ def load_pipeline(settings: Settings) -> Any:
                 pipe = _from_single_file(settings.model, dtype)
             else:
                 pipe = load_pretrained(AutoPipelineForText2Image, settings.model, dtype)
-        except (OSError, ValueError, safetensors.SafetensorError) as error:
+        except (OSError, ValueError, safetensors.SafetensorError, SingleFileComponentError) as error:
             raise EvalError(
                 f"can't load the model {settings.model!r}: {' '.join(str(error).split())}; give 'demo', a "
                 "diffusers pipeline's folder, a .safetensors file, or a hub id that can be reached"

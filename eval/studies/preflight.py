@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import psutil
@@ -21,6 +20,7 @@ from ..settings import RunSettings, processes
 
 _PNG = 1.8  # bytes a pixel of a photograph takes as PNG
 _PERCEPTUAL = 0.7e6  # bytes of an image's stage features
+_TIMED = 4  # steps that are timed to tell how long a run takes
 _REST = 1e9  # bytes of everything that doesn't grow with the images
 
 
@@ -56,31 +56,24 @@ def check_disk(store: Store, methods: Sequence[Method], count: int, height: int,
 def forecast(
     pipe: Any, store: Store, methods: Sequence[Method], specs: Sequence[ImageSpec], settings: RunSettings
 ) -> str:
-    """Return how long the missing images take at most, by a step of the baseline after one to warm up."""
+    """Return how long the missing images take at most: as if each step were the baseline's, and computed."""
     missing = {method: missing_images(store, method, len(specs)) for method in methods}
     if not any(missing.values()):
         return ""
-    runs = [replace(methods[0], steps=steps) for steps in (1, 1, 2)]
-    _, short, long = (sample(pipe, run, specs[:1], settings)[1].wall for run in runs)
-    each = partial(
-        seconds_of, step=max(long - short, 0.0), rest=max(2 * short - long, 0.0), settings=settings
-    )
+    sample(pipe, replace(methods[0], steps=1), specs[:1], settings)  # to warm up
+    step = sample(pipe, replace(methods[0], steps=_TIMED), specs[:1], settings)[1].wall / _TIMED
+
+    def seconds(images: Mapping[Method, int]) -> float:
+        return sum(n * (m.steps or settings.steps) * step for m, n in images.items()) / processes()
+
     device = f"{device_name(pipe._execution_device)} (threads: {torch.get_num_threads()})"
-    minutes = f"about {each(missing) / 60:.0f} min at most"
+    minutes = f"about {seconds(missing) / 60:.0f} min at most"
     told = f"{sum(missing.values()):,} images, {minutes}, on {device}; they go to {settings.out}"
     if settings.limit is None:
         return told
     whole = len(specs_of(settings.model_copy(update={"limit": None})))
-    hours = each(dict.fromkeys(methods, whole)) / 3600
+    hours = seconds(dict.fromkeys(methods, whole)) / 3600
     return f"{told}. Without --limit: {whole * len(methods):,} images, about {hours:,.1f} h"
-
-
-def seconds_of(images: Mapping[Method, int], step: float, rest: float, settings: RunSettings) -> float:
-    """Return what so many images of each method take, as if each step were computed."""
-    return (
-        sum(n * (rest + (method.steps or settings.steps) * step) for method, n in images.items())
-        / processes()
-    )
 
 
 def check_memory(count: int, compared: int) -> None:
