@@ -45,3 +45,7 @@ def __getattr__(name: str) -> Any:
             return getattr(import_module(f".{module}", __name__), name)
     way_out = f": call agentsd.{_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{way_out}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -217,7 +217,9 @@ def told(problem: Any) -> str:
     """Return what is wrong with a value, and the way out."""
     if problem["type"] == "literal_error":
         expected = problem["ctx"]["expected"].replace("'", "")
-        near = difflib.get_close_matches(str(problem["input"]), re.split(", | or ", expected), 1, 0.5)
+        given, digits = str(problem["input"]), re.compile(r"\D+")
+        alike = [c for c in re.split(", | or ", expected) if digits.sub("", c) == digits.sub("", given)]
+        near = difflib.get_close_matches(given, alike, 1, 0.5)  # fp16: float16; sd3 is no sdxl
         return f"{f'did you mean {near[0]}? ' if near else ''}choose {expected}"
     words = next((words for kinds, words in _TOLD.items() if problem["type"] in kinds.split()), None)
     return words.format(**problem.get("ctx", {})) if words else problem["msg"].removeprefix("Value error, ")
