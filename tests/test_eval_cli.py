@@ -91,9 +91,9 @@ REFUSED = (
 
 
 def test_wrong_words_are_refused_before_torch_is_loaded() -> None:
-    """Loading torch and diffusers takes seconds."""
+    """Loading torch and diffusers takes seconds. OpenMP is told before that its threads should not spin."""
     code = """
-import sys
+import os, sys
 from agentsd_eval.cli import main
 for words in sys.argv[1:]:
     try:
@@ -103,6 +103,7 @@ for words in sys.argv[1:]:
     else:
         raise AssertionError(words)
     assert "torch" not in sys.modules, words
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 """
     done = subprocess.run([sys.executable, "-c", code, *REFUSED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -312,7 +312,7 @@ PARTS = ("model.diffusion_model.a", "first_stage_model.a")
     [
         ((*PARTS, "cond_stage_model.a"), "StableDiffusionPipeline"),
         ((*PARTS, "conditioner.embedders.0.a"), "StableDiffusionXLPipeline"),
-        (("lora_unet_a",), None),
+        ((PARTS[0], "cond_stage_model.a"), None),
         (PARTS, None),
         ((), None),
     ],
