@@ -154,7 +154,7 @@ class Settings(CommandSettings):
     """
 
     model: Model = "demo"
-    """demo (the toy model), a folder, a .safetensors file, or a hub id."""
+    """demo (a toy), folder, .safetensors or hub id."""
     dtype: DType = "float32"
     """float32, float16 or bfloat16."""
     device: Device | None = None
@@ -341,7 +341,7 @@ class FolderSettings(SamplingSettings):
 
     resumes: ClassVar[bool] = True
     batch_size: int = Field(8, ge=1)
-    """Images made at once; fewer where that leaves less than three batches. A run may go on with another
+    """Images made at once. Fewer where there would be less than three batches; a run may go on with another
     number."""
     out: Path = RESULTS / "table"
     """The run's folder. The same folder resumes it."""
@@ -352,7 +352,7 @@ class RunSettings(FolderSettings):
 
     shares: ClassVar[bool] = True
     offload: Annotated[Literal["model", "sequential"], AfterValidator(_for_a_card)] | None = None
-    """model or sequential: only the part that runs, or the layer, is in GPU memory; slower."""
+    """model or sequential: keep parts, or layers, off the GPU while idle. Slower; for cards of 8 GB, or of 4."""
     methods: Methods = ("fast", "fast/unipckarras", "agentsd", "tomesd", "todo", "deepcache-2")
     fewer_steps: FewerSteps = (0.8, 0.68, 0.56, 0.48, 0.4)
     samplers: PlainSamplers = ("unipckarras",)

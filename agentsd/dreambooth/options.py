@@ -143,7 +143,7 @@ def metavar_of(kind: Any) -> str:
         return inner if "|" in inner else f"{inner},..."
     if typing.get_origin(kind) is Literal:
         choices = "|".join(typing.get_args(kind))
-        return choices if len(choices) < 20 else "NAME"
+        return choices if len(choices) < 16 else "NAME"
     return {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")
 
 
