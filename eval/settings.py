@@ -160,7 +160,7 @@ class Settings(CommandSettings):
     device: Device | None = None
     """cpu, cuda, cuda:1; else the first GPU, or the CPU."""
     backend: Backend = "sdpa"
-    """sdpa or unfused: how all attention is computed, a method's own, too."""
+    """How attention is computed, a method's own, too."""
     scheduler: SchedulerName = "dpm++karras"
     steps: Steps = 25
     guidance_scale: Guidance = Field(
@@ -352,7 +352,7 @@ class RunSettings(FolderSettings):
 
     shares: ClassVar[bool] = True
     offload: Annotated[Literal["model", "sequential"], AfterValidator(_for_a_card)] | None = None
-    """model or sequential: keep parts, or layers, off the GPU while idle. Slower; for cards of 8 GB, or of 4."""
+    """model or sequential: keep parts, or layers, off the GPU while idle. Slower; for 8 GB, or for 4."""
     methods: Methods = ("fast", "fast/unipckarras", "agentsd", "tomesd", "todo", "deepcache-2")
     fewer_steps: FewerSteps = (0.8, 0.68, 0.56, 0.48, 0.4)
     samplers: PlainSamplers = ("unipckarras",)
