@@ -17,7 +17,17 @@ include_patterns = [
     "CONTRIBUTING.md",
     "CHANGELOG.md",
 ]
-exclude_patterns = [".*", "agentsd", "configs", "dist", "docs/_root", "outputs", "runs", "tests"]
+exclude_patterns = [
+    ".*",
+    "agentsd",
+    "agentsd-results",
+    "configs",
+    "dist",
+    "docs/_root",
+    "outputs",
+    "runs",
+    "tests",
+]
 suppress_warnings = ["toc.not_included"]  # raw tables, which pages link to one by one
 
 myst_heading_anchors = 3
@@ -43,7 +53,7 @@ COMMANDS = ("compare", "table", "check", "calibrate", "latency", "fid", "report"
 
 def _options(command: Any) -> list[str]:
     """A command's section: what it does, and its options with their help."""
-    from agentsd_eval.options import help_of, written
+    from agentsd.dreambooth.options import help_of, written
 
     rows = []
     for option in command.params:

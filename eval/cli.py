@@ -6,16 +6,16 @@ import importlib
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import click
 
+from agentsd.dreambooth.options import SettingsCommand, parameters_of, settings_of, usage_in_a_line
+
 from . import settings as s
-from .errors import EvalError, shortened
-from .options import SettingsCommand, settings_of
+from .errors import EvalError
 from .presets import load_settings, presets
 
 COMMANDS: dict[str, tuple[type[s.CommandSettings], str]] = {
@@ -28,6 +28,16 @@ COMMANDS: dict[str, tuple[type[s.CommandSettings], str]] = {
     "report": (s.ReportSettings, "pages.report"),
 }
 """Each one's settings, and the module whose `command(settings, console)` does its work."""
+GROUPS = {
+    "Arguments": "folder first second",
+    "Model": "model dtype device offload arch backend compile",
+    "Sampling": "prompt prompts classes scheduler steps guidance_scale height width sizes "
+    "seed images batch_size batches",
+    "Methods": "methods ratio ratios fewer_steps samplers calibrated recipe",
+    "References": "reference references reference_steps features clip dino",
+    "Output and measurement": "",
+}
+"""Settings under each head of a command's help; the last one has the others."""
 
 
 class Program(click.Group):
@@ -39,22 +49,13 @@ class Program(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read the program's own options."""
-        with _errors_shortened():
+        with usage_in_a_line():
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Read a command's options, and run it."""
-        with _errors_shortened():
+        with usage_in_a_line():
             return super().invoke(ctx)
-
-
-@contextmanager
-def _errors_shortened() -> Iterator[None]:
-    try:
-        yield
-    except click.UsageError as error:
-        error.message = shortened(error.message)  # type: ignore[misc]
-        raise
 
 
 def make_program(
@@ -79,7 +80,12 @@ def make_program(
         callback=lambda **options: None,
     )
     for command, (kind, module) in commands.items():
-        program.add_command(SettingsCommand(command, kind, callback=partial(_run, kind, module)))
+        about_config = "A preset (agentsd-eval --list-configs) or a YAML file."
+        options: list[click.Parameter] = parameters_of(kind, kind.hidden)
+        if issubclass(kind, s.Settings):
+            options.insert(0, click.Option(["--config"], metavar="NAME|FILE", help=about_config))
+        callback = partial(_run, kind, module)
+        program.add_command(SettingsCommand(command, kind, GROUPS, options, callback=callback))
     return program
 
 
@@ -95,6 +101,9 @@ def _run(kind: type[s.CommandSettings], module: str, config: str | None = None, 
     """Do a command's work; an EvalError, a full GPU or Ctrl-C end it with a message and an exit code."""
     try:
         _check_alone(kind)
+        # Threads that spin while they wait take the cores from those that work: 7 times the time beside
+        # another busy program. OpenMP reads this when torch is loaded.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         # The libraries' remarks and bars would stand between a user and the table.
         for library in ("DIFFUSERS", "TRANSFORMERS"):
             os.environ.setdefault(f"{library}_VERBOSITY", "error")
@@ -110,7 +119,7 @@ def _run(kind: type[s.CommandSettings], module: str, config: str | None = None, 
         job.command(settings, Console(width=None if sys.stdout.isatty() else 500))
         return
     except EvalError as error:
-        message, code = f"error: {error}", 2
+        message, code = "\n".join(f"error: {line}" for line in str(error).splitlines()), 2
     except ModuleNotFoundError as error:
         message, code = f"error: {explain_missing(error)}", 2
     except KeyboardInterrupt:
@@ -166,7 +175,8 @@ def _list_configs(ctx: click.Context, option: click.Parameter, asked: bool) -> N
 main = make_program(
     "agentsd-eval",
     COMMANDS,
-    "Quality and cost of agent attention (AgentSD) beside the baseline, ToMeSD and DeepCache.",
+    "Quality and cost of agent attention (AgentSD) beside the baseline, ToMeSD and DeepCache. Without --out, "
+    f"commands write to {s.RESULTS}/ in the working folder.",
 )
 
 if __name__ == "__main__":

@@ -22,6 +22,10 @@ METHODS: dict[str, int | None] = {
     "no-attention-all": None,
 }
 """Methods that are no recipe of this package; for those that take a number ("deepcache-5"), the default."""
+BOUNDS = "no-attention", "no-attention-all"
+"""Of METHODS, those that aren't offered: they leave attention out, to bound what any attention can save."""
+ELSEWHERE = "ucache", "teacache", "sada", "tgate"
+"""Other packages' methods that aren't here."""
 _OnKarrasLevels = Literal["dpm++karras", "dpm++3karras", "unipckarras", "deiskarras", "sasolverkarras"]
 Sampler = Literal["plms", "ddim", "ddpm", "euler", "dpm++", _OnKarrasLevels]
 SAMPLERS: tuple[str, ...] = get_args(Sampler)
@@ -62,7 +66,11 @@ def read(text: str, own: Collection[str] = ()) -> Name:
     parts = () if joined == "baseline" else tuple(joined.split("+"))
     unknown = [part for part in parts if part == "baseline" or not (part in own or is_method(part))]
     if unknown:
-        names = [*METHODS, *MODES, *own]
+        if unknown[0].lower().replace("-", "") in ELSEWHERE:
+            raise ValueError(
+                f"{unknown[0]!r} is no method here; docs/how_to/coming_from.md compares it with what there is"
+            )
+        names = [*(name for name in METHODS if name not in BOUNDS), *MODES, *own]
         near = difflib.get_close_matches(unknown[0], names, 1)
         meant = f"did you mean {near[0]}? " if near else ""
         raise ValueError(

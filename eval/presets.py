@@ -10,6 +10,9 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from agentsd.dreambooth.options import explain, shortened
+from agentsd.dreambooth.yaml_file import read_mapping
+
 from .errors import EvalError
 
 _HERE = Path(__file__).resolve().parent
@@ -17,7 +20,6 @@ _INSTALLED, _CHECKOUT = _HERE / "configs", _HERE.parent / "configs"
 PRESETS = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
 """The folder of the presets that ship."""
 _INPUT_FILES = {"prompts", "classes", "reference", "subject"}
-_SHOWN = 120  # characters of a wrong value
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
 
@@ -37,7 +39,7 @@ def load_settings(
         values = _read_config(path) if path else {}
         return kind.model_validate({**values, **given})
     except ValidationError as error:
-        raise EvalError(_explain(kind, path, set(given), error)) from None
+        raise EvalError("\n".join(explain(kind, error, set(given), path))) from None
     except OSError as error:  # of a name that is too long, or of a folder that may not be read
         raise EvalError(
             f"can't read {error.filename}: {error.strerror}; name another file or folder"
@@ -65,8 +67,6 @@ def presets() -> dict[str, dict[str, Any]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    from agentsd.dreambooth.yaml_file import read_mapping  # agentsd loads torch, which --help has no use for
-
     try:
         values = read_mapping(path)
     except OSError as error:
@@ -90,7 +90,7 @@ def _read_config(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     if base is None:
         return values
     if not isinstance(base, str):
-        raise EvalError(f"{path}: base = {_shorten(repr(base))}: write the name of a file beside it")
+        raise EvalError(f"{path}: base = {shortened(repr(base))}: write the name of a file beside it")
     beside, preset = path.parent / base, PRESETS / base
     found = preset if preset.exists() and not beside.exists() else beside
     return _read_config(found, (*above, path)) | values
@@ -99,31 +99,3 @@ def _read_config(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
 def _beside(path: Path, name: str) -> Path:
     beside = path.parent / name
     return beside if beside.exists() or not Path(name).exists() else Path(name)
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-
-
-def _explain(kind: type[BaseModel], path: Path | None, typed: set[str], error: ValidationError) -> str:
-    """Return a line for each wrong setting, by the name that it was given under: an option or a key."""
-    lines = []
-    for problem in error.errors():
-        if problem["type"] == "default_factory_not_called":  # of a default that hangs on a wrong setting
-            continue
-        first, *within = map(str, problem["loc"] or ("",))
-        option = first in typed and not kind.model_fields[first].is_required()
-        name = f"--{first.replace('_', '-')}" if option else first
-        key = ".".join([name, *(part for part in within if not part.isdigit())])
-        said, value = problem["msg"].removeprefix("Value error, "), problem["input"]
-        if problem["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(key, kind.model_fields, 1)
-            way = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(kind.model_fields)}"
-            lines.append(f"unknown key {key!r}; {way}")
-        elif key:
-            shown = value if option and isinstance(value, str) else repr(value)
-            lines.append(f"{key} = {_shorten(shown)}: {said}")
-        else:
-            lines.append(said)
-    where = f" in {path} and the command line" if path else ""
-    return f"wrong settings{where}:\n  " + "\n  ".join(lines)

@@ -1,6 +1,6 @@
 """The settings of every command: each field is an option, a YAML key and a name in errors and run.json.
 
-The command line is made of them (`options.py`): the first sentence of a docstring is an option's help.
+The command line is made of them by `agentsd.dreambooth.options`: a docstring's first sentence is the help.
 Nothing heavy is imported before a setting is checked.
 """
 
@@ -37,16 +37,35 @@ FeatureName = Literal["efficientnet-lite0", "inception"]
 Scope = Literal["forward", "pipeline"]
 Ratio = Annotated[float, Field(ge=0, le=0.75)]
 DType = Literal["float32", "float16", "bfloat16"]
+RESULTS = Path("agentsd-results")
+"""Where commands write without --out."""
 SEEDS = 2**32
 """Of which a generator on the CPU makes streams of their own: it reads no more of a seed than 32 bits."""
 OneRatio = Annotated[Ratio, Field(description="Share of the tokens that is merged.")]
 
 
 def _found(name: str) -> str:
-    """Check the name of a model: the toy model's, a folder, or a hub id."""
-    if name != "demo" and not Path(name).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+    """Check the name of a model: the toy model's, a folder, a .safetensors file, or a hub id."""
+    if is_single_file(name):
+        if not Path(name).is_file():
+            raise ValueError("there is no such file")
+    elif name != "demo" and not Path(name).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         raise ValueError("there is no such folder, and it is no hub id (OWNER/NAME); 'demo' is the toy model")
     return name
+
+
+def is_single_file(model: str) -> bool:
+    """Whether a model is one file of all weights, as other programs keep it."""
+    return model.endswith(".safetensors")
+
+
+def _share(share: float) -> float:
+    if not 0 < share < 1:
+        raise ValueError(
+            "pass shares of the steps between 0 and 1: of 25 steps 0.8,0.4 are 20 and 10; in --methods, "
+            "baseline@20 is a row in 20 steps"
+        )
+    return share
 
 
 DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")))
@@ -57,9 +76,19 @@ def _there(name: str) -> str:
     """Check a device's name, as far as it can be without torch."""
     if not re.fullmatch(r"[a-z]+(:\d+)?", name):
         raise ValueError("name a device as torch does, such as cpu, cuda or cuda:1")
-    if name.startswith("cuda") and sys.platform == "linux" and not any(map(Path.exists, DRIVERS)):
+    if name.startswith("cuda") and _has_no_card():
         raise ValueError("this machine has no CUDA device; use cpu")
     return name
+
+
+def _has_no_card() -> bool:
+    return sys.platform == "linux" and not any(map(Path.exists, DRIVERS))
+
+
+def _for_a_card(kind: str) -> str:
+    if _has_no_card():
+        raise ValueError("this machine has no GPU whose memory it would save; leave it out")
+    return kind
 
 
 Model = Annotated[str, AfterValidator(_found)]
@@ -74,7 +103,7 @@ Methods = Annotated[
     ),
 ]
 FewerSteps = Annotated[
-    tuple[Annotated[float, Field(gt=0, lt=1)], ...],
+    tuple[Annotated[float, AfterValidator(_share)], ...],
     Field(description="Rows of baseline in these shares of the steps."),
 ]
 PlainSamplers = Annotated[
@@ -126,13 +155,13 @@ class Settings(CommandSettings):
     """
 
     model: Model = "demo"
-    """demo (the toy model), a folder, or a hub id."""
+    """demo (a toy), folder, .safetensors or hub id."""
     dtype: DType = "float32"
     """float32, float16 or bfloat16."""
     device: Device | None = None
     """cpu, cuda, cuda:1; else the first GPU, or the CPU."""
     backend: Backend = "sdpa"
-    """sdpa or unfused: how all attention is computed, a method's own, too."""
+    """How attention is computed, a method's own, too."""
     scheduler: SchedulerName = "dpm++karras"
     steps: Steps = 25
     guidance_scale: Guidance = Field(
@@ -149,9 +178,12 @@ class Settings(CommandSettings):
             if set("+/@,") & set(name) or not name.isprintable() or not name:
                 raise ValueError(f"the name {name!r} is empty or holds a line break or one of + / @ ,")
             if is_method(name):
-                raise ValueError(f"{name!r} is a method already: choose another name")
+                raise ValueError(f"{name!r} is a method already: choose another name, or rename its file")
             if isinstance(settings, dict):
-                recipe_of(settings)
+                try:
+                    recipe_of(settings)
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from error
             elif not settings.exists():
                 raise ValueError(f"{name}: {settings} isn't there; make it first")
         return named
@@ -217,7 +249,7 @@ class CompareSettings(ShowSettings):
     """How many prompts, where none is given."""
     differences: bool = False
     """Draw below each row where it differs from the baseline."""
-    out: Path = Path("outputs/compare.png")
+    out: Path = RESULTS / "compare.png"
     """The PNG to write."""
 
 
@@ -248,7 +280,7 @@ class LatencySettings(CostSettings):
     """Compile the U-Net under every method, baseline too."""
     count: bool = True
     """Count MACs, in the warm-up round."""
-    out: Path = Path("outputs/latency")
+    out: Path = RESULTS / "latency"
     """Folder for latency.jsonl, .csv and .md."""
 
 
@@ -268,8 +300,9 @@ class CalibrateSettings(ShowSettings):
     such as 0.05."""
     cost: Literal["macs", "seconds"] = "macs"
     """What is to become cheaper. Seconds need a machine that does nothing else."""
-    out: Path = Path("outputs/calibrated.json")
-    """The YAML file to write. What was measured is kept beside it (.jsonl), and the same command goes on."""
+    out: Path = RESULTS / "calibrated.json"
+    """The recipe's file (JSON) to write. What was measured is kept beside it (.jsonl), and the same command
+    goes on."""
 
     @model_validator(mode="after")
     def _one_goal(self) -> CalibrateSettings:
@@ -309,8 +342,9 @@ class FolderSettings(SamplingSettings):
 
     resumes: ClassVar[bool] = True
     batch_size: int = Field(8, ge=1)
-    """Images made at once. A run may go on with another number."""
-    out: Path = Path("runs/default")
+    """Images made at once. Fewer where there would be less than three batches; a run may go on with another
+    number."""
+    out: Path = RESULTS / "table"
     """The run's folder. The same folder resumes it."""
 
 
@@ -318,6 +352,8 @@ class RunSettings(FolderSettings):
     """Make images with each method and ratio, and a row of quality and cost for each (Table 10)."""
 
     shares: ClassVar[bool] = True
+    offload: Annotated[Literal["model", "sequential"], AfterValidator(_for_a_card)] | None = None
+    """model or sequential: keep parts, or layers, off the GPU while idle. Slower; for 8 GB, or for 4."""
     methods: Methods = ("fast", "fast/unipckarras", "agentsd", "tomesd", "todo", "deepcache-2")
     fewer_steps: FewerSteps = (0.8, 0.68, 0.56, 0.48, 0.4)
     samplers: PlainSamplers = ("unipckarras",)
@@ -355,12 +391,13 @@ class CheckSettings(RunSettings):
     """Check the recipes on your own model: baseline, fewer steps and each recipe; a page, and results to
     send."""
 
-    hidden: ClassVar[tuple[str, ...]] = ("named", "ratios", "fewer_steps")
+    hidden: ClassVar[tuple[str, ...]] = ("named", "ratios", "fewer_steps", "references")
+    references: int = 0
     calibrated: tuple[Path, ...] = ()
     """Recipes' files that `calibrate` wrote."""
     images: int = Field(32, ge=2)
     batch_size: int = Field(4, ge=1)
-    out: Path = Path("runs/check")
+    out: Path = RESULTS / "check"
 
     @model_validator(mode="before")
     @classmethod
@@ -368,7 +405,8 @@ class CheckSettings(RunSettings):
         if not isinstance(values, dict) or not (paths := [Path(p) for p in values.get("calibrated") or ()]):
             return values
         if len(named := {path.stem: path for path in paths}) < len(paths):
-            raise ValueError("calibrated: files are called alike: rename one")
+            told = ", ".join(map(str, paths))
+            raise ValueError(f"--calibrated = {told}: files are called alike: rename one")
         methods = [*values.get("methods", cls.model_fields["methods"].default), *named]
         return {
             **values,

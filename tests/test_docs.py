@@ -155,12 +155,13 @@ def test_the_modes_of_the_page_are_those_of_the_code() -> None:
     page = (ROOT / "docs/reference/recipe.md").read_text(encoding="utf-8")
     rows = re.findall(r'^\| `"([a-z-]+)"` \| (.*?) \| (.*?) \| (.*?) *\|$', page, re.MULTILINE)
     assert [row[0] for row in rows] == list(MODES)
+    names = {name: getattr(agentsd, name) for name in dir(agentsd)}
     for name, *cells in rows:
         attention, steps, residual = (re.findall(r"`(.+)`", cell) for cell in cells)
         recipe = MODES[name]
-        assert recipe.attention == (eval(attention[0], vars(agentsd)) if attention else None)
-        assert recipe.residual == (eval(residual[0], vars(agentsd)) if residual else None)
+        assert recipe.attention == (eval(attention[0], names) if attention else None)
+        assert recipe.residual == (eval(residual[0], names) if residual else None)
         if steps and "StepCache" in steps[0]:
-            assert recipe.steps == eval(steps[0], vars(agentsd))
+            assert recipe.steps == eval(steps[0], names)
         else:
             assert recipe.steps == (STEP_CACHING.steps if steps else None)

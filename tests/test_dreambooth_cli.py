@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 from accelerate.state import AcceleratorState
+from click.testing import CliRunner
 from hub import stand_in
-from typer.testing import CliRunner
 
 from agentsd.dreambooth.cli import dreambooth, dreambooth_lora
 from agentsd.dreambooth.config import DreamBoothConfig
@@ -25,11 +24,11 @@ BAD = [
         ["--instance_data_dir", "EMPTY"],
         "EMPTY has no image (.bmp, .jpeg, .jpg, .png, .webp); 3 to 6 views are usual",
     ),
-    (["--resolution", "33"], "resolution=33"),
+    (["--resolution", "33"], "--resolution = 33: pass a multiple of 8"),
     (["--scale", "0.54"], "scale=0.54"),
     (
         ["--lr_scheduler", "cosin"],
-        "'cosin' is not one of",
+        "--lr_scheduler = cosin: did you mean cosine? choose linear",
     ),
     (["--mixed_precision", "fp16"], "mixed_precision='fp16' needs a CUDA device: pass 'bf16' or 'no'"),
     (["--use_8bit_adam"], "use_8bit_adam needs a CUDA device, this is cpu: pass --no_use_8bit_adam"),
@@ -69,7 +68,8 @@ def test_bad_input_is_told_in_a_line_before_anything_is_loaded(
     base += ["--instance_data_dir", str(photographs), "--output_dir", str(tmp_path / "out")]
     told = told_by(base + options)
     assert message in told
-    assert told.count("error: ") + told.count("─ Error ─") == 1
+    assert told.strip().startswith("error: ")
+    assert "\n" not in told.strip()
     assert len(told) < 1000
 
 
@@ -123,9 +123,7 @@ def test_a_command_of_diffusers_runs_after_its_first_word(script, words_of, phot
     stand_in(monkeypatch)
     monkeypatch.setattr("agentsd.dreambooth.training.torch.set_float32_matmul_precision", lambda _: None)
     words, out = words_of(script)
-    app = typer.Typer()
-    app.command()(dreambooth_lora if "lora" in script else dreambooth)
-    result = CliRunner().invoke(app, words)
+    result = CliRunner().invoke(dreambooth_lora if "lora" in script else dreambooth, words)
     assert result.exit_code == 0, result.output
     assert "9 images of the subject\n" in result.output
     assert f"saved to {out}; grid.png and checkpoints are beside it\n" in result.output
@@ -151,9 +149,7 @@ def made_by(script):
 
 def run(options, code):
     """What the command prints."""
-    app = typer.Typer()
-    app.command()(dreambooth)
-    result = CliRunner().invoke(app, options)
+    result = CliRunner().invoke(dreambooth, options)
     assert result.exit_code == code, (result.output, result.exception)
     assert code == 0 or isinstance(result.exception, SystemExit)
     return result.output
@@ -197,8 +193,8 @@ def test_what_is_missing_is_told_as_options():
         ),
         (b"[" * 5000, "FILE is nested too deeply"),
         (b"#" * 1_000_001, "FILE is larger than 1,000,000 bytes"),
-        (b"ratio: x\n", "FILE: ratio='x': Input should be a valid number"),
-        (b"max_steps: 3\n", "FILE: max_steps: there is no such setting; --help lists them"),
+        (b"ratio: x\n", "FILE: ratio = 'x': pass a number"),
+        (b"max_steps: 3\n", "FILE: unknown key 'max_steps'; did you mean 'max_train_steps'?"),
         (None, "error: FILE: No such file or directory\n"),
     ],
 )

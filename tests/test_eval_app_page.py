@@ -84,7 +84,7 @@ def test_what_is_wrong_is_said_in_the_page_with_the_way_out(page: Any) -> None:
     button, alert = page.get_by_role("button", name="Make the images"), page.locator(".note")
     page.get_by_label("steps", exact=True).fill("0")
     button.click()
-    alert.get_by_text("steps = 0: Input should be greater than or equal to 1").wait_for()
+    alert.get_by_text("steps = 0: pass 1 or more").wait_for()
     page.get_by_label("steps", exact=True).fill("4")
     make(page)
     alert.get_by_text("a run of 4 steps has none to spare").wait_for()

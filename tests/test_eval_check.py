@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from agentsd_eval.cli import main
 from agentsd_eval.images.prompts import SHIPPED, specs_of
+from agentsd_eval.pages.quality_table import disturbed, verdict
 from agentsd_eval.presets import load_settings
 from agentsd_eval.settings import CheckSettings, RunSettings
 from agentsd_eval.studies import table
-from agentsd_eval.studies.check import verdict
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from agentsd import Recipe, StepCache
 
 RUN = ("--images", 2, "--steps", 5, "--reference-steps", 8, "--methods", "fast")
 
 
-def invoke(*arguments: object, code: int = 0) -> str:
+def run(*arguments: object, code: int = 0) -> Result:
     result = CliRunner().invoke(main, ["check", *map(str, arguments)])
     assert result.exit_code == code, result.output
-    return " ".join(result.output.split())
+    return result
+
+
+def invoke(*arguments: object, code: int = 0) -> str:
+    return " ".join(run(*arguments, code=code).output.split())
 
 
 def test_one_command_leaves_a_page_and_results_to_send(
@@ -31,12 +36,29 @@ def test_one_command_leaves_a_page_and_results_to_send(
     mine = Recipe(steps=StepCache(extrapolation_order=0, interval=3)).save(tmp_path / "mine.json")
     out = tmp_path / "private" / "run"
     arguments = ("--model", model_folder, "--calibrated", mine, *RUN, "--out", out)
-    printed = invoke(*arguments)
-    assert printed.startswith(
-        "note: 2 images a row, of 2 prompts, are too few for intervals, and to say what"
-    )
-    assert "so nothing is said to gain" in printed
+    told = run(*arguments)
+    note, forecast, *progress = told.stderr.splitlines()[1:]
+    assert note.endswith("take 30 prompts or more")
+    assert re.fullmatch(r"22 images, about 0 min at most, on .+ \(threads: \d+\); they go to .*", forecast)
+    assert all(re.fullmatch(r"[\w ]+: \d+ of \d+(, \d+ min left)?", line) for line in progress)
+    said, *shown = told.stdout.splitlines()
+    assert said == "2 images a row don't say what gains: take 30 prompts or more."
+    assert shown[1].split() == [
+        "┃",
+        "method",
+        "┃",
+        "distance",
+        "┃",
+        "speed-up",
+        "┃",
+        "gain",
+        "by",
+        "time",
+        "┃",
+    ]
+    assert max(map(len, shown[:14])) <= 80
     page = (out / "report.html").read_text()
+    assert '<p class="headline">2 images a row don&#39;t say what gains' in page
     assert "The recipes on this model" in page
     assert "a photograph of a fox in the snow" in page
     text = (out / "check.json").read_text()
@@ -70,17 +92,44 @@ def test_own_prompts_are_kept_and_other_models_have_those_that_ship(tmp_path: Pa
     assert len(set(shipped)) == CheckSettings().images
 
 
+KEY = "gain_seconds"
+
+
 def test_what_gains_over_fewer_steps_is_said() -> None:
     rows = [
         {"method": name, "label": name, "images": 32, "gain_seconds": low + 0.1, "gain_seconds_low": low}
         for name, low in (("fast", 1.05), ("agentsd", 0.95))
     ]
-    assert verdict(rows).endswith("beyond the error: fast.")
+    for row in rows:
+        row[f"{KEY}_high"], row[f"{KEY}_beyond"] = row[KEY] + 0.1, None
+    assert verdict(rows) == (
+        "fast takes 13% less time than fewer steps for images as near to the reference: "
+        "gain 1.15 (1.05-1.25)."
+    )
+    assert verdict([rows[0] | {"images": 29}]).startswith("29 images a row don't say what gains")
+    assert verdict([rows[0] | {"captions": 29}]).endswith("take 30 prompts or more.")
     assert verdict(rows[1:]).endswith("take fewer steps.")
     assert verdict([{"method": "baseline", "images": 32}]).startswith("No row's gain is known")
     best = [{"gain_best_seconds": low, "gain_best_seconds_low": low} for low in (0.97, 0.7, 1.2)]
     plain = {"method": "baseline@17/unipckarras", "label": "UniPC", "images": 32}
     assert verdict([a | b for a, b in zip([*rows, plain], best, strict=True)]).endswith("take fewer steps.")
+
+
+def test_times_that_do_not_follow_the_steps_are_told_and_nothing_is_said_by_time() -> None:
+    """As they were: 12 steps at 0.66x and 10 at 6.28x. Samplers are apart."""
+
+    def plain(sampler: str | None, **speedups: float) -> list[dict[str, object]]:
+        end = f"/{sampler}" if sampler else ""
+        rows = {f"baseline{step.replace('_', '@')}{end}": speed for step, speed in speedups.items()}
+        return [{"method": m, "label": m, "sampler": sampler, "speedup": speed} for m, speed in rows.items()]
+
+    rows = plain(None, **{"": 1.0, "_12": 0.66, "_10": 6.28})
+    assert disturbed(rows).startswith("Times don't follow the steps (baseline 1.00x and baseline@12 0.66x): ")
+    fast = {"method": "fast", "label": "fast", "images": 32, KEY: 1.3, f"{KEY}_low": 1.2, f"{KEY}_high": 1.4}
+    assert verdict([*rows, fast]) == disturbed(rows)
+    assert not disturbed(
+        [*plain(None, **{"": 1.0, "_12": 2.0}), *plain("unipckarras", **{"": 0.9, "_12": 1.9})]
+    )
 
 
 def test_the_rows_are_those_of_the_readmes_table() -> None:

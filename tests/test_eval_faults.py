@@ -54,7 +54,7 @@ BOMB = "a0: &a0 [x, x, x]\n" + "".join(
         (BOMB, r"not valid YAML: (.|\n)*aliases \(\*name\) are not read"),
         ("[" * 5000, "nested too deeply"),
         ("x: " + "y" * 1_000_001, "is larger than 1,000,000 bytes"),
-        ("named: [1]", r"named = \[1\]: Input should be a valid dictionary"),
+        ("named: [1]", r"named = \[1\]: pass `name: value` lines"),
         ("named: {1: {k: 1}}", "named.*1"),
         ("named: {mine: 5}", "named.mine"),
         ("named: {mine: {recipe: 5}}", "write what a recipe's file holds"),
@@ -63,14 +63,14 @@ BOMB = "a0: &a0 [x, x, x]\n" + "".join(
         ("named: {baseline: {k: 0.1}}", "'baseline' is a method already"),
         ("named: {m@3: {k: 0.1}}", "is empty or holds a line break or one of"),
         ("named: {mine: {k: [1]}}", "k=\\[1\\] is a list"),
-        ("model: [" + "x, " * 500 + "]", r"model = .{1,125}\.\.\.: Input should be a valid string"),
+        ("model: [" + "x, " * 500 + "]", r"model = .{1,125}\.\.\.: pass text"),
         ("base: gone.yaml", "can't read the configuration .*gone.yaml"),
         ("base: run.yaml", r"base: run.yaml -> run.yaml goes in a circle"),
         ("base: [1]", r"base = \[1\]: write the name of a file beside it"),
-        ("seed: 99999999999999999999", "seed = 9+: Input should be less than"),
-        ("steps: 1001", "steps = 1001: Input should be less than or equal to 1000"),
+        ("seed: 99999999999999999999", "seed = 9+: pass less than"),
+        ("steps: 1001", "steps = 1001: pass 1000 or less"),
         ("steps: " + "9" * 5000, "not valid YAML"),
-        ("fewer_steps: [1.5]", "fewer_steps = 1.5: Input should be less than 1"),
+        ("fewer_steps: [1.5]", "fewer_steps = 1.5: pass shares of the steps"),
     ],
 )
 def test_odd_settings_are_one_message(tmp_path: Path, text: str | bytes, message: str) -> None:
@@ -89,13 +89,11 @@ def test_a_setting_has_one_name(tmp_path: Path) -> None:
     """In YAML its key, on the command line that with dashes; errors say it as it was given."""
     path = write(tmp_path, "guidance_scale: 3\nsteps: 0\n")
     for given, name in (({}, "steps = 0"), ({"steps": "-1"}, "--steps = -1")):
-        with pytest.raises(EvalError, match=rf"\n  {name}: "):
+        with pytest.raises(EvalError, match=rf"(^|: ){name}: pass 1 or more"):
             load_settings(RunSettings, path, given)
     with pytest.raises(EvalError) as told:
         load_settings(ValidationSettings, None, {"chain_steps": [0]})
-    assert (
-        str(told.value).splitlines()[1] == "  --chain-steps = 0: Input should be greater than or equal to 1"
-    )
+    assert str(told.value) == "--chain-steps = 0: pass 1 or more"
 
 
 def test_a_presets_base_is_read_first_and_its_files_are_found(tmp_path: Path) -> None:
@@ -116,7 +114,7 @@ def test_a_base_that_is_not_beside_the_file_is_a_preset(tmp_path: Path) -> None:
 
 def test_presets_are_found_by_name_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert load_settings(RunSettings, "table13", {}).out == Path("runs/table13")
+    assert load_settings(RunSettings, "table13", {}).out == Path("agentsd-results/table13")
     assert load_settings(RunSettings, "table10", {}).classes.read_text().startswith("tench\n")  # type: ignore[union-attr]
     with pytest.raises(EvalError, match="no such file or preset; did you mean --config table10"):
         load_settings(RunSettings, "tables10", {})

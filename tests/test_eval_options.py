@@ -9,8 +9,9 @@ from importlib.metadata import version
 
 import pytest
 from agentsd_eval.cli import COMMANDS, main
-from agentsd_eval.options import settings_of
 from click.testing import CliRunner
+
+from agentsd.dreambooth.options import settings_of
 
 
 def shown(*words: str) -> str:
@@ -54,8 +55,9 @@ def test_the_version_and_the_presets_are_told() -> None:
 
 
 def test_nothing_heavy_is_loaded_for_the_help() -> None:
-    heavy = "{'torch', 'diffusers', 'transformers', 'matplotlib', 'numpy', 'agentsd'}"
-    code = f"import sys; from agentsd_eval import cli; sys.exit(' '.join({heavy} & set(sys.modules)) or 0)"
+    heavy = "{'torch', 'diffusers', 'transformers', 'matplotlib', 'numpy'}"
+    code = "import agentsd_eval.cli, agentsd.dreambooth.cli, sys; "
+    code += f"sys.exit(' '.join({heavy} & set(sys.modules)) or 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert not done.stderr, done.stderr
 

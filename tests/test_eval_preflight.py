@@ -55,7 +55,7 @@ def test_a_trial_takes_the_first_images_and_a_folder_of_its_own(classes: Path, t
     assert [p.prompt for p in specs_of(trial)] == [p.prompt for p in specs_of(whole)[:3]]
     assert trial.out == tmp_path / "run-limit-3"
     assert RunSettings.model_validate(trial.model_dump()).out == trial.out
-    assert RunSettings.model_validate({"limit": 4}).out == Path("runs/default-limit-4")
+    assert RunSettings.model_validate({"limit": 4}).out == Path("agentsd-results/table-limit-4")
     assert len(specs_of(RunSettings.model_validate({"images": 9, "limit": 5}))) == 5
 
 
@@ -100,7 +100,7 @@ class Gpu:
         properties = SimpleNamespace(total_memory=total * 1e9)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         self.pipe = SimpleNamespace(
-            unet=SimpleNamespace(device=torch.device("cuda")), vae=SimpleNamespace(decode=self.decode)
+            _execution_device=torch.device("cuda"), vae=SimpleNamespace(decode=self.decode)
         )
         self.weights, self.denoising, self.decoding = 2.0, 0.3, 0.5
 

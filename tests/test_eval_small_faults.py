@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
+from accelerate import cpu_offload
 from agentsd_eval.cli import main
 from agentsd_eval.cost import latency
+from agentsd_eval.cost.macs import macs
 from agentsd_eval.cost.memory import memory_per_image
 from agentsd_eval.errors import EvalError, shortened
+from agentsd_eval.images import models
+from agentsd_eval.images.generate import Share, generate
 from agentsd_eval.images.methods import parse_method
+from agentsd_eval.images.prompts import ImageSpec, specs_of
+from agentsd_eval.images.sampling import Seconds, sample
+from agentsd_eval.images.store import Store
 from agentsd_eval.pages import quality_table
+from agentsd_eval.pages.rows import progress
 from agentsd_eval.quality import features
 from agentsd_eval.quality.features import Network, features_of, image_files
 from agentsd_eval.quality.gain import cost_at
 from agentsd_eval.settings import LatencySettings, RunSettings
-from agentsd_eval.studies import check, table
+from agentsd_eval.studies import check, preflight, table
 from click.testing import CliRunner
 from PIL import Image
+from rich.console import Console
+from safetensors.torch import save_file
 
 
 def test_a_cache_that_cannot_be_written_is_told_before_features(
@@ -200,15 +213,128 @@ def test_one_plain_row_has_no_gain_and_gives_none() -> None:
     assert not any(key.startswith("gain") for row in rows for key in row)
 
 
-def test_a_forecast_counts_reference_steps_as_so_many_times_a_run(tmp_path: Path) -> None:
-    """By hand: 1 and 2 s an image, and 4 times 1 s for the reference; 1,800 images of each take 3.5 h."""
+def test_a_forecast_counts_steps_and_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipe: Any
+) -> None:
+    """By hand: at 0.1 s a step 25 steps are 2.5 s and 100 steps 10 s, which 1,800 images of each make 6.25 h.
+    Of the 3 and 3 images of the trial 2 are there, which leaves 32.5 s."""
     (tmp_path / "classes.txt").write_text("\n".join(map(str, range(900))))
-    given = {"classes": tmp_path / "classes.txt", "limit": 3, "steps": 25, "reference_steps": 100}
-    settings = RunSettings.model_validate(given | {"out": tmp_path / "run"})
-    rows = [{"images": 3, "seconds": 1.0}, {"images": 3, "seconds": 2.0}]
-    told = table.forecast(rows, settings)
-    assert "1,800 images a row, 5,400 in all; about 3.5 h" in told
-    assert parse_method("baseline", None, settings).is_baseline
+    given = {"classes": tmp_path / "classes.txt", "limit": 3, "steps": 25, "out": tmp_path / "run"}
+    settings = RunSettings.model_validate(given)
+    store, baseline = Store(settings.out), parse_method("baseline", None, settings)
+    store.path(baseline, 0).parent.mkdir(parents=True)
+    for index in (0, 2):
+        store.path(baseline, index).touch()
+    taken = iter([99.0, 0.4])  # the first is to warm up, and the other four steps
+    monkeypatch.setattr(preflight, "sample", lambda *args: ([], Seconds(next(taken), 0.0)))
+    methods = [baseline, replace(baseline, steps=100)]
+    told = preflight.forecast(pipe, store, methods, specs_of(settings), settings)
+    assert told.startswith("4 images, about 1 min at most, on ")
+    assert told.endswith("Without --limit: 3,600 images, about 6.2 h")
+
+
+@pytest.mark.parametrize(("images", "batches"), [(4, [2, 2]), (24, [8, 8, 8]), (32, [8, 8, 8, 8])])
+def test_methods_take_turns_where_one_batch_would_do(
+    images: int, batches: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow moment is then not one method's alone."""
+    order: list[tuple[str, int]] = []
+
+    def noted(pipe: Any, method: Any, batch: Any, settings: Any) -> Any:
+        order.append((method.name, len(batch)))
+        return [Image.new("RGB", (8, 8))] * len(batch), Seconds(1.0, 1.0)
+
+    for name in ("sample", "warm_up"):
+        monkeypatch.setattr(
+            f"agentsd_eval.images.generate.{name}", noted if name == "sample" else MagicMock()
+        )
+    settings = RunSettings(batch_size=8)
+    methods = [parse_method(name, None, settings) for name in ("baseline", "fast")]
+    specs = [ImageSpec(index, "a cat", index) for index in range(images)]
+    generate(None, Store(tmp_path), methods, specs, settings, Share(), lambda count: None)
+    assert order == [(name, size) for size in batches for name in ("baseline", "fast")]
+
+
+def test_without_a_terminal_progress_is_a_line_a_minute(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now, out = 0.0, io.StringIO()
+    monkeypatch.setattr("agentsd_eval.pages.rows.time.monotonic", lambda: now)
+    for disable in (False, True):
+        with progress(Console(file=out), disable) as bars:
+            task = bars.add_task("images", total=8)
+            for now in (0.0, 30.0, 59.0, 61.0, 90.0, 122.5):  # noqa: B007
+                bars.advance(task)
+    told = capsys.readouterr()
+    assert [line.partition(",")[0] for line in told.err.splitlines()] == [
+        f"images: {done} of 8" for done in (1, 4, 6)
+    ]
+    assert out.getvalue() == told.out == ""
+
+
+@pytest.mark.parametrize("name", ["baseline", "baseline@4", "baseline@4/plms", "baseline/unipckarras"])
+def test_macs_of_a_plain_row_are_those_of_its_calls(pipe: Any, name: str) -> None:
+    """As counted in the run itself; PLMS calls the U-Net once more than it has steps."""
+    settings = RunSettings(model="x/y", steps=6, height=32, width=32)
+    specs, method = [ImageSpec(0, "a cat", 0)], parse_method(name, None, settings)
+    counted = macs(lambda: sample(pipe, method, specs, settings))
+    assert table.plain_macs(pipe, specs, settings)(method) == counted
+
+
+def test_a_pipeline_whose_weights_are_elsewhere_makes_the_same_images(make_pipeline: Any) -> None:
+    settings = RunSettings(model="x/y", steps=2, height=32, width=32)
+    specs, method = [ImageSpec(0, "a cat", 0)], parse_method("fast", None, settings)
+    whole, offloaded = make_pipeline(), make_pipeline()
+    cpu_offload(offloaded.unet)
+    assert offloaded.unet.device.type == "meta"
+    [[one], [other]] = (sample(pipe, method, specs, settings)[0] for pipe in (whole, offloaded))
+    assert one == other
+
+
+def test_offloading_is_that_of_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "find_device", torch.device)
+    pipe = MagicMock()
+    monkeypatch.setattr("agentsd_eval.settings.DRIVERS", (Path("/"),))
+    for given in ("model", "sequential"):
+        models.offload(pipe, RunSettings(offload=given, device="cuda:1"))
+        getattr(pipe, f"enable_{given}_cpu_offload").assert_called_once_with(device=torch.device("cuda:1"))
+    models.offload(pipe, RunSettings(device="cuda:1"))
+    assert len(pipe.mock_calls) == 2
+    with pytest.raises(EvalError, match="--offload = model: it takes a GPU, and --device is cpu"):
+        models.offload(pipe, RunSettings(offload="model", device="cpu"))
+
+
+PARTS = ("model.diffusion_model.a", "first_stage_model.a")
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        ((*PARTS, "cond_stage_model.a"), "StableDiffusionPipeline"),
+        ((*PARTS, "conditioner.embedders.0.a"), "StableDiffusionXLPipeline"),
+        ((PARTS[0], "cond_stage_model.a"), None),
+        (PARTS, None),
+        ((), None),
+    ],
+)
+def test_a_model_may_be_one_file(
+    names: tuple[str, ...], kind: str | None, pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, loaded = tmp_path / "model.safetensors", []
+    if names:
+        save_file({name: torch.zeros(1) for name in names}, path)
+    else:
+        path.write_bytes(b"no weights")
+    for one in ("StableDiffusionPipeline", "StableDiffusionXLPipeline"):
+        load = lambda path, torch_dtype, one=one: loaded.append((one, path, torch_dtype)) or pipe  # noqa: E731
+        monkeypatch.setattr(f"diffusers.{one}.from_single_file", load)
+    settings = RunSettings(model=str(path), device="cpu")
+    if kind is None:
+        with pytest.raises(EvalError, match=r"can't load the model .*; give 'demo', "):
+            models.load_pipeline(settings)
+    else:
+        assert models.load_pipeline(settings) is pipe
+    assert loaded == ([(kind, str(path), torch.float32)] if kind else [])
 
 
 def test_of_equally_cheap_rows_the_nearer_counts() -> None:

@@ -245,10 +245,10 @@ def test_images_are_judged_by_views_and_references(make_pipeline: Any, tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--subject", "no/such"), "--subject = no/such: Path does not point to a directory"),
+        (("--subject", "no/such"), "--subject = no/such: there is no such folder"),
         (("--subject", "ONE"), "holds 1 image; 2 views or more can be compared"),
-        (("--images", "1"), "--images = 1: Input should be greater than or equal to 2"),
-        (("--learning-rate", "0"), "--learning-rate = 0: Input should be greater than 0"),
+        (("--images", "1"), "--images = 1: pass 2 or more"),
+        (("--learning-rate", "0"), "--learning-rate = 0: pass more than 0"),
         (("--model", "EMPTY"), "subject: the bundled subject is for the toy model; give --subject"),
         (("--out", "/proc/no/such"), "choose another place with --out"),
     ],

@@ -25,8 +25,7 @@ MAY_IMPORT = {
     "quality": BASE | {"images"},
     "calibration": BASE | {"cost", "images"},
     "studies": WINGS | {"presets"},
-    "options": BASE | {"presets"},
-    "cli": BASE | {"presets", "options"},
+    "cli": BASE | {"presets"},
     "research": WINGS | {"cli"},
 }
 """Costs, quality and pages know nothing of each other; no import runs back up."""

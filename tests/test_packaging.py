@@ -58,7 +58,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 # What the plugin itself does not need, as if it were not installed.
 HIDE = "import sys\nsys.modules.update(dict.fromkeys({hidden}))\n"
-EXTRAS = ["pydantic", "typer", "rich", "matplotlib", "tomesd", "DeepCache", "torchmetrics"]
+EXTRAS = ["pydantic", "click", "rich", "matplotlib", "tomesd", "DeepCache", "torchmetrics"]
 EXTRAS += ["agentsd_eval", "agentsd_demo"]
 
 
@@ -87,7 +87,7 @@ def test_a_missing_embedded_model_says_how_to_get_it(monkeypatch, tmp_path) -> N
 
 def test_dreambooth_without_its_extra_says_how_to_get_it() -> None:
     code = (
-        "for missing in ('pydantic', 'typer'):\n"
+        "for missing in ('pydantic', 'click'):\n"
         "    sys.modules[missing] = None\n"
         "    try:\n"
         "        from agentsd.dreambooth.__main__ import main; main()\n"
@@ -97,7 +97,7 @@ def test_dreambooth_without_its_extra_says_how_to_get_it() -> None:
     done = run("import sys\n" + code)
     assert done.stdout.split() == ["2", "2"]
     said = "error: {} is not installed: pip install {}\n"
-    assert done.stderr == said.format("pydantic", "pydantic") + said.format("typer", "typer")
+    assert done.stderr == said.format("pydantic", "pydantic") + said.format("click", "click")
 
 
 @pytest.mark.slow

@@ -1,59 +1,65 @@
-"""The options of `agentsd-dreambooth`, and what is said when they are wrong."""
+"""The commands `agentsd-dreambooth` and `agentsd-dreambooth-lora`, made of the settings."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 from pydantic import ValidationError
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import OutOfMemoryError
 
-from .config import DreamBoothConfig
+from .config import DreamBoothConfig, LoraConfig
+from .options import SettingsCommand, explain, parameters_of, settings_of
 from .yaml_file import read_mapping
 
-_SHOWN = 120  # characters of a wrong value
+GROUPS = {
+    "Model": "pretrained_model_name_or_path revision variant tokenizer_name",
+    "Images": "instance_data_dir instance_prompt class_data_dir class_prompt with_prior_preservation "
+    "prior_loss_weight num_class_images sample_batch_size prior_generation_precision resolution center_crop",
+    "Agent attention": "attention apply ratio k scale",
+    "What is trained, and how long": "train_text_encoder rank lora_dropout train_batch_size num_train_epochs "
+    "max_train_steps gradient_accumulation_steps seed snr_gamma offset_noise",
+    "Optimizer": "learning_rate scale_lr lr_scheduler lr_warmup_steps lr_num_cycles lr_power use_8bit_adam "
+    "adam_beta1 adam_beta2 adam_weight_decay adam_epsilon max_grad_norm set_grads_to_none",
+    "Memory and speed": "dry_run gradient_checkpointing cache_latents pre_compute_text_embeddings "
+    "mixed_precision allow_tf32 enable_xformers_memory_efficient_attention dataloader_num_workers",
+    "Validation": "validation_prompt validation_steps validation_epochs num_validation_images "
+    "num_inference_steps guidance_scale",
+    "Output": "",
+}
+"""Settings under each head of the help; the last one has the others."""
 
 
-def make_command(**defaults: Any) -> Callable[..., None]:
-    """The command, with these settings where neither a file nor an option has others."""
-
-    def command(config: Path | None = None, dry_run: bool = False, **options: Any) -> None:
-        """Finetune a subject into Stable Diffusion with agent attention in every step."""
-        given = {name: value for name, value in options.items() if value is not None}
-        errors = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
-        try:
-            read = read_mapping(config) if config else {}
-            settings = DreamBoothConfig.model_validate(defaults | read | given)
-            for line in _dry(settings) if dry_run else _train(settings):
-                Console(soft_wrap=True, markup=False, highlight=False).print(line)
-        except ValidationError as error:
-            for line in _explain(error, config, given):
-                errors.print(f"error: {line}")
-            raise typer.Exit(2) from None
-        except OSError as error:
-            told = f"{error.filename}: {error.strerror}" if error.filename else " ".join(str(error).split())
-            errors.print(f"error: {told}")
-            raise typer.Exit(2) from None
-        except (ValueError, FloatingPointError) as error:
-            errors.print(f"error: {error}")
-            raise typer.Exit(2) from None
-        except OutOfMemoryError as error:
-            errors.print(
-                f"error: {' '.join(str(error).split())[:200]}; --dry_run says what a step takes, and what "
-                "takes less; a run with a checkpoint goes on with --resume_from_checkpoint latest"
-            )
-            raise typer.Exit(2) from None
-
-    command.__signature__ = _signature(defaults)  # type: ignore[attr-defined]
-    return command
+def _run(kind: type[DreamBoothConfig], config: str | None, dry_run: bool, **options: Any) -> None:
+    """Train, or say what it takes; what is wrong ends the command with a line and an exit code."""
+    given, path = settings_of(options), Path(config) if config else None
+    try:
+        settings = kind.model_validate((read_mapping(path) if path else {}) | given)
+        for line in _dry(settings) if dry_run else _train(settings):
+            click.echo(line)
+        return
+    except ValidationError as error:
+        lines = explain(kind, error, given, path, join="_")
+    except OSError as error:
+        lines = [f"{error.filename}: {error.strerror}" if error.filename else " ".join(str(error).split())]
+    except (ValueError, FloatingPointError) as error:
+        lines = [str(error)]
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":
+            raise
+        lines = [
+            f"{' '.join(str(error).split())[:200]}; --dry_run says what a step takes, and what takes less; a "
+            "run with a checkpoint goes on with --resume_from_checkpoint latest"
+        ]
+    for line in lines:
+        click.echo(f"error: {line}", err=True)
+    raise SystemExit(2)
 
 
 def _train(settings: DreamBoothConfig) -> list[str]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     from .training import Run
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
@@ -71,53 +77,21 @@ def _dry(settings: DreamBoothConfig) -> list[str]:
     return report(settings)
 
 
-def _explain(error: ValidationError, config: Path | None, given: dict[str, Any]) -> list[str]:
-    """A line for each wrong setting, and one for all that are missing."""
-    lines, missing = [], []
-    for problem in error.errors():
-        place, told = ".".join(map(str, problem["loc"])), problem["msg"].removeprefix("Value error, ")
-        option = f"--{place}" if place in given or config is None else f"{config}: {place}"
-        if problem["type"] == "missing":
-            missing.append(f"--{place}")
-        elif problem["type"] == "extra_forbidden":
-            lines.append(f"{option}: there is no such setting; --help lists them")
-        else:
-            value = repr(problem["input"])
-            shown = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
-            lines.append(f"{option}={shown}: {told}" if place else told)
-    if missing:
-        where = f"or as lines of {config}" if config else "or as lines of a YAML file, with --config"
-        lines.append(f"{', '.join(missing)} missing: give each as an option, {where}")
-    return lines
-
-
-def _signature(defaults: dict[str, Any]) -> inspect.Signature:
-    """One option for each setting, named as it is, so that no name or default stands in two places."""
-
-    def option(name: str, kind: Any, default: Any, flag: str, text: str) -> inspect.Parameter:
-        asked = Annotated[kind, typer.Option(flag, help=text)]
-        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=asked)
-
-    parameters = [
-        option("config", Path | None, None, "--config", "YAML of settings; options override it."),
-        option("dry_run", bool, False, "--dry_run", "Only say how much memory a step takes, and if it fits."),
+def _command(kind: type[DreamBoothConfig]) -> SettingsCommand:
+    options: list[click.Parameter] = [
+        click.Option(["--config"], metavar="FILE", help="YAML of settings; options override it."),
+        click.Option(["--dry_run"], is_flag=True, help="Only say if a step's memory fits."),
+        *parameters_of(kind, arguments=False, join="_"),
     ]
-    for name, setting in DreamBoothConfig.model_fields.items():
-        kind: Any = setting.annotation
-        flag = f"--{name}/--no_{name}" if kind in (bool, bool | None) else f"--{name}"
-        default = defaults.get(name, setting.default)
-        told = "required" if setting.is_required() else "" if default is None else f"default: {default}"
-        text = f"{setting.description} ({told})" if told else str(setting.description)
-        parameters.append(option(name, kind | None, None, flag, text))
-    return inspect.Signature(parameters)
+    return SettingsCommand(
+        "agentsd-dreambooth",
+        kind,
+        GROUPS,
+        options,
+        help="Finetune a subject into Stable Diffusion with agent attention in every step.",
+        context_settings={"max_content_width": 100},
+        callback=partial(_run, kind),
+    )
 
 
-dreambooth, dreambooth_lora = make_command(), make_command(rank=4)
-
-
-def main(command: Callable[..., None] = dreambooth) -> None:
-    """Read the options and train."""
-    # Boxes would cut the options' names where the terminal is narrow.
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command()(command)
-    app()
+dreambooth, dreambooth_lora = _command(DreamBoothConfig), _command(LoraConfig)

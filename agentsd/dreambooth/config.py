@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ..attention import Agents, Operator
-from ..modules import AgentModule, AttnZero, FocusedLinear
-from ..recipe import Recipe
+if TYPE_CHECKING:
+    from ..attention import Operator
+    from ..recipe import Recipe
 
 Apply = Literal["train+generate", "generate", "none"]
 Precision = Literal["no", "fp16", "bf16"]
@@ -46,23 +46,23 @@ class DreamBoothConfig(BaseModel):
     revision: str | None = None
     """Branch, tag or commit of the model on the hub."""
     variant: str | None = None
-    """Kind of its weight files, such as "fp16"; by default whichever there are."""
+    """Kind of the model's weight files, such as "fp16"; by default whichever there are."""
     tokenizer_name: str | None = None
     """Folder or hub id of another tokenizer."""
     instance_data_dir: Path
     """Folder of the subject's images; 3 to 6 are usual."""
     instance_prompt: str
-    """What they show, with a rare word for the subject: "a photo of sks dog"."""
+    """Prompt of the subject's images, with a rare word for it: "a photo of sks dog"."""
     class_data_dir: Path | None = None
     """Folder of images of the subject's class, for prior preservation."""
     class_prompt: str | None = None
-    """What those show: "a photo of a dog"."""
+    """Prompt of the class images: "a photo of a dog"."""
     with_prior_preservation: bool = False
     """Train on class images as well, so that other members of the class stay as they are."""
     prior_loss_weight: float = Field(1.0, ge=0)
     """Weight of the class images' loss."""
     num_class_images: int = Field(200, ge=1)
-    """Missing ones are drawn by the model itself before training."""
+    """Class images to train on; missing ones are drawn by the model itself before training."""
     sample_batch_size: int = Field(4, ge=1)
     """Class images that are drawn at once."""
     prior_generation_precision: Literal["no", "fp32", "fp16", "bf16"] | None = None
@@ -94,13 +94,14 @@ class DreamBoothConfig(BaseModel):
     pre_compute_text_embeddings: bool = False
     """Encode the prompts once, before training, and move the text encoder off the device."""
     learning_rate: float | None = Field(None, gt=0)
-    """1e-6, the paper's, by default; with rank 1e-4."""
+    """Learning rate; by default 1e-6, the paper's, and with rank 1e-4."""
     scale_lr: bool = False
-    """Multiply it by the batch size, gradient_accumulation_steps and the number of devices."""
+    """Multiply the learning rate by the batch size, gradient_accumulation_steps and the number of devices."""
     lr_scheduler: Schedule = "constant"
-    """How the learning rate changes."""
+    """Course of the learning rate: linear, cosine, cosine_with_restarts, polynomial, constant or
+    constant_with_warmup."""
     lr_warmup_steps: int = Field(0, ge=0)
-    """Steps in which it rises from 0; "constant" has none."""
+    """Steps in which the learning rate rises from 0; "constant" has none."""
     lr_num_cycles: int = Field(1, ge=1)
     """Restarts of "cosine_with_restarts"."""
     lr_power: float = Field(1.0, gt=0)
@@ -108,13 +109,13 @@ class DreamBoothConfig(BaseModel):
     use_8bit_adam: bool | None = None
     """AdamW of bitsandbytes, whose moments take a quarter of the memory; by default on CUDA devices."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
-    """Decay of the mean of gradients."""
+    """Adam's decay of the mean of gradients."""
     adam_beta2: float = Field(0.999, ge=0, lt=1)
-    """Decay of the mean of their squares."""
+    """Adam's decay of the mean of squared gradients."""
     adam_weight_decay: float = Field(0.01, ge=0)
-    """Weight decay."""
+    """Weight decay of AdamW."""
     adam_epsilon: float = Field(1e-8, gt=0)
-    """Added to the denominator."""
+    """Added to the denominator of Adam's step."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients of a larger norm are scaled down to it."""
     set_grads_to_none: bool = True
@@ -124,29 +125,29 @@ class DreamBoothConfig(BaseModel):
     offset_noise: bool = False
     """Add a tenth of one normal number for each channel to the noise: darker and brighter images."""
     mixed_precision: Precision | None = None
-    """"no", unless `accelerate launch` says otherwise."""
+    """Precision of training; by default "no", unless `accelerate launch` says otherwise."""
     allow_tf32: bool = False
     """Faster float32 products, less exact, on NVIDIA cards since Ampere."""
     enable_xformers_memory_efficient_attention: bool = False
     """Attention by xFormers in layers without agents; PyTorch's own needs no more memory."""
     dataloader_num_workers: int = Field(0, ge=0)
-    """Processes that read images."""
+    """Processes that read images; 0 reads them in the training process."""
     seed: int = Field(0, ge=0)
-    """Of all that is drawn."""
+    """Seed of noise, timesteps, crops and images."""
     checkpointing_steps: int = Field(200, ge=1)
     """Steps from a checkpoint to the next; the last step has one, too."""
     checkpoints_total_limit: int = Field(2, ge=0)
-    """How many are kept; 0 keeps all."""
+    """How many checkpoints are kept; 0 keeps all."""
     resume_from_checkpoint: str | None = None
-    """"latest", or a checkpoint in the output folder, by its name or its path."""
+    """Go on from "latest", or from a checkpoint in the output folder by its name or path."""
     validation_prompt: str | None = None
-    """Drawn while training goes on."""
+    """Prompt of the images that are drawn while training goes on."""
     validation_steps: int = Field(200, ge=1)
     """Steps from one validation to the next."""
     validation_epochs: int | None = Field(None, ge=1)
-    """The same in passes over the images."""
+    """Passes over the images from one validation to the next, in place of validation_steps."""
     num_validation_images: int = Field(4, ge=1)
-    """Images of a validation, and of the grid at the end."""
+    """Images in a validation, and in the grid at the end."""
     num_inference_steps: int = Field(100, ge=1)
     """DDIM steps of every image that a run draws."""
     guidance_scale: float = Field(7.5, ge=0)
@@ -158,19 +159,19 @@ class DreamBoothConfig(BaseModel):
     push_to_hub: bool = False
     """Upload the trained model to the Hugging Face hub."""
     hub_token: str | None = Field(None, exclude=True, repr=False)
-    """Token for that; by default the one of `hf auth login`. It is written nowhere."""
+    """Token for push_to_hub; by default the one of `hf auth login`. It is written nowhere."""
     hub_model_id: str | None = None
-    """Name there; by default the output folder's."""
+    """Name of the model on the hub; by default the output folder's."""
     ratio: float = 0.4
     """Share of the tokens that agents merge; 0 merges none."""
     k: float = 0.075
-    """Weight of the residual `+ kV` (Eq. 9)."""
+    """Weight of the residual `+ kV` (equation 9)."""
     scale: float = -0.15
     """Exponent of the head width in the second softmax; the usual attention has -0.5."""
     apply: Apply = "train+generate"
-    """Where agent attention runs."""
+    """Where agent attention runs: train+generate, generate (in the images that a run draws) or none."""
     attention: Literal["agent", "module", "focused", "attnzero"] = "agent"
-    """The last three are modules that are trained with the U-Net (`agentsd.modules`)."""
+    """Kind of attention: agent, or module, focused or attnzero, which are trained with the U-Net."""
 
     @model_validator(mode="after")
     def _together(self) -> DreamBoothConfig:
@@ -192,6 +193,10 @@ class DreamBoothConfig(BaseModel):
     @property
     def recipe(self) -> Recipe:
         """Attention in all steps."""
+        from ..attention import Agents  # these load torch, which --help and a wrong option have no use for
+        from ..modules import AgentModule, AttnZero, FocusedLinear
+        from ..recipe import Recipe
+
         formula = {"k": self.k, "scale": self.scale}
         own = {"at_most": None, "agent_ratio": 0.95, "ranking": "layer"}  # as the paper trains
         operators: dict[str, Callable[[], Operator]] = {
@@ -223,3 +228,9 @@ class DreamBoothConfig(BaseModel):
         """Steps of the optimizer in a pass over so many images, as diffusers counts them."""
         batches = -(-images // (self.train_batch_size * processes))
         return -(-batches // self.gradient_accumulation_steps)
+
+
+class LoraConfig(DreamBoothConfig):
+    """A run of `agentsd-dreambooth-lora`."""
+
+    rank: int | None = Field(4, ge=1)

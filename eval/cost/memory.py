@@ -36,7 +36,7 @@ def pipeline_memory(pipe: Any, call: Callable[[int], object]) -> PipelineMemory 
 
     Raises torch.OutOfMemoryError where the GPU has too little.
     """
-    device, decode = pipe.unet.device, pipe.vae.decode
+    device, decode = pipe._execution_device, pipe.vae.decode
     if device.type != "cuda":
         return None
     peaks: dict[int, list[float]] = {1: [], 2: []}

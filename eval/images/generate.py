@@ -11,10 +11,13 @@ from PIL import Image
 from ..settings import FolderSettings, RunSettings
 from .digest import parts_digest
 from .methods import Method
+from .models import find_device
 from .prompts import ImageSpec
 from .sampling import Seconds, sample, size_of, warm_up
 from .store import DIGITS, LISTING, Store
 
+TURNS = 3
+"""Batches of a run at the least, where it has the images, so that a slow moment is not one method's alone."""
 RETIMED = 8
 """Of baseline images from an earlier session, how many batches are timed again, for new rows' speed-ups."""
 
@@ -39,7 +42,7 @@ def fingerprint(pipe: Any, specs: Sequence[ImageSpec], settings: RunSettings) ->
         "model": settings.model,
         **parts_digest(pipe),
         "dtype": settings.dtype,
-        "device": pipe.unet.device.type,
+        "device": find_device(settings.device).type,
         "scheduler": settings.scheduler,
         "steps": settings.steps,
         "guidance_scale": settings.guidance_scale,
@@ -77,8 +80,9 @@ def generate(
             warm.add(method)
         return sample(pipe, method, batch, settings)
 
-    for number, start in enumerate(range(0, len(specs), settings.batch_size)):
-        batch = specs[start : start + settings.batch_size]
+    size = min(settings.batch_size, -(-len(specs) // TURNS))
+    for number, start in enumerate(range(0, len(specs), size)):
+        batch = specs[start : start + size]
         if number % share.world != share.rank:
             continue
         missing = [m for m in methods if not all(spec.index in done[m] for spec in batch)]

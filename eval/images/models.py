@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import safetensors
 import torch
 from diffusers import (
     AutoPipelineForText2Image,
@@ -14,13 +15,16 @@ from diffusers import (
     EulerDiscreteScheduler,
     PNDMScheduler,
     SASolverScheduler,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
     UniPCMultistepScheduler,
 )
+from diffusers.loaders.single_file_utils import SingleFileComponentError
 
 from agentsd.dreambooth.pretrained import load_pretrained
 
 from ..errors import EvalError
-from ..settings import Settings
+from ..settings import RunSettings, Settings, is_single_file
 
 _KARRAS = {"use_karras_sigmas": True}
 _DPM = {"algorithm_type": "dpmsolver++", "solver_order": 2}
@@ -76,12 +80,17 @@ def load_pipeline(settings: Settings) -> Any:
             raise EvalError(str(error)) from error
     else:
         try:
-            pipe = load_pretrained(AutoPipelineForText2Image, settings.model, dtype).to(device)
-        except (OSError, ValueError) as error:
+            if is_single_file(settings.model):
+                pipe = _from_single_file(settings.model, dtype)
+            else:
+                pipe = load_pretrained(AutoPipelineForText2Image, settings.model, dtype)
+        except (OSError, ValueError, safetensors.SafetensorError, SingleFileComponentError) as error:
             raise EvalError(
-                f"can't load the model {settings.model!r}: {error}\nGive 'demo', the folder of a diffusers "
-                "pipeline, or a hub id that is in the cache or can be downloaded."
+                f"can't load the model {settings.model!r}: {' '.join(str(error).split())}; give 'demo', a "
+                "diffusers pipeline's folder, a .safetensors file, or a hub id that can be reached"
             ) from error
+        if not getattr(settings, "offload", None):
+            pipe.to(device)
     if not hasattr(pipe, "unet"):
         raise EvalError(
             f"{settings.model!r} is a {type(pipe).__name__} without a U-Net; use SD 1.x, 2.x or SDXL"
@@ -89,6 +98,29 @@ def load_pipeline(settings: Settings) -> Any:
     pipe.scheduler = scheduler_like(pipe.scheduler, settings.scheduler)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def _from_single_file(path: str, dtype: torch.dtype) -> Any:
+    """Return the pipeline of a file of all weights; its kind's settings and tokenizer are the hub's."""
+    with safetensors.safe_open(path, framework="pt") as file:
+        parts = {name.partition(".")[0] for name in file.keys()}  # noqa: SIM118  (it is no mapping)
+    if not {"first_stage_model", "model"} < parts or not (
+        text := parts & {"cond_stage_model", "conditioner"}
+    ):
+        raise ValueError("it holds no whole model: it may be a LoRA, a VAE or a U-Net alone")
+    kind: Any = StableDiffusionXLPipeline if "conditioner" in text else StableDiffusionPipeline
+    return kind.from_single_file(path, torch_dtype=dtype)
+
+
+def offload(pipe: Any, settings: RunSettings) -> None:
+    """Keep a pipeline's parts out of GPU memory while they don't run, if the settings say so."""
+    device = find_device(settings.device)
+    if settings.offload and device.type == "cpu":
+        raise EvalError(f"--offload = {settings.offload}: it takes a GPU, and --device is cpu; leave it out")
+    if settings.offload == "model":
+        pipe.enable_model_cpu_offload(device=device)
+    elif settings.offload:
+        pipe.enable_sequential_cpu_offload(device=device)
 
 
 def scheduler_like(scheduler: Any, name: str) -> Any:

@@ -91,7 +91,7 @@ def sample(
     """
     height, width = size_of(pipe, settings)
     seeds = [spec.seed for spec in specs]
-    device, dtype = pipe.unet.device, pipe.unet.dtype
+    device, dtype = pipe._execution_device, pipe.unet.dtype  # weights may be offloaded
     # Samplers that add noise at each step go on with the stream that the initial noise was drawn from.
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
     latents = initial_latents(pipe, generators, height, width).to(device, dtype)

@@ -1,7 +1,6 @@
 """The plots of a run: distance over cost, and the paper's FID over seconds."""
 
 import io
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from PIL import Image
 
 from ..files import png_bytes
 from ..intervals import enough
-from .rows import Row
+from .rows import Row, is_baseline
 
 MARKERS = "osD^vPX*<>hp"
 INK = "#222222"
@@ -102,11 +101,6 @@ def _add_legend(axes: Any) -> None:
 def id_of(label: str) -> str:
     """Return a label as an id can hold it."""
     return "row-" + "".join(c if c.isalnum() else f"_{ord(c):x}_" for c in label)
-
-
-def is_baseline(row: Row) -> bool:
-    """Whether a row is of the baseline, in however many steps, under whichever sampler."""
-    return re.split("[@/]", row["method"])[0] == "baseline"
 
 
 def _is_placed(row: Row) -> bool:

@@ -1,10 +1,13 @@
 """The tables of a run: distances, fidelity and cost, a row for each method."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from ..intervals import FEWEST, enough, half
-from .rows import Column, Row, distance_name, figure, filled, giga, method_text
+from ..names import read
+from .rows import Column, Row, distance_name, figure, filled, giga, is_baseline, method_text
 
 TOO_FEW = "too few to judge"
 EQUAL = "equal"
@@ -138,6 +141,49 @@ def _kernel(row: Row) -> str:
         return "-"
     error = f" ± {1e3 * row['kid_error']:.2f}" if enough(row) else ""
     return f"{1e3 * row['kid']:.2f}{error}"
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Return which rows gain by time: what a table, its page and `check` say first."""
+    key = by_time(rows)
+    found = [row for row in rows if row.get(key) is not None and not is_baseline(row)]
+    if not found:
+        return "No row's gain is known: it takes the baseline in fewer steps, and recipes."
+    if not all(map(enough, found)):
+        return f"{found[0].get('images')} images a row don't say what gains: take {FEWEST} prompts or more."
+    if told := disturbed(rows):
+        return told
+    plain = "the best plain sampler" if "best" in key else "fewer steps"
+    gains = [
+        f"{row_label(row)} takes {1 - 1 / row[key]:.0%} less time than {plain} for images as near to the "
+        f"reference: gain {gain(key)(row)}."
+        for row in sorted(found, key=lambda row: -row[key])
+        if (row.get(f"{key}_low") or 0) > 1
+    ]
+    return " ".join(gains) or f"Nothing here is better than {plain} beyond the error: take fewer steps."
+
+
+def by_time(rows: Sequence[Row]) -> str:
+    """Return the figure that is the rows' gain by time: over the best of several plain samplers, if any."""
+    best = "gain_best_seconds"
+    return best if any(row.get(best) is not None for row in rows) else "gain_seconds"
+
+
+def disturbed(rows: Sequence[Row]) -> str:
+    """Return what is to be said where a plain row of fewer steps was no faster than one of more."""
+    plain = [row for row in rows if is_baseline(row) and row.get("speedup") is not None]
+    plain.sort(key=lambda row: (str(row.get("sampler")), -(read(row["method"]).steps or math.inf)))
+    pairs = [
+        f"{row_label(slow)} {slow['speedup']:.2f}x and {row_label(fast)} {fast['speedup']:.2f}x"
+        for slow, fast in pairwise(plain)
+        if slow.get("sampler") == fast.get("sampler") and slow["speedup"] >= fast["speedup"]
+    ]
+    if not pairs:
+        return ""
+    return (
+        f"Times don't follow the steps ({'; '.join(pairs)}): the machine did something else, too, so nothing "
+        "is said by time. Measure again, with another --out."
+    )
 
 
 _NOTE = (

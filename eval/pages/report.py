@@ -20,8 +20,8 @@ from ..errors import EvalError
 from ..files import write_bytes
 from ..settings import ReportSettings
 from . import cost_table, quality_table
-from .plots import id_of, is_baseline, plot_of
-from .rows import Column, Row, cells, distance_name, method_text
+from .plots import id_of, plot_of
+from .rows import Column, Row, cells, distance_name, is_baseline, method_text
 
 _SIDE = 512  # pixels on a side of an image in the page, at most
 _RESULTS = {
@@ -85,8 +85,8 @@ def _part(folder: Path, name: str, images: int, run: Row) -> dict[str, Any]:
         tables = quality_table.tables_of(rows, settings, run["clock"])
         distance = distance_name(settings["features"], settings["model"] == "demo")
         part |= {
-            "headline": _gain_and_loss(rows, run["clock"]),
-            "notes": [quality_table.note(settings["features"])],
+            "headline": quality_table.verdict(rows),
+            "notes": [quality_table.note(settings["features"]), quality_table.disturbed(rows)],
             "plot": _svg(plot_of(rows, "", distance)),
             "labels": [quality_table.row_label(row) for row in rows],
             "best": quality_table.row_label(best) if (best := _best(rows)) else None,
@@ -109,30 +109,6 @@ def _best(rows: Sequence[Row]) -> Row | None:
         if told := [row for row in own if row.get(key) is not None]:
             return max(told, key=lambda row: row[key])
     return None
-
-
-def _gain_and_loss(rows: Sequence[Row], clock: str) -> str | None:
-    """Return what the best method gains and loses."""
-    if (row := _best(rows)) is None:
-        return None
-    told = [f"{quality_table.row_label(row)}:"]
-    if row.get("speedup") is not None:
-        told.append(f"{row['speedup']:.2f}x as fast as baseline ({clock} time),")
-    if row.get("gain_macs") is not None:
-        best = row.get("gain_best_macs") is not None
-        key, plain = ("gain_best_macs", "the best plain sampler") if best else ("gain_macs", "fewer steps")
-        baseline = next(row for row in rows if row["method"] == "baseline")
-        distance, gain = quality_table.interval("reference_distance"), quality_table.gain(key)
-        told.append(
-            f"perceptual distance to the reference image {distance(row)}, "
-            f"the baseline's {distance(baseline)};"
-        )
-        told.append(f"gain over {plain} {gain(row)} by MACs.")
-    elif row.get("psnr") is None:
-        told.append("its images are the baseline's." if row.get("equal_images") else "no loss was measured.")
-    else:
-        told.append(f"{row['psnr']:.1f} dB PSNR to it.")
-    return " ".join(told)
 
 
 def _svg(figure: Figure | None) -> Markup | None:

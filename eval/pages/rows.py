@@ -4,6 +4,9 @@ import csv
 import io
 import json
 import math
+import re
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +18,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -50,6 +54,11 @@ def figure(key: str, form: str, missing: str = "-") -> Callable[[Row], str]:
 def giga(key: str) -> Callable[[Row], str]:
     """Return a column's text: the row's `key` in billions."""
     return lambda row: "-" if row.get(key) is None else f"{row[key] / 1e9:.1f}"
+
+
+def is_baseline(row: Row) -> bool:
+    """Whether a row is of the baseline, in however many steps, under whichever sampler."""
+    return re.split("[@/]", row["method"])[0] == "baseline"
 
 
 def method_text(row: Row) -> str:
@@ -161,8 +170,26 @@ def show(
     console.print(f"figures: {folder}", soft_wrap=True)
 
 
+class _Lines(Progress):
+    """Progress where there is no terminal: a line a minute on the error stream."""
+
+    told = -math.inf
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        """Note what is done."""
+        super().advance(task_id, advance)
+        if (now := time.monotonic()) > self.told + 60:
+            self.told, task = now, self.tasks[task_id]
+            left = "" if task.time_remaining is None else f", {task.time_remaining / 60:.0f} min left"
+            print(
+                f"{task.description}: {task.completed:g} of {task.total:g}{left}", file=sys.stderr, flush=True
+            )
+
+
 def progress(console: Console, disable: bool = False) -> Progress:
     """Return a progress bar with the time left."""
+    if not (disable or console.is_terminal):
+        return _Lines(disable=True, speed_estimate_period=600)  # no bar at the end of a file
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -24,7 +24,7 @@ def load_real(settings: RunSettings, height: int, width: int) -> Real | None:
     most = None if settings.limit is None else max(settings.limit, 8)
     if settings.reference:
         return Real(image_files(settings.reference)[:most], (height, width))
-    if settings.model != "demo" or height != width:
+    if settings.model != "demo" or height != width or not settings.references:
         return None
     from agentsd_demo.data import trained_concepts
 

@@ -2,7 +2,6 @@
 sent in."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,9 @@ from rich.console import Console
 
 from .. import run_file
 from ..files import write_bytes
-from ..intervals import enough
-from ..pages.plots import is_baseline
-from ..pages.quality_table import row_label
+from ..pages.quality_table import by_time, gain, row_label, verdict
 from ..pages.report import write_report
-from ..pages.rows import Row
+from ..pages.rows import Column, figure, to_terminal
 from ..settings import CheckSettings
 from . import table
 
@@ -26,30 +23,29 @@ _PATHS = ("model", "prompts", "classes", "reference", "clip")
 
 
 def command(settings: CheckSettings, console: Console) -> None:
-    """Make the table, then the page and the file of results, and say which rows gain."""
-    rows = table.show(settings, table.table_methods(settings), "check", console)
+    """Say which rows gain, then print their figures; all tables are on the page."""
+    rows = table.run(settings, table.table_methods(settings), "check", console)
     if not rows:
         return
     console.print(verdict(rows), markup=False)
+    clock = run_file.read(settings.out)["results"]["check"]["clock"]
+    to = "reference" if settings.reference_steps else "baseline"
+    columns = [
+        Column("method", row_label),
+        Column("distance", figure(f"{to}_distance", ".4f")),
+        Column("speed-up", figure("speedup", ".2f")),
+        Column("gain by time", gain(by_time(rows))),
+    ]
+    console.print(to_terminal("", rows, columns))
+    console.print(
+        f"distance: perceptual, to the {to} image of the same seed. speed-up: over baseline ({clock} time). "
+        "gain: what plain sampling takes to come as near, over the row's own time (95%)."
+    )
     path = settings.out / "check.json"
     text = json.dumps(results(settings.out), indent=1, ensure_ascii=False)
     write_bytes(path, text.encode())
     console.print(f"page: {write_report(settings.out, SHOWN)}", soft_wrap=True)
     console.print(f"results, without images, prompts and paths: {path}", soft_wrap=True)
-
-
-def verdict(rows: Sequence[Row]) -> str:
-    """Return which rows gain by time over the best plain sampler in fewer steps."""
-    key = "gain_best_seconds" if any("gain_best_seconds" in row for row in rows) else "gain_seconds"
-    rows = [row for row in rows if row.get(key) is not None and not is_baseline(row)]
-    if not rows:
-        return "No row's gain is known: it takes the baseline in fewer steps, and recipes."
-    if not all(map(enough, rows)):
-        return "No interval, so nothing is said to gain."
-    gain = [row_label(row) for row in rows if (row.get(f"{key}_low") or 0) > 1]
-    if gain:
-        return f"Better than fewer steps here, by time, beyond the error: {', '.join(gain)}."
-    return "Nothing here is better than fewer steps beyond the error: take fewer steps."
 
 
 def results(folder: Path) -> dict[str, Any]:

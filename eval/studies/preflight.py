@@ -1,23 +1,26 @@
 """What a run of hours needs, looked at before its first image: settings, disk, memory."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import psutil
 import torch
 
 from ..cost.memory import PipelineMemory, growth, pipeline_memory
+from ..environment import device_name
 from ..errors import EvalError
 from ..images.methods import Method
-from ..images.prompts import ImageSpec
+from ..images.prompts import ImageSpec, specs_of
 from ..images.sampling import sample
 from ..images.store import Store
 from ..quality.features import image_files, pytorch_fid
-from ..settings import RunSettings
+from ..settings import RunSettings, processes
 
 _PNG = 1.8  # bytes a pixel of a photograph takes as PNG
 _PERCEPTUAL = 0.7e6  # bytes of an image's stage features
+_TIMED = 4  # steps that are timed to tell how long a run takes
 _REST = 1e9  # bytes of everything that doesn't grow with the images
 
 
@@ -34,16 +37,43 @@ def check_settings(settings: RunSettings) -> None:
         pytorch_fid()
 
 
+def missing_images(store: Store, method: Method, count: int) -> int:
+    """Return how many of a method's images are still to be made."""
+    return max(0, count - len(list(store.path(method, 0).parent.glob("*.png"))))
+
+
 def check_disk(store: Store, methods: Sequence[Method], count: int, height: int, width: int) -> None:
     """Raise EvalError if the images that are still to be made, `count` a method, won't fit on the disk."""
-    made = sum(len(list(store.path(method, 0).parent.glob("*.png"))) for method in methods)
-    missing = max(0, count * len(methods) - made)
+    missing = sum(missing_images(store, method, count) for method in methods)
     needed, free = missing * height * width * _PNG, shutil.disk_usage(store.folder).free
     if needed > free:
         raise EvalError(
             f"{store.folder}: {missing:,} images of {width}x{height} need about {needed / 1e9:,.1f} GB, and "
             f"{free / 1e9:,.1f} GB are free; make room, choose another --out or try fewer with --limit"
         )
+
+
+def forecast(
+    pipe: Any, store: Store, methods: Sequence[Method], specs: Sequence[ImageSpec], settings: RunSettings
+) -> str:
+    """Return how long the missing images take at most: as if each step were the baseline's, and computed."""
+    missing = {method: missing_images(store, method, len(specs)) for method in methods}
+    if not any(missing.values()):
+        return ""
+    sample(pipe, replace(methods[0], steps=1), specs[:1], settings)  # to warm up
+    step = sample(pipe, replace(methods[0], steps=_TIMED), specs[:1], settings)[1].wall / _TIMED
+
+    def seconds(images: Mapping[Method, int]) -> float:
+        return sum(n * (m.steps or settings.steps) * step for m, n in images.items()) / processes()
+
+    device = f"{device_name(pipe._execution_device)} (threads: {torch.get_num_threads()})"
+    minutes = f"about {seconds(missing) / 60:.0f} min at most"
+    told = f"{sum(missing.values()):,} images, {minutes}, on {device}; they go to {settings.out}"
+    if settings.limit is None:
+        return told
+    whole = len(specs_of(settings.model_copy(update={"limit": None})))
+    hours = seconds(dict.fromkeys(methods, whole)) / 3600
+    return f"{told}. Without --limit: {whole * len(methods):,} images, about {hours:,.1f} h"
 
 
 def check_memory(count: int, compared: int) -> None:
@@ -86,7 +116,7 @@ def measure_memory(
         return None
     if found is None:
         return None
-    total = torch.cuda.get_device_properties(pipe.unet.device).total_memory / 1e9
+    total = torch.cuda.get_device_properties(pipe._execution_device).total_memory / 1e9
     if (needed := found.needed(settings.batch_size)) > total:
         fits = 1 + int((total - found.total[0]) / max(growth(found.total), 1e-3))
         raise EvalError(

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -19,25 +19,20 @@ from ..environment import describe_environment
 from ..files import check_writable, write_bytes
 from ..images.generate import Share, fingerprint, generate
 from ..images.methods import Method, check_schedulers, expand
-from ..images.models import find_device, load_pipeline
+from ..images.models import find_device, load_pipeline, offload, scheduler_like
 from ..images.prompts import ImageSpec, note_too_few, note_unknown_words, specs_of
 from ..images.sampling import sample, size_of
 from ..images.store import Store, times_of
 from ..intervals import captions_of
 from ..pages import rows as results
-from ..pages.plots import is_baseline, plot_bytes, plot_of
-from ..pages.quality_table import note, tables_of
-from ..pages.rows import Row, distance_name, progress
+from ..pages.plots import plot_bytes, plot_of
+from ..pages.quality_table import disturbed, note, tables_of, verdict
+from ..pages.rows import Row, distance_name, is_baseline, progress
 from ..quality.gain import gain
 from ..quality.measure import Judge, Shown, row_of
 from ..quality.real import load_real
 from ..settings import RunSettings
-from .preflight import check_disk, check_memory, check_settings, measure_memory
-
-
-def command(settings: RunSettings, console: Console) -> None:
-    """Print the tables of every method at every ratio (Table 10), and write them."""
-    show(settings, table_methods(settings), "table", console)
+from .preflight import check_disk, check_memory, check_settings, forecast, measure_memory
 
 
 def table_methods(settings: RunSettings) -> list[Method]:
@@ -46,31 +41,21 @@ def table_methods(settings: RunSettings) -> list[Method]:
     return expand(settings.methods, settings.ratios, settings, shares, samplers)
 
 
-def show(settings: RunSettings, methods: list[Method], name: str, console: Console) -> list[Row]:
-    """Run, print what came out, and return the rows; none in a process that only helps another."""
-    rows = run(settings, methods, name, console)
-    if not rows:
-        return rows
-    remarks = [note(settings.features), *filter(None, [Store(settings.out).mixture(rows)])]
-    if settings.limit is not None:
-        remarks.append(forecast(rows, settings))
-    clock = run_file.read(settings.out)["results"][name]["clock"]
+def command(settings: RunSettings, console: Console) -> None:
+    """Print what gains, and the tables of every method at every ratio (Table 10), and write them."""
+    rows = run(settings, table_methods(settings), "table", console)
+    if not rows:  # in a process that only helps another
+        return
+    console.print(verdict(rows), markup=False)
+    clock = run_file.read(settings.out)["results"]["table"]["clock"]
     tables = tables_of(rows, settings.model_dump(), clock)
-    results.show(console, rows, tables, "\n".join(remarks), settings.out)
-    return rows
+    results.show(console, rows, tables, remarks(settings, rows), settings.out)
 
 
-def forecast(rows: Sequence[Row], settings: RunSettings) -> str:
-    """Return what a trial says of the whole run: its images, and the hours that they take at these speeds."""
-    whole = len(specs_of(settings.model_copy(update={"limit": None})))
-    timed = [row["seconds"] for row in rows if row.get("seconds") is not None]
-    if settings.reference_steps:
-        timed.append(timed[0] * settings.reference_steps / settings.steps)
-    return (
-        f"A trial of {rows[0]['images']} images a row, whose figures mean nothing. The whole run, without "
-        f"--limit: {whole:,} images a row, {whole * len(timed):,} in all; about "
-        f"{whole * sum(timed) / 3600:,.1f} h to make them at these speeds on one such device."
-    )
+def remarks(settings: RunSettings, rows: Sequence[Row]) -> str:
+    """Return what stands below the tables."""
+    told = note(settings.features), Store(settings.out).mixture(rows), disturbed(rows)
+    return "\n\n".join(filter(None, told))
 
 
 LEADING = ("method", "ratio", "fd", "seconds", "memory_per_image")
@@ -118,8 +103,7 @@ def run(settings: RunSettings, methods: list[Method], name: str, console: Consol
     rows = [{key: row.get(key) for key in LEADING} | {"features": settings.features} | row for row in rows]
     facts = made.store.describe(settings, rows)
     tables = tables_of(rows, settings.model_dump(), facts["clock"])
-    remark = "\n\n".join(filter(None, [note(settings.features), made.store.mixture(rows)]))
-    results.write_rows(settings.out, name, rows, tables, facts, remark)
+    results.write_rows(settings.out, name, rows, tables, facts, remarks(settings, rows))
     results.write_singles(settings.out / f"{name}-images.csv", singles)
     title = f"{settings.model}, {settings.steps} steps ({settings.scheduler}), {len(made.asked)} images a row"
     plot = plot_of(rows, title, distance_name(settings.features, settings.model == "demo"))
@@ -140,23 +124,27 @@ def make(
     check_settings(settings)
     check_writable(settings.out / f"{name}.jsonl")
     asked = specs_of(settings)
-    pipe = load_pipeline(settings)
+    pipe, device = load_pipeline(settings), find_device(settings.device)
     check_schedulers(methods, pipe.scheduler, settings.steps)
+    aside = Console(stderr=True)  # so that what comes out is the verdict and the tables
     if state.is_main_process:
-        note_unknown_words(pipe, asked, settings, console)
-        note_too_few(asked, console)
+        note_unknown_words(pipe, asked, settings, aside)
+        note_too_few(asked, aside)
     height, width = size_of(pipe, settings)
     real = load_real(settings, height, width)
-    judge = Judge(settings, pipe.unet.device)
+    judge = Judge(settings, device)
     store = Store(settings.out, state.process_index)
     with state.main_process_first():
-        store.claim(fingerprint(pipe, asked, settings), describe_environment(pipe.unet.device))
+        store.claim(fingerprint(pipe, asked, settings), describe_environment(device))
         known = run_file.read(settings.out).get("costs", {})
+    offload(pipe, settings)  # of weights that are elsewhere there is no fingerprint
     share = Share(state.process_index, state.num_processes)
     reference = replace(methods[0], steps=settings.reference_steps) if settings.reference_steps else None
     made = [*methods, reference] if reference else methods
     check_disk(store, made, len(asked), height, width)
     check_memory(len(asked), 3 if reference else 2)
+    if state.is_main_process and (told := forecast(pipe, store, made, asked, settings)):
+        aside.print(told, markup=False, soft_wrap=True)
     taken: list[Row] = [{} for _ in methods]
     with progress(console, disable=not state.is_main_process) as bars:
         if state.is_main_process and real is not None:  # first: one of them may be broken
@@ -164,9 +152,10 @@ def make(
             judge.read_real(real, partial(bars.advance, task))
         if state.is_main_process and costs:
             task = bars.add_task("memory and MACs", total=len(methods))
+            plain = plain_macs(pipe, asked, settings)
             for method, row in zip(methods, taken, strict=True):
                 name = f"{method.key}, batch {settings.batch_size}, maker {store.maker}"
-                row |= known.get(name) or _cost_of_an_image(pipe, method, asked, settings)
+                row |= known.get(name) or _cost_of_an_image(pipe, method, asked, settings, plain)
                 row["costed_by"] = store.maker
                 run_file.update(settings.out, costs={name: row})
                 bars.advance(task)
@@ -175,7 +164,7 @@ def make(
         state.wait_for_everyone()
     if not state.is_main_process:
         return None
-    found = Made(asked, pipe.unet.device, store, judge, taken)
+    found = Made(asked, device, store, judge, taken)
     judge.baseline = found.shown(methods[0])
     judge.reference = found.shown(reference) if reference else None
     return found
@@ -234,12 +223,43 @@ def identity(method: Method) -> Row:
     }
 
 
-def _cost_of_an_image(pipe: Any, method: Method, specs: Sequence[ImageSpec], settings: RunSettings) -> Row:
+def plain_macs(pipe: Any, specs: Sequence[ImageSpec], settings: RunSettings) -> Callable[[Method], int]:
+    """Return what gives a plain row's MACs: those of a call of the U-Net times its calls, and those beside.
+
+    They are counted in two short runs, when first asked for.
+    """
+
+    @cache
+    def count(steps: int) -> tuple[int, int]:
+        run = Method((), backend=settings.backend, steps=steps)
+        return calls_of(pipe, run, settings), macs(lambda: sample(pipe, run, specs[:1], settings))
+
+    def of(method: Method) -> int:
+        (few, beside), (more, total) = count(2), count(3)
+        return beside + (total - beside) * (calls_of(pipe, method, settings) - few) // (more - few)
+
+    return of
+
+
+def calls_of(pipe: Any, method: Method, settings: RunSettings) -> int:
+    """Return how often a plain row calls the U-Net: PLMS once more than it has steps."""
+    scheduler = scheduler_like(pipe.scheduler, method.scheduler or "model")
+    scheduler.set_timesteps(method.steps or settings.steps)
+    return len(scheduler.timesteps)
+
+
+def _cost_of_an_image(
+    pipe: Any,
+    method: Method,
+    specs: Sequence[ImageSpec],
+    settings: RunSettings,
+    plain: Callable[[Method], int],
+) -> Row:
     """Return GB and MACs an image: what a method takes beside time, before any image is kept."""
     memory = measure_memory(pipe, method, specs, settings)
     return {
         "memory_per_image": memory and growth(memory.total),
         "denoising_memory": memory and growth(memory.denoising),
         "decoding_memory": memory and growth(memory.decoding),
-        "macs": macs(lambda: sample(pipe, method, specs[:1], settings)),
+        "macs": macs(lambda: sample(pipe, method, specs[:1], settings)) if method.parts else plain(method),
     }
