@@ -17,10 +17,8 @@ import agentsd_eval
 import click
 import pytest
 import torch
-import typer
 from agentsd_eval.calibration.search import calibrate
 from agentsd_eval.cli import main as evaluation
-from agentsd_eval.options import settings_of
 from agentsd_eval.presets import load_settings
 from agentsd_eval.research.__main__ import main as research
 from calibrating import CANDIDATES
@@ -29,6 +27,7 @@ from peft.utils import get_peft_model_state_dict
 from pipelines import build_host, load_lora
 
 from agentsd.dreambooth.cli import dreambooth, dreambooth_lora
+from agentsd.dreambooth.options import settings_of
 from agentsd.recipe import AGENTSD
 
 ROOT = Path(__file__).parents[1]
@@ -157,9 +156,7 @@ def check_command(words: list[str]) -> None:
     scripts = dict.fromkeys(["agentsd-dreambooth", "agentsd.dreambooth"], dreambooth)
     scripts |= dict.fromkeys(["agentsd-dreambooth-lora", "agentsd.dreambooth.lora"], dreambooth_lora)
     if program in scripts:
-        app = typer.Typer()
-        app.command()(scripts[program])
-        parsed(typer.main.get_command(app), options)
+        parsed(scripts[program], options)
     elif program in groups and options and options[0] in ("COMMAND", "NAME", "--list-configs"):
         assert len(options) == 1
     elif program in groups and options:
@@ -188,7 +185,8 @@ def test_a_command_of_a_page_parses(
 ) -> None:
     """Folders and files that it names as examples are made."""
     monkeypatch.chdir(tmp_path)
-    for folder in ("FOLDER", "FOLDER_OR_HUB_ID", "IMAGES", "my-dog", "runs/mine", "runs/first"):
+    results = "agentsd-results/mine", "agentsd-results/first"
+    for folder in ("FOLDER", "FOLDER_OR_HUB_ID", "IMAGES", "my-dog", *results):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "prompts.txt").write_text("a cat\n")
     AGENTSD.save(tmp_path / "mine.json")
