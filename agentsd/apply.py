@@ -113,7 +113,7 @@ class AgentSDHandle:
     def summary(self) -> str:
         """Return the calls of the last run as text: one letter for each, and counts.
 
-        F is a computed call. f is a cached one, which computes only the last layers.
+        F is a full call. f is a cached one, which computes only the last layers.
         """
         return self._hook.runs.history.describe()
 
@@ -234,7 +234,7 @@ def apply_agentsd(
         mode: "agentsd" is AgentSD to the letter of the paper: agents in the early steps, merged tokens in
             the later ones. It changes images as the paper's method does. "fast" is recommended: step
             caching, which keeps images close to the original. From 2,304 tokens on (384 px in SD 1.5), its
-            cached steps attend to downsampled keys and add the residual to full attention that computed
+            cached steps attend to downsampled keys and add the residual to full attention that full
             steps had. "fast" has none of the four settings above.
         recipe: instead of all other settings, a `Recipe`, or a file or folder that holds one
             (`agentsd.json`). Trained weights beside it (`agentsd.safetensors`) are loaded.

@@ -121,7 +121,7 @@ class Hook:
             memory = cache.memory_of(unet, call)
             self._turn.call = UnderWay(run, call, memory)
         self._layers.begin(call, _residuals(memory))
-        if memory is None or call.kind.computed:
+        if memory is None or call.kind.full:
             return None
         features = memory.features.extrapolate(call.sigma)[0]
         call.inputs = self.skipped.begin(features, call.inputs, again=memory.corrections is not None)
@@ -177,12 +177,12 @@ class Hook:
         if output is None:
             run.cache = None
             return None
-        run.history.kinds.append(CallKind(call.kind.computed, attention))
+        run.history.kinds.append(CallKind(call.kind.full, attention))
         if memory is None:
             return None
         if computed is not None:
             memory.features.keep(call.sigma, [computed.clone()])
-        if call.kind.computed:
+        if call.kind.full:
             output = self._correct(unet, run, call, memory, output)
         else:
             output = self._make_up(call, memory, output)
@@ -203,7 +203,7 @@ class Hook:
         return with_sample(output, call.given)
 
     def _correct(self, unet: Module, run: Run, call: Call, memory: Memory, output: Any) -> Any:
-        """Return the output of a computed call that takes the sampler to where it would have been.
+        """Return the output of a full call that takes the sampler to where it would have been.
 
         Features are now known on both sides of the cached calls before this one. So the last of these is
         computed again on features in between, which shows the error of each.
@@ -226,7 +226,7 @@ class Hook:
         args, kwargs = regroup(call.inputs, call.positional)  # as the caller did: it is the same graph
         residuals = memory.residuals
         if residuals is not None and residuals.stage != call.stage:  # those of its own stage are gone
-            call = replace(call, kind=CallKind(computed=False, attention=FULL))
+            call = replace(call, kind=CallKind(full=False, attention=FULL))
         output, self._recomputes = None, True
         try:
             self.skipped.put(memory.features.interpolate(call.sigma)[0])

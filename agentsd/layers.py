@@ -195,7 +195,7 @@ class PatchedLayers:
             residuals: residuals of attention, if they are shared.
             interpolate: whether the call is computed again, between the noise levels of known residuals.
         """
-        cached, attention = not call.kind.computed, call.kind.attention
+        cached, attention = not call.kind.full, call.kind.attention
         sharing = self.residual_on(call.latent) if attention == KEEP else None
         # If only cached calls use residuals, only the layers that these compute need one.
         for_cached = sharing is not None and sharing.interval == 1

@@ -30,7 +30,7 @@ _NEGLIGIBLE = 1e-5  # share of the largest response; anything smaller is float32
 
 
 class CachedFeatures:
-    """The features of the last computed steps, a list of tensors for each, with their noise levels.
+    """The features of the last full steps, a list of tensors for each, with their noise levels.
 
     Features at other noise levels are read off a polynomial in sigma. Until the next step is computed, it
     goes through the last `order + 1` of them and extrapolates. Afterwards it goes through one more and
@@ -49,7 +49,7 @@ class CachedFeatures:
         return len(self._kept)
 
     def keep(self, sigma: float | None, features: list[Tensor]) -> None:
-        """Store a computed step's features; at a noise level that is already stored they replace the old."""
+        """Store a full step's features; at a noise level that is already stored they replace the old."""
         others = [kept for kept in self._kept if sigma is None or not _same(kept[0], sigma)]
         self._kept = [*others, (sigma, features)][-self._count :]
 
@@ -149,7 +149,7 @@ class Residuals:
 class Corrections:
     """The errors of the outputs given in a run, and the outputs that undo what the errors did to the latent.
 
-    A cached call computes its last layers on an extrapolated hidden state. The next computed call shows the
+    A cached call computes its last layers on an extrapolated hidden state. The next full call shows the
     state on the other side, so the state in between is now known much better. Computing the last layers
     once more on that state shows the error of the cached output. This is done for the last cached call
     alone: in a row of cached calls all states move by the same difference, each times a known number
@@ -176,7 +176,7 @@ class Corrections:
         self._errors: dict[int, Tensor] = {}  # (B, ...) by call: the output it gave minus the right one
 
     def note(self, calls: Sequence[Call], features: CachedFeatures, last: Tensor) -> None:
-        """Work out the errors of the cached calls since the last computed one.
+        """Work out the errors of the cached calls since the last full one.
 
         Args:
             calls: the cached calls, with the output that each gave.
@@ -189,7 +189,7 @@ class Corrections:
             self._errors[call.index] = call.given - self._best(call.index, call.output + share * moved)
 
     def correct(self, call: int, output: Tensor) -> Tensor:
-        """The method, part 2 of 3: the output (B, ...) of a computed call that makes the next latent right.
+        """The method, part 2 of 3: the output (B, ...) of a full call that makes the next latent right.
 
         The errors of all earlier calls must be known.
         """
@@ -267,10 +267,10 @@ class Memory:
         inputs: the first call's arguments, held so that no other tensor can get the address of a condition.
         trail: checks that a call follows from the one before.
         features: the hidden states that enter the last layers.
-        warmup: how many first calls are computed, whatever the plan says.
+        warmup: how many first calls are full, whatever the plan says.
         residuals: residuals of attention, if they are shared.
         corrections: the errors of cached calls, if the sampler's response is known.
-        cached: the cached calls since the last computed one, which are still to be corrected.
+        cached: the cached calls since the last full one, which are still to be corrected.
         before: latent and output of the last call.
         index: the last call's place in the list of timesteps.
     """
@@ -340,11 +340,11 @@ class RunCache:
         if memory is None:
             return None
         planned, sigmas = self._kinds[call.index], self._plan.sampler.sigmas
-        computed, attention = planned.computed or len(memory.features) < memory.warmup, planned.attention
+        full, attention = planned.full or len(memory.features) < memory.warmup, planned.attention
         residuals = memory.residuals
         if attention == SHARE and residuals is not None and residuals.stage != call.stage:
-            attention = KEEP if computed else FULL  # no residual of this operator is known yet
-        call.kind, call.sigma = CallKind(computed, attention), sigmas[call.index] if sigmas else None
+            attention = KEEP if full else FULL  # no residual of this operator is known yet
+        call.kind, call.sigma = CallKind(full, attention), sigmas[call.index] if sigmas else None
         memory.index = call.index
         return memory
 
@@ -365,7 +365,7 @@ class RunCache:
             broken = f"{' and '.join(changed)} changed"
         elif memory.index == call.index:
             return self._give_up("the U-Net is called more than once in a step on the same text")
-        elif not (broken := memory.trail.broken(call, memory.before, self._kinds[call.index].computed)):
+        elif not (broken := memory.trail.broken(call, memory.before, self._kinds[call.index].full)):
             self._unmatched = 0
             return memory
         others = [one for one in self.memories.values() if one.index == call.index]

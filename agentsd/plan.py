@@ -22,30 +22,30 @@ from .checks import check, check_types
 
 @dataclass(frozen=True)
 class StepCache:
-    """Cached steps between computed steps.
+    """Cached steps between full steps.
 
     A cached step computes `conv_in`, the last layers of the last up block, and what follows them. The hidden
-    state that enters these layers is extrapolated from the computed steps before. At order 0 it is kept as
+    state that enters these layers is extrapolated from the full steps before. At order 0 it is kept as
     it was, as in "DeepCache: Accelerating Diffusion Models for Free" (CVPR 2024). That takes memory for
     `extrapolation_order + 1` features of the finest level per image and pass of guidance, and for one more
     if cached steps are corrected: 320 x 64 x 64 numbers each in SD 1.5 at 512 px.
 
-    The next computed step shows what the hidden states of the cached steps should have been: the states
-    between two computed steps. To correct them, the last cached step is computed again on such a state. That
-    shows the errors of all of them, and the computed step's prediction makes up for these
+    The next full step shows what the hidden states of the cached steps should have been: the states
+    between two full steps. To correct them, the last cached step is computed again on such a state. That
+    shows the errors of all of them, and the full step's prediction makes up for these
     (`agentsd.memory.Corrections`).
 
-    A step is a timestep: calls that repeat a timestep (PLMS, Heun) are all computed or all cached. A run's
-    first step is always computed.
+    A step is a timestep: calls that repeat a timestep (PLMS, Heun) are all full or all cached. A run's
+    first step is always full.
 
     Attributes:
-        interval: one step in this many is computed.
+        interval: one step in this many is full.
         extrapolation_order: 0 keeps the last hidden state; 1 extrapolates the last two linearly in the noise
             level sigma of Stable Diffusion's training schedule.
-        warmup_steps: how many first steps are computed.
+        warmup_steps: how many first steps are full.
         late_interval: if given, intervals grow evenly over the run, from 1 at the first step to this at the
-            last, but never below `interval`. The last step but one is then always computed, as nothing
-            corrects the steps after the last computed one.
+            last, but never below `interval`. The last step but one is then always full, as nothing
+            corrects the steps after the last full one.
         layers: how many last layers a cached step computes. At 0 it computes none: the last hidden state
             itself is extrapolated, the state that Spectrum forecasts (Han et al., CVPR 2026).
         correct: whether cached steps are corrected. They can be if the sampler's response is known.
@@ -66,23 +66,23 @@ class StepCache:
         for name in ("interval", "late_interval"):
             value = getattr(self, name)
             ok = value is None or value >= 1
-            check(name, value, ok, "pass 2 (each second step is computed) or more, or 1 for all")
+            check(name, value, ok, "pass 2 (each second step is full) or more, or 1 for all")
         order, warmup = self.extrapolation_order, self.warmup_steps
         check("extrapolation_order", order, order in (0, 1), "pass 0 (keep) or 1 (extrapolate)")
-        check("warmup_steps", warmup, warmup >= 1, "pass 1 or more: a run's first step is computed")
+        check("warmup_steps", warmup, warmup >= 1, "pass 1 or more: a run's first step is full")
         check("layers", self.layers, self.layers >= 0, "pass 1 (the last layer), more, or 0 for none")
 
-    def computed(self, count: int) -> list[bool]:
-        """Return whether each step of a run of `count` steps is computed."""
-        computed, following = [], 0
+    def full_steps(self, count: int) -> list[bool]:
+        """Return whether each step of a run of `count` steps is full."""
+        full, following = [], 0
         for i in range(count):
-            computed.append(i < self.warmup_steps or i == following)
-            if computed[-1]:
+            full.append(i < self.warmup_steps or i == following)
+            if full[-1]:
                 following = self._following(i, count)
-        return computed
+        return full
 
     def _following(self, i: int, count: int) -> int:
-        """Return the computed step after computed step i."""
+        """Return the full step after full step i."""
         if self.late_interval is None:
             return i + self.interval
         grown = round(1 + (self.late_interval - 1) * i / count)
@@ -172,20 +172,20 @@ class CallKind:
     """What a call computes.
 
     Attributes:
-        computed: whether it computes all layers. A cached call computes only the last ones.
+        full: whether it computes all layers. A cached call computes only the last ones.
         attention: what the patched layers compute: "operator", "full", "keep" or "share".
     """
 
-    computed: bool = True
+    full: bool = True
     attention: str = OPERATOR
 
     @property
     def letter(self) -> str:
-        """F for a computed call, f for a cached one."""
-        return "F" if self.computed else "f"
+        """F for a full call, f for a cached one."""
+        return "F" if self.full else "f"
 
 
-COMPUTED = CallKind()
+FULL_CALL = CallKind()
 
 
 @dataclass
@@ -217,7 +217,7 @@ class Call:
     repeats: bool = False
     jumps: bool = False
     off_list: bool = False
-    kind: CallKind = COMPUTED
+    kind: CallKind = FULL_CALL
     inputs: dict[str, Any] = field(default_factory=dict)
     positional: int = 0
     sigma: float | None = None
@@ -230,9 +230,9 @@ def plan_run(
 ) -> list[CallKind]:
     """Return the kind of each call of a run, in order; the calls of one step (PLMS, Heun) have one kind."""
     number = {step: i for i, step in enumerate(dict.fromkeys(step_of_call))}
-    computed = [True] * len(number) if steps is None else steps.computed(len(number))
-    attention = [OPERATOR] * len(number) if residual is None else residual.plan(computed)
-    kinds = list(map(CallKind, computed, attention))
+    full = [True] * len(number) if steps is None else steps.full_steps(len(number))
+    attention = [OPERATOR] * len(number) if residual is None else residual.plan(full)
+    kinds = list(map(CallKind, full, attention))
     return [kinds[number[step]] for step in step_of_call]
 
 
@@ -240,13 +240,13 @@ def describe(letters: str, corrected: int = 0, attention: str = "") -> str:
     """Return a run's calls as a line of letters, with counts.
 
     Args:
-        letters: F for a computed call, f for a cached one.
+        letters: F for a full call, f for a cached one.
         corrected: how many cached calls were corrected.
         attention: s for a call with a shared residual, a for any other.
     """
     if not letters:
         return "no call yet"
-    counts = {"computed": letters.count("F"), "cached": letters.count("f"), "corrected": corrected}
+    counts = {"full": letters.count("F"), "cached": letters.count("f"), "corrected": corrected}
     told = "; ".join(f"{count} {name}" for name, count in counts.items() if count)
     line = f"{letters}  ({len(letters)} calls: {told})"
     shared = attention.count("s")

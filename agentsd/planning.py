@@ -10,7 +10,7 @@ from torch.nn import Module
 
 from .foreign import foreign_inside, foreign_outside
 from .memory import RunPlan
-from .plan import COMPUTED, FULL, Call, CallKind, ResidualSharing, plan_run
+from .plan import FULL, FULL_CALL, Call, CallKind, ResidualSharing, plan_run
 from .recipe import Recipe
 from .run import Run
 from .sampler import ImpulseResponse, Sampler, fingerprint, impulse_response, is_for_few_steps
@@ -46,7 +46,7 @@ def plan_caching(
     if reason := unsupported_reason(unet, len(set(steps)), run.scheduler, timesteps):
         return reason
     kinds = plan_run(recipe.steps, steps, residual)
-    if all(kind in (COMPUTED, CallKind(attention=FULL)) for kind in kinds):
+    if all(kind in (FULL_CALL, CallKind(attention=FULL)) for kind in kinds):
         return RunPlan()
     response, remark = None, ""
     if recipe.steps is not None and recipe.steps.correct:

@@ -133,7 +133,7 @@ class Trail:
     unexplained.
 
     On a CPU the values are at hand. On CUDA they would have to be waited for. So there they are copied
-    without waiting, for computed calls only, and read one call later. On other devices nothing is checked.
+    without waiting, for full calls only, and read one call later. On other devices nothing is checked.
 
     Args:
         limits: for each call, the share of its latent that may be unexplained (`Sampler.new_noise`).
@@ -146,16 +146,16 @@ class Trail:
         self._constant: Numbers | None = None  # which of these values hadn't changed in that call
         self._late: tuple[Tensor, Any, partial[str]] | None = None
 
-    def broken(self, call: Call, before: tuple[Tensor, Tensor] | None, computed: bool) -> str:
+    def broken(self, call: Call, before: tuple[Tensor, Tensor] | None, full: bool) -> str:
         """Return what no longer holds, in words; "" if all holds as far as is known.
 
         Args:
             call: the call to check.
             before: latent and output of the previous call.
-            computed: whether the call is planned to compute all layers.
+            full: whether the call is planned to compute all layers.
         """
         device, late, self._late = call.latent.device.type, self._late, None
-        if before is not None and (device == "cpu" or (device == "cuda" and computed)):
+        if before is not None and (device == "cpu" or (device == "cuda" and full)):
             gram, sizes = _gram(call.latent, *before), _sizes(call.inputs)
             values = self._values(call.latent, before[1])
             numbers = torch.cat([part.flatten().float() for part in (gram, *sizes, *values)])

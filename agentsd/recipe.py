@@ -318,9 +318,9 @@ FAST = Recipe(
     residual=ResidualSharing(interval=2, warmup_steps=3, least_tokens=2304, interval_from=9216),
     steps=StepCache(interval=2, warmup_steps=3, late_interval=6),
 )
-"""Step caching. The cached steps attend to downsampled keys and add residuals of the computed steps.
+"""Step caching. The cached steps attend to downsampled keys and add residuals of the full steps.
 
-From 9,216 tokens on, every second computed step does the same. After three steps, one step in two is
-computed; towards the end of the run, one in five or six.
+From 9,216 tokens on, every second full step does the same. After three steps, one step in two is
+full; towards the end of the run, one in five or six.
 """
 MODES: dict[str, Recipe] = {"agentsd": AGENTSD, "fast": FAST}

@@ -47,8 +47,8 @@ class FeatureHook:
     """Forward hook on the module before the last layers: it reads their input, or replaces it.
 
     Attributes:
-        hidden: (B, C, H, W) the input that a cached call gets; None in a computed call.
-        computed: (B, C, H, W) the input that a computed call had.
+        hidden: (B, C, H, W) the input that a cached call gets; None in a full call.
+        computed: (B, C, H, W) the input that a full call had.
         compiled: whether the hook last ran in a compiled graph.
         aliased: whether the host writes into this tensor (FreeU on the last up block).
     """
@@ -164,7 +164,7 @@ class SkippedLayers:
                 attributes["forward"] = forward
 
     def end(self) -> Tensor | None:
-        """From now on, skip nothing; return the state that a computed call had."""
+        """From now on, skip nothing; return the state that a full call had."""
         for module, forward in self._stubs:
             attributes = vars(module)
             if attributes.get("forward") is not forward:

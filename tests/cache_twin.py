@@ -24,7 +24,7 @@ def entrance(unet: Any, layers: int = 1) -> Any:
 class Twin:
     """Hooks on a U-Net without agentsd that make each of its calls what a letter of `symbols` says.
 
-    F and f are a full and a cached step (order 0). With a scheduler, computed steps make up for the cached
+    F and f are a full and a cached step (order 0). With a scheduler, full steps make up for the cached
     ones before them.
     """
 
@@ -99,7 +99,7 @@ class Twin:
         return given
 
     def computed_call(self, unet: Any, out: Any) -> Any:
-        """A computed call's output is changed by what takes its step to where the run would have been."""
+        """A full call's output is changed by what takes its step to where the run would have been."""
         if self.cached:
             change = self.change_of_the_last(unet)
             (before, *_), *_ = self.known[-2:]

@@ -53,7 +53,7 @@ def draw(pipe, seed=0, **changes):
 
 
 def letters(handle):
-    """F of each computed call of the last run, and f of each cached one."""
+    """F of each full call of the last run, and f of each cached one."""
     return handle.summary().split()[0]
 
 

@@ -20,7 +20,7 @@ def denoise(deep, last, scheduler, x, computed):
         computed: for each step, whether all layers are computed; else it is cached.
     """
     response, sigmas = impulse_response(scheduler), noise_levels(scheduler)
-    kept, cached = [], []  # (sigma, state) of the last computed steps; cached steps since the last of them
+    kept, cached = [], []  # (sigma, state) of the last full steps; cached steps since the last of them
     wrong = {}  # by step: what it gave less what is right
 
     def off(n):  # how far the latent of step n is from where right outputs would have taken it

@@ -1,4 +1,4 @@
-"""What cached steps got wrong, made up for by the computed steps after them."""
+"""What cached steps got wrong, made up for by the full steps after them."""
 
 import inspect
 import math
@@ -50,7 +50,7 @@ class Latents:
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_the_latent_is_where_every_step_computed_would_have_taken_it(name):
-    """After each computed call, whatever the cached ones before it gave; the model answers to its input as
+    """After each full call, whatever the cached ones before it gave; the model answers to its input as
     Gaussian data do."""
     rng = torch.Generator().manual_seed(0)
     right, run = Latents(name, 13), Latents(name, 13)

@@ -194,7 +194,7 @@ def test_rounded_timesteps_that_repeat_are_steps_of_their_own():
         for t in scheduler.timesteps:
             latent = scheduler.step(unet(latent, t, text).sample, t, latent).prev_sample
     letters = "".join(kind.letter for kind in handle.last_run)
-    # four computed steps; then one in two, and of the second half one in three
-    assert letters == "".join("F" if full else "f" for full in STEP_CACHING.steps.computed(steps))
+    # four full steps; then one in two, and of the second half one in three
+    assert letters == "".join("F" if full else "f" for full in STEP_CACHING.steps.full_steps(steps))
     cached = letters.rstrip("f").count("f")
     assert f"{cached} corrected" in handle.summary()

@@ -97,7 +97,7 @@ def test_states_between_three_are_on_the_parabola_through_them():
 )
 def test_later_intervals_are_longer_in_runs_of_any_length(count, symbols):
     """Written out by hand: after step i comes the next computed one max(2, round(1 + 5 i / count)) later."""
-    computed = StepCache(2, warmup_steps=3, late_interval=6).computed(count)
+    computed = StepCache(2, warmup_steps=3, late_interval=6).full_steps(count)
     assert "".join("fF"[one] for one in computed) == symbols
 
 
@@ -161,7 +161,7 @@ def test_few_steps_stay_whole_and_say_so_once(make_pipeline, sample):
     with warned("a run of 7 steps has none to spare"):
         image = draw(pipe, num_inference_steps=7)
     assert torch.equal(image, baseline)
-    assert handle.summary() == "FFFFFFFF  (8 calls: 8 computed)"
+    assert handle.summary() == "FFFFFFFF  (8 calls: 8 full)"
     assert torch.equal(sample(pipe, num_inference_steps=7), baseline)  # not said again
     sample(pipe, **RUN)
     assert "f" in letters(handle)

@@ -116,7 +116,7 @@ def test_the_drawing_shows_the_modes_runs() -> None:
         name: re.findall(r'height="(\d+)" fill="(#\w+)"', row)
         for name, row in re.findall(r'<g id="(\w+)">(.*?)</g>', drawing)
     }
-    assert [height == "44" for height, _ in runs["fast"]] == FAST.steps.computed(25)
+    assert [height == "44" for height, _ in runs["fast"]] == FAST.steps.full_steps(25)
     early = [colour for _, colour in runs["agentsd"]].count(runs["agentsd"][0][1])
     assert (len(runs["agentsd"]), early) == (25, 25 * AGENTSD.attention.early_frac)
 

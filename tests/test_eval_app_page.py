@@ -60,7 +60,7 @@ def make(page: Any) -> str:
 
 
 def test_both_images_are_made_and_compared_under_a_slider(page: Any) -> None:
-    assert make(page) == "FFFfFffFff (10 calls: 5 computed; 5 cached; 3 corrected)"
+    assert make(page) == "FFFfFffFff (10 calls: 5 full; 5 cached; 3 corrected)"
     row = r"\s+\d+\.\d\d s\s+"
     told = rf"baseline{row}fast{row}\d\.\d\dx as fast in CPU time\s+\d+.*(\d+) plain steps{row}\d+.* dB PSNR"
     assert re.search(told, page.inner_text("body"), re.DOTALL)

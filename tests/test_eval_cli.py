@@ -50,7 +50,7 @@ def test_compare(model_folder: str, tmp_path: Path) -> None:
     )  # fmt: skip
     for method in ("baseline", "baseline@4/", "tomesd r=0.5", "agentsd r=0.5"):
         assert method in printed
-    assert "fast, each call: FFFfFfFf (8 calls: 5 computed; 3 cached; 2 corrected)" in printed
+    assert "fast, each call: FFFfFfFf (8 calls: 5 full; 3 cached; 2 corrected)" in printed
     with Image.open(out) as image:
         assert image.size[0] > 2 * 160
         assert image.size[1] > 9 * 160  # five rows of images, four of differences

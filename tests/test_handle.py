@@ -57,7 +57,7 @@ def test_on_small_grids_fast_is_step_caching_alone(make_pipeline, sample):
         assert handle.last_run == []
         made[name] = sample(pipe, num_inference_steps=12)
         assert ("attention" in handle.summary()) == (name == "sharing")
-        assert [kind.computed for kind in handle.last_run] == [letter == "F" for letter in letters(handle)]
+        assert [kind.full for kind in handle.last_run] == [letter == "F" for letter in letters(handle)]
     assert [kind.attention == "share" for kind in handle.last_run] == [one == "f" for one in letters(handle)]
     assert torch.equal(made["fast"], made["step-caching"])
     assert not torch.equal(made["sharing"], made["step-caching"])

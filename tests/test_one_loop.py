@@ -70,7 +70,7 @@ def test_the_plugin_is_the_loop(name, steps):
     x = x * scheduler.init_noise_sigma
     made, symbols = plugged(name, Recipe(steps=steps), x, text)
     computed = [letter == "F" for letter in symbols]
-    assert computed == steps.computed(14)
+    assert computed == steps.full_steps(14)
     expected = denoise(*parts(make_unet(), text), scheduler, x, computed)
     uncorrected, _ = plugged(name, Recipe(steps=replace(steps, correct=False)), x, text)
     rounding, corrected = ((one - expected).norm() / expected.norm() for one in (made, uncorrected))

@@ -38,16 +38,16 @@ def test_a_run_of_step_caching_has_as_many_calls_of_each_kind_as_a_real_one() ->
     assert " corrected" in told
     counts = calls_of(STEP_CACHING, scheduler.timesteps.tolist())
     assert counts[Kind()] == symbols.count("F")
-    assert counts[Kind(computed=False)] == symbols.count("f") + symbols.count("fF")
+    assert counts[Kind(full=False)] == symbols.count("f") + symbols.count("fF")
 
 
 def test_the_default_shares_in_cached_steps_alone_and_not_on_small_grids() -> None:
     kinds = calls_of(on_grid(AGENTS_CACHED, 4096), TIMESTEPS)
-    assert {kind.attention for kind in kinds if not kind.computed} == {"share"}
-    assert sum(n for kind, n in kinds.items() if kind.computed) == 10
-    assert {kind.stage for kind in kinds if not kind.computed} == {True, False}
+    assert {kind.attention for kind in kinds if not kind.full} == {"share"}
+    assert sum(n for kind, n in kinds.items() if kind.full) == 10
+    assert {kind.stage for kind in kinds if not kind.full} == {True, False}
     large = calls_of(on_grid(AGENTS_CACHED, 9216), TIMESTEPS)
-    assert sum(n for kind, n in large.items() if kind.computed and kind.attention == "share") == 4
+    assert sum(n for kind, n in large.items() if kind.full and kind.attention == "share") == 4
     assert calls_of(on_grid(AGENTS_CACHED, 1024), TIMESTEPS) == calls_of(STEP_CACHING, TIMESTEPS)
 
 

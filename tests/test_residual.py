@@ -210,7 +210,7 @@ def test_the_last_cached_step_of_a_phase_is_corrected_beside_the_next_ones_resid
             for t in caller.timesteps:
                 x = caller.scheduler.step(unet(x, t, caller.text).sample, t, x).prev_sample
         made.append(x)
-    assert handle.summary().startswith("FfFfFfFfFfFf  (12 calls: 6 computed; 6 cached; 5 corrected)")
+    assert handle.summary().startswith("FfFfFfFfFfFf  (12 calls: 6 full; 6 cached; 5 corrected)")
     assert (made[1] - made[0]).norm() < 1e-4 * made[0].norm()
 
 
@@ -273,7 +273,7 @@ def attended(monkeypatch):
 
 @pytest.mark.parametrize("operator", [Downsample(), Phases(Agents(stride=2), Downsample())])
 def test_layers_that_cached_steps_skip_run_no_operator(operator, attended):
-    """At interval 1; where computed steps share, all layers do."""
+    """At interval 1; where full steps share, all layers do."""
     caller, caching, steps = Caller(steps=12), make_small_unet(), StepCache(**STEPS)
     unet, handle = patched(operator, ResidualSharing(1), steps=steps)
     apply_agentsd(caching, recipe=Recipe(steps=steps))

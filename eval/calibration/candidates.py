@@ -9,7 +9,7 @@ from agentsd import Agents, Downsample, Phases, Recipe, ResidualSharing, StepCac
 from agentsd.recipe import FAST
 
 INTERVALS = ((2, None), (2, 4), (2, 6), (3, None), (3, 6), (4, None))
-"""Of step caching, from careful to bold: one computed step in so many, and at the run's end."""
+"""Of step caching, from careful to bold: one full step in so many, and at the run's end."""
 _STEPS = [
     StepCache(n, warmup_steps=warm, late_interval=late) for warm, (n, late) in product((3, 5), INTERVALS)
 ]

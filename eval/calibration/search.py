@@ -202,7 +202,7 @@ def _search(
 
 def _boldness(recipe: Recipe) -> int:
     """How many of 100 steps are cached."""
-    return 100 - sum(recipe.steps.computed(100)) if recipe.steps else 0
+    return 100 - sum(recipe.steps.full_steps(100)) if recipe.steps else 0
 
 
 def _validation(runs: Runs, recipe: Recipe, numbers: Sequence[int]) -> Row:

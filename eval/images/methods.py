@@ -64,7 +64,7 @@ class Method:
 
     @property
     def interval(self) -> int | None:
-        """The steps between two computed steps of DeepCache; None without it."""
+        """The steps between two full steps of DeepCache; None without it."""
         return next((number for kind, number in self._numbered if kind == "deepcache"), None)
 
     @property

@@ -67,7 +67,7 @@ def forwards_kept(unet: Any) -> Iterator[None]:
 
 @contextmanager
 def deepcache(pipe: Any, interval: int, seed: int) -> Iterator[None]:
-    """DeepCache with one computed step in `interval`, by its own package."""
+    """DeepCache with one full step in `interval`, by its own package."""
     from DeepCache import DeepCacheSDHelper
 
     helper = DeepCacheSDHelper(pipe=pipe)

@@ -15,14 +15,14 @@ Predict = Callable[[], Tensor]
 
 
 class Spectrum:
-    """Spectrum (Han et al., CVPR 2026): the last hidden state, forecast over the computed steps of a run.
+    """Spectrum (Han et al., CVPR 2026): the last hidden state, forecast over the full steps of a run.
 
     A forecast is the mean of two: a ridge regression on Chebyshev polynomials of the step over all computed
     states, and the line through the last two. The settings are those of the authors' script for SDXL, their
     time axis of 50 steps included. Their code rounds coefficients to bfloat16, this does not.
 
     Args:
-        window: one computed step in so many after the warm-up; it grows with each.
+        window: one full step in so many after the warm-up; it grows with each.
     """
 
     WARMUP, GROWTH, DEGREE, RIDGE, SHARE, SPAN = 5, 0.75, 4, 0.1, 0.5, 50
@@ -82,7 +82,7 @@ class EasyCache:
     """EasyCache (Zhou et al., 2025) as ComfyUI has it: a call is skipped while the input has changed little.
 
     What a skipped call adds to its input is what the last computed one added. The change of the output is
-    guessed from that of the input by the ratio of the two at the last computed call. ComfyUI looks at the
+    guessed from that of the input by the ratio of the two at the last full call. ComfyUI looks at the
     first condition alone, this at the whole batch.
 
     Args:

@@ -69,14 +69,14 @@ def steps_of(method: str, config: Mapping[str, Any], size: int, steps: int) -> l
 def rows_of(case: str, config: Mapping[str, Any], size: int) -> list[Row]:
     """Return a row for each kind of step, and for whole runs."""
     assert FAST.steps is not None
-    computed = FAST.steps.computed(STEPS)
+    computed = FAST.steps.full_steps(STEPS)
     plain = steps_of("baseline", config, size, 2)[-1]
     fast = steps_of("fast", config, size, STEPS)
     shown = {
         "plain step": plain,
-        "computed step": fast[1],
+        "full step": fast[1],
         "cached step": fast[computed.index(False)],
-        "computed step that corrects": fast[computed.index(True, computed.index(False))],
+        "full step that corrects": fast[computed.index(True, computed.index(False))],
         f"{STEPS} plain steps": tuple(STEPS * one for one in plain),
         f"`fast`, {STEPS} steps": tuple(map(sum, zip(*fast, strict=True))),
         **{f"{n} plain steps": tuple(n * one for one in plain) for n in FEWER},

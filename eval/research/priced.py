@@ -63,12 +63,12 @@ class Kind:
 
     Attributes:
         stage: whether it is in the early steps; None where that makes no difference.
-        computed: all layers are computed.
+        full: all layers are computed.
         attention: of the patched layers (`agentsd.plan`).
     """
 
     stage: bool | None = None
-    computed: bool = True
+    full: bool = True
     attention: str = OPERATOR
 
 
@@ -107,12 +107,12 @@ def calls_of(recipe: Recipe | None, timesteps: Sequence[float]) -> Counter[Kind]
     timing = recipe.timing
     early = round(timing.early_frac * len(timesteps)) if isinstance(timing, Phases) else 0
     found: Counter[Kind] = Counter()
-    last: Kind | None = None  # of the cached steps that the next computed one corrects: it is computed again
+    last: Kind | None = None  # of the cached steps that the next full one corrects: it is computed again
     for i in range(len(timesteps)):
         step = plan[i]
-        kind = Kind(i < early if timing and step.attention != FULL else None, step.computed, step.attention)
+        kind = Kind(i < early if timing and step.attention != FULL else None, step.full, step.attention)
         found[kind] += 1
-        if not step.computed:
+        if not step.full:
             last = kind
         elif recipe.steps is not None and recipe.steps.correct and last is not None:
             found[last] += 1
@@ -136,7 +136,7 @@ def unit_costs(pipe: Any, recipe: Recipe | None, call: Any) -> dict[Kind, Second
         cached = recipe.steps and replace(recipe.steps, interval=2, warmup_steps=1, late_interval=None)
         probes = [cached]
         if cached and recipe.residual and recipe.residual.interval > 1:
-            probes.append(None)  # computed steps share, too
+            probes.append(None)  # full steps share, too
         for steps in probes:
             residual = recipe.residual and replace(
                 recipe.residual, interval=1 if steps else 2, interval_from=0, warmup_steps=1
@@ -147,7 +147,7 @@ def unit_costs(pipe: Any, recipe: Recipe | None, call: Any) -> dict[Kind, Second
             with apply_agentsd(pipe, recipe=probe):
                 probed = pipe.scheduler.timesteps[: 2 if steps or residual else 1]
                 for kind, timestep in zip(plan, probed, strict=False):
-                    costs[Kind(stage, kind.computed, kind.attention)] = call(timestep)
+                    costs[Kind(stage, kind.full, kind.attention)] = call(timestep)
     return costs
 
 
