@@ -32,7 +32,7 @@ _NEGLIGIBLE = 1e-5  # share of the largest response; anything smaller is float32
 class CachedFeatures:
     """The features of the last full steps, a list of tensors for each, with their noise levels.
 
-    Features at other noise levels are read off a polynomial in sigma. Until the next step is computed, it
+    Features at other noise levels are read off a polynomial in sigma. Until the next full step, it
     goes through the last `order + 1` of them and extrapolates. Afterwards it goes through one more and
     interpolates.
 
@@ -67,7 +67,7 @@ class CachedFeatures:
         return self._at(sigma, self._kept, select)
 
     def newton_term(self, sigma: float | None) -> float:
-        """Return how far the features at a noise level moved when the last ones were stored.
+        """Return a number proportional to how far features at a noise level moved when the last were stored.
 
         They moved from what `extrapolate` gave then to what `interpolate` gives now. In Newton's form of
         the polynomial that is one more term: the product of (sigma - level) over the earlier levels, times
@@ -160,7 +160,8 @@ class Corrections:
 
         best - sum_{j<n} R[n + 1, j] error[j] / R[n + 1, n]
 
-    and the next latent is right up to rounding, whatever the sampler. Every later call does the same, as
+    and the next latent is where the right outputs, as they are estimated, would have taken it, up to rounding
+    and whatever the sampler. Every later call does the same, as
     multistep samplers remember the outputs they were given. The latent of call n itself was wrong, too,
     which changed the call's output by dF/dx of Gaussian data. `best` is the output without that change.
 
@@ -267,7 +268,7 @@ class Memory:
         inputs: the first call's arguments, held so that no other tensor can get the address of a condition.
         trail: checks that a call follows from the one before.
         features: the hidden states that enter the last layers.
-        warmup: how many first calls are full, whatever the plan says.
+        warmup: how many features must be stored before a call may be cached, whatever the plan says.
         residuals: residuals of attention, if they are shared.
         corrections: the errors of cached calls, if the sampler's response is known.
         cached: the cached calls since the last full one, which are still to be corrected.
@@ -383,7 +384,7 @@ class RunCache:
         order, response = 0 if steps is None else steps.extrapolation_order, plan.response
         deterministic = response is not None and not response.noisy
         trail = Trail(plan.sampler.new_noise(deterministic), model.samples) if old is None else old.trail
-        # All but the latent and the residuals, which are large and aren't recognised by their address.
+        # All but the latent and ControlNet's residuals: they are large, and not recognised by their address.
         held = [one for name, one in call.inputs.items() if name not in RESIDUALS and one is not call.latent]
         return Memory(
             tree_leaves(held),

@@ -1,14 +1,7 @@
 """What each call of a run computes: all layers or only the last ones, and which attention.
 
-A run caches nothing, and a warning says why, if
-
-- it has fewer than 8 steps, or its scheduler is made for few (LCM, TCD);
-- its timesteps are unknown, or go up;
-- an unknown attention processor may have to see each call;
-- the U-Net is called several times per step on one text (panorama's crops).
-
-A call computes all layers if gradients are on, or if what it needs was not stored (another text or shape).
-Every thread has its own cache, which is dropped when the run ends.
+Whether a run may cache at all is decided in `planning.unsupported_reason`, and whether a call may use what is
+stored in `memory.RunCache.memory_of`. There is one cache for each thread and list of timesteps.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 | all other arguments are unchanged | `conditions_of`: identity; `Trail`: values |
 | weights, switches and modules are unchanged | `ModelState` |
 
-If one of them doesn't hold, nothing stored is used and the call computes all layers. After three such calls
+If one of them doesn't hold, nothing stored is used and the call computes all layers. After three such steps
 in a row, nothing more is skipped in the run (`agentsd.memory`).
 """
 

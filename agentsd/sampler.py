@@ -1,9 +1,9 @@
 """A scheduler's impulse response to the U-Net's outputs, and the noise level of each call.
 
-A scheduler's latents are linear in the U-Net's outputs. So a copy of the scheduler is stepped once through
-the run, with an output of 1 in call j and 0 in all others. Its latents show what the output of call j adds to
-each later latent. This covers any sampler: the history of multistep samplers, calls that share a step (PLMS,
-Heun), ancestral noise, special last steps.
+Unless a scheduler clips or thresholds, its latents are linear in the U-Net's outputs. So a copy of the
+scheduler is stepped once through the run, with an output of 1 in call j and 0 in all others. Its latents show
+what the output of call j adds to each later latent. This covers any sampler: the history of multistep
+samplers, calls that share a step (PLMS, Heun), ancestral noise, special last steps.
 """
 
 from __future__ import annotations

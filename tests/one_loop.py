@@ -1,7 +1,7 @@
 """The method in one loop: corrected step caching under any sampler that is linear in the model's output.
 
-No threads, no runs, and two functions in place of a model, which predicts noise. A step is one call. All else
-that `agentsd` does is to find these two in a live pipeline.
+No threads, no runs. Two functions stand for a model that predicts noise, and a step is one call. The rest of
+`agentsd`'s step caching finds these two functions in a live pipeline.
 """
 
 from copy import deepcopy
@@ -10,45 +10,47 @@ from math import prod
 import torch
 
 
-def denoise(deep, last, scheduler, x, computed):
-    """The last latents of a run from x.
+def denoise(deep, last, scheduler, x, full):
+    """Sample from `x` and return the final latents.
 
     Args:
         deep: the hidden state that enters the model's last layers, of an input and a timestep.
         last: what the last layers make of an input, a timestep and that state.
         scheduler: a diffusers scheduler that is set to its timesteps.
-        computed: for each step, whether all layers are computed; else it is cached.
+        full: for each step, whether all layers are computed; else it is cached.
     """
     response, sigmas = impulse_response(scheduler), noise_levels(scheduler)
     kept, cached = [], []  # (sigma, state) of the last full steps; cached steps since the last of them
-    wrong = {}  # by step: what it gave less what is right
+    errors = {}  # by step: the output that it gave minus the right one
 
     def off(n):  # how far the latent of step n is from where right outputs would have taken it
-        return sum(float(response[n, j]) * wrong[j] for j in wrong)
+        return sum(float(response[n, j]) * errors[j] for j in errors)
 
-    def right(n, output, scale):  # an output without what the wrong latent has done to it
+    def right(n, output, scale):  # an output as it would be on the right latent, by dF/dx of Gaussian data
         return output - sigmas[n] / (1 + sigmas[n] ** 2) ** 0.5 * scale * off(n)
 
     for n, t in enumerate(scheduler.timesteps):
         seen = scheduler.scale_model_input(x, t)
         scale = float(scheduler.scale_model_input(torch.ones(1, dtype=torch.float64), t))
-        if computed[n]:
+        if full[n]:
             state = deep(seen, t)
             output = last(seen, t, state)
             kept = [*kept, (sigmas[n], state)][-3:]
-            if cached:  # states are known on both sides now: the last cached step is computed again between
+            if cached:
+                # The state is now known on both sides of the cached steps. So interpolate it at the last of
+                # them, and compute that step again.
                 i, at, t_i, _, before, _ = cached[-1]
                 moved = last(at, t_i, polynomial(kept, sigmas[i])) - before
                 for j, _, _, scale_j, out, gave in cached:
                     share = min(1.0, newton_term(kept, sigmas[j]) / newton_term(kept, sigmas[i]))
-                    wrong[j] = gave - right(j, out + share * moved, scale_j)
+                    errors[j] = gave - right(j, out + share * moved, scale_j)
             output, cached = right(n, output, scale), []
         else:
             output = last(seen, t, polynomial(kept[-2:], sigmas[n]))
         own = float(response[n + 1, n])
         given = output - off(n + 1) / own if own else output  # so that the next latent is right
-        if computed[n]:
-            wrong[n] = given - output
+        if full[n]:
+            errors[n] = given - output
         else:
             cached.append((n, seen, t, scale, output, given))
         x = scheduler.step(given, t, x).prev_sample
