@@ -145,17 +145,17 @@ def test_what_is_sent_in_names_the_machine_of_each_figure(on: Any, tmp_path: Pat
 
 
 def test_a_run_goes_on_with_more_images_and_another_batch(on: Any, tmp_path: Path) -> None:
-    on(A, "--images", 3, "--batch-size", 2)
+    on(A, "--images", 6, "--batch-size", 2)
     before = {path: path.read_bytes() for path in (tmp_path / "run" / "images").rglob("*.png")}
-    printed, more = on(A, "--images", 7, "--batch-size", 3)
-    assert all(row["images"] == 7 for row in more["rows"])
+    printed, more = on(A, "--images", 15, "--batch-size", 3)
+    assert all(row["images"] == 15 for row in more["rows"])
     assert {row["timed_batch"] for row in more["rows"]} == {3}
     assert "batches of" not in printed
     same = sum(path.read_bytes() == content for path, content in before.items())
     assert same == len(before)
     _, fewer = on(A, "--images", 4, "--batch-size", 3)
     assert all(row["images"] == 4 for row in fewer["rows"])
-    assert len(list((tmp_path / "run" / "images" / "baseline-sdpa").glob("*.png"))) == 7
+    assert len(list((tmp_path / "run" / "images" / "baseline-sdpa").glob("*.png"))) == 15
 
 
 def facts(specs: list[ImageSpec], pipe: Any) -> dict[str, Any]:

@@ -148,7 +148,9 @@ def verdict(rows: Sequence[Row]) -> str:
     key = by_time(rows)
     found = [row for row in rows if row.get(key) is not None and not is_baseline(row)]
     if not found:
-        return "No row's gain is known: it takes the baseline in fewer steps, and recipes."
+        same = [row_label(row) for row in rows if row.get("equal_images", 0) == row.get("images")]
+        told = f"The images of {', '.join(same)} are the baseline's. " if same else ""
+        return f"{told}No row's gain is known: it takes the baseline in fewer steps, and recipes."
     if not all(map(enough, found)):
         return f"{found[0].get('images')} images a row don't say what gains: take {FEWEST} prompts or more."
     if told := disturbed(rows):

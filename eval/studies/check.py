@@ -9,6 +9,7 @@ from rich.console import Console
 
 from .. import run_file
 from ..files import write_bytes
+from ..images.store import Store
 from ..pages.quality_table import by_time, gain, row_label, verdict
 from ..pages.report import write_report
 from ..pages.rows import Column, figure, to_terminal
@@ -41,6 +42,8 @@ def command(settings: CheckSettings, console: Console) -> None:
         f"distance: perceptual, to the {to} image of the same seed. speed-up: over baseline ({clock} time). "
         "gain: what plain sampling takes to come as near, over the row's own time (95%)."
     )
+    if mixed := Store(settings.out).mixture(rows):
+        console.print(mixed, markup=False)
     path = settings.out / "check.json"
     text = json.dumps(results(settings.out), indent=1, ensure_ascii=False)
     write_bytes(path, text.encode())
