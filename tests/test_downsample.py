@@ -31,7 +31,7 @@ def test_a_layer_is_diffusers_own_attention_to_the_first_token_of_each_cell(size
     ("settings", "size", "kept"),
     [
         ({"at_most": 36}, (12, 12), [36, 9]),
-        ({"at_most": 36}, (16, 16), [25, 16]),
+        ({"at_most": 36}, (24, 24), [36, 16]),
         ({"at_most": 36}, (8, 32), [20, 16]),
         ({"at_most": None}, (16, 16), [64, 16]),
         ({"stride": 4}, (3, 3), [9, 4]),  # no cell is whole
