@@ -125,11 +125,21 @@ def side_by_side():
     return wrapped
 
 
-def with_processor():
+def with_processor(processor):
     unet = make_unet()
-    attn = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
-    attn.set_processor(PAGIdentitySelfAttnProcessor2_0())
+    unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1.set_processor(processor)
     return unet
+
+
+class Weighted(torch.nn.Module):
+    """As IP-Adapter's own package has processors: a plain one's name, and weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+
+Weighted.__name__ = "AttnProcessor2_0"
 
 
 def prior():
@@ -145,7 +155,8 @@ def prior():
         (make_unet, 3, TypeError, "recipe=3 is a int: pass a Recipe, or its file or folder"),
         (lambda: torch.nn.Linear(1, 1), None, TypeError, "Linear has no U-Net"),
         (prior, AGENTSD, ValueError, "PriorTransformer has no self-attention that agentsd"),
-        (with_processor, AGENTSD, ValueError, "PAGIdentitySelfAttnProcessor2_0"),
+        (lambda: with_processor(PAGIdentitySelfAttnProcessor2_0()), AGENTSD, ValueError, "PAGIdentity"),
+        (lambda: with_processor(Weighted()), AGENTSD, ValueError, "has a AttnProcessor2_0, which agent"),
         (side_by_side, AGENTSD, TypeError, r"DataParallel on devices \[0, 1\].*DistributedDataParallel"),
         (make_controlnet, FAST, ValueError, r'ControlNetModel is no U-Net.*pass mode="agentsd"'),
         (make_unet, Recipe(steps=StepCache(layers=3)), ValueError, "layers=3: the last up block has 2"),
