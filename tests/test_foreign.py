@@ -71,7 +71,10 @@ def hook_with_names(module, seen):
 
 
 def hook_all(module, seen):
-    look = lambda one, args: seen(args) if one is module else None  # noqa: E731
+    def look(one, args):
+        if one is module:
+            seen(args)
+
     return torch.nn.modules.module.register_module_forward_pre_hook(look).remove
 
 
@@ -115,8 +118,7 @@ def test_who_counts_calls_of_the_unet_sees_no_corrections(may_miss):
     """Unless it says that it may see calls twice."""
     unet, seen, caller = make_unet(), Seen(), Caller(STEPS)
     handle = apply_agentsd(caller.pipe(unet), recipe=STEP_CACHING)
-    hook = lambda *args: seen(*args)  # noqa: E731
-    unet.register_forward_pre_hook(may_skip(hook) if may_miss else hook)
+    unet.register_forward_pre_hook(may_skip(seen) if may_miss else seen)
     with silent() if may_miss else warned("has a hook .*cached steps are not corrected"):
         run(unet, caller)
     assert "f" in handle.summary()

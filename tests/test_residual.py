@@ -169,7 +169,11 @@ def test_sharing_brings_a_run_back_to_full_attention(operator, steps):
 @pytest.mark.parametrize("operator", [Agents(), Merge(ranking="layer")])
 def test_tokens_are_matched_once_a_run(operator, monkeypatch):
     ranked = []
-    count = lambda metric, drawn: ranked.append(1) or rank_tokens(metric, drawn)  # noqa: E731
+
+    def count(metric, drawn):
+        ranked.append(metric)
+        return rank_tokens(metric, drawn)
+
     monkeypatch.setattr("agentsd.attention.ranking.rank_tokens", count)
     unet, handle = patched(operator, ResidualSharing())
     for _ in range(2):
