@@ -63,8 +63,8 @@ def test_fullgraph_with_a_graph_for_each_kind_of_call(name):
         assert counter.frame_count == graphs
         outputs(compiled, caller)
         assert counter.frame_count == graphs
-    remove_agentsd(compiled)
-    assert torch.equal(call(compiled), call(make_small_unet()))
+        remove_agentsd(compiled)
+        assert torch.equal(call(compiled), call(make_small_unet()))
 
 
 @pytest.mark.slow
