@@ -19,7 +19,7 @@ def deep_unet():
 
 
 def inputs(seed=0, batch=2):
-    """A latent, a text and a timestep for `make_unet`."""
+    """A latent and a text for `make_unet`."""
     rng = torch.Generator().manual_seed(seed)
     return torch.randn(batch, 4, 16, 16, generator=rng), torch.randn(batch, 7, WIDTH, generator=rng)
 
@@ -32,10 +32,22 @@ def ddim(steps=None, **more):
     return scheduler
 
 
-def outputs(unet, caller, after=lambda i: None, **more):
-    """What the U-Net gives in each call of a run; something happens after each."""
+@torch.no_grad()
+def loop(unet, scheduler, timesteps=None, text_of=None):
+    """Sampling by hand: the U-Net's output in each call."""
+    latents, text = inputs()
     outs = []
-    for i in range(len(caller.timesteps)):
+    for i, t in enumerate(scheduler.timesteps if timesteps is None else timesteps):
+        given = text_of(i) if text_of else text
+        outs.append(unet(scheduler.scale_model_input(latents, t), t, given).sample)
+        latents = scheduler.step(outs[-1], t, latents).prev_sample
+    return outs
+
+
+def outputs(unet, caller, after=lambda i: None, calls=None, **more):
+    """What the U-Net gives in each call of a run, or in some; something happens after each."""
+    outs = []
+    for i in range(len(caller.timesteps)) if calls is None else calls:
         outs.append(caller(unet, i, **more))
         after(i)
     return outs
@@ -44,6 +56,21 @@ def outputs(unet, caller, after=lambda i: None, **more):
 def equal(outs, others):
     """Bit for bit, and as many."""
     return all(torch.equal(a, b) for a, b in zip(outs, others, strict=True))
+
+
+def whole(unet):
+    """No layer is replaced by a stub."""
+    return not any("forward" in vars(module) for module in unet.modules())
+
+
+def plant(unet, where, error):
+    """Raise an error in the next call, at a place in the model."""
+
+    def interrupt(*_):
+        hook.remove()
+        raise error
+
+    hook = unet.get_submodule(where).register_forward_pre_hook(interrupt)
 
 
 def draw(pipe, seed=0, **changes):
@@ -55,6 +82,16 @@ def draw(pipe, seed=0, **changes):
 def letters(handle):
     """F of each full call of the last run, and f of each cached one."""
     return handle.summary().split()[0]
+
+
+def deepcache(pipe, interval=3):
+    """Switch the DeepCache package on; returns what switches it off."""
+    from DeepCache import DeepCacheSDHelper
+
+    helper = DeepCacheSDHelper(pipe=pipe)
+    helper.set_params(cache_interval=interval, cache_branch_id=0)
+    helper.enable()
+    return helper.disable
 
 
 class Host:

@@ -4,6 +4,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import diffusers
 import torch
@@ -11,7 +12,6 @@ from tiny import BETAS, WIDTH, make_small_unet, may_skip
 
 from agentsd import apply_agentsd
 
-_EDM, _FLOW = ("epsilon", "v_prediction"), ("flow_prediction",)
 _EPS_V, _ALL = ("epsilon", "v_prediction"), ("epsilon", "v_prediction", "sample")
 
 
@@ -33,65 +33,55 @@ class Sampling:
 
 
 def _of(name, says="corrected", predictions=_ALL, scaled=False, **config):
-    kind = getattr(diffusers, name)
+    kind = getattr(diffusers, f"{name}Scheduler")
     common = {} if name.startswith("EDM") else BETAS
     return Sampling(lambda **more: kind(**common | config | more), says, predictions, scaled)
 
 
-_NOISE = "corrected; says that noise is added"
+_NOISE, _OFF = "corrected; says that noise is added", "off, with a warning"
+_RISES = "off, as it goes up, with a warning"
+ddim = partial(_of, "DDIM", clip_sample=False)
+euler = partial(_of, "EulerDiscrete", scaled=True)
+dpm = partial(_of, "DPMSolverMultistep")
+ZERO_SNR = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+EXPONENTIAL = {"use_exponential_sigmas": True, "final_sigmas_type": "sigma_min"}
+FLOW = {"use_flow_sigmas": True, "flow_shift": 3.0}
 SAMPLERS = {
-    "DDIM": _of("DDIMScheduler", clip_sample=False),
-    "DDIM, zero terminal SNR, trailing": _of(
-        "DDIMScheduler",
-        predictions=("v_prediction", "sample"),
-        clip_sample=False,
-        rescale_betas_zero_snr=True,
-        timestep_spacing="trailing",
-    ),
-    "DDIM, linspace": _of("DDIMScheduler", clip_sample=False, timestep_spacing="linspace"),
-    "DDPM": _of("DDPMScheduler", _NOISE, clip_sample=False),
-    "PLMS": _of("PNDMScheduler", predictions=_EPS_V, skip_prk_steps=True),
-    "PNDM": _of("PNDMScheduler", predictions=_EPS_V),
-    "Euler": _of("EulerDiscreteScheduler", scaled=True),
-    "Euler, Karras": _of("EulerDiscreteScheduler", scaled=True, use_karras_sigmas=True),
-    "Euler, exponential, to sigma_min": _of(
-        "EulerDiscreteScheduler", scaled=True, use_exponential_sigmas=True, final_sigmas_type="sigma_min"
-    ),
-    "Euler, continuous timesteps": _of(
-        "EulerDiscreteScheduler", scaled=True, timestep_type="continuous", use_karras_sigmas=True
-    ),
-    "Euler a": _of("EulerAncestralDiscreteScheduler", _NOISE, _EPS_V, scaled=True),
-    "Heun": _of("HeunDiscreteScheduler", scaled=True),
-    "KDPM2": _of("KDPM2DiscreteScheduler", predictions=_EPS_V, scaled=True),
-    "KDPM2 a": _of("KDPM2AncestralDiscreteScheduler", _NOISE, _EPS_V, scaled=True),
-    "DPM++ 2M": _of("DPMSolverMultistepScheduler"),
-    "DPM++ 2M, Karras": _of("DPMSolverMultistepScheduler", use_karras_sigmas=True),
-    "DPM++ 2M, leading": _of("DPMSolverMultistepScheduler", timestep_spacing="leading"),
-    "DPM++ 2M, trailing": _of("DPMSolverMultistepScheduler", timestep_spacing="trailing"),
-    "DPM++ 2M, to sigma_min": _of("DPMSolverMultistepScheduler", final_sigmas_type="sigma_min"),
-    "DPM++ 2M, Lu's lambdas": _of("DPMSolverMultistepScheduler", use_lu_lambdas=True),
-    "DPM++ 3M": _of("DPMSolverMultistepScheduler", solver_order=3),
-    "DPM++ 2M SDE": _of("DPMSolverMultistepScheduler", _NOISE, algorithm_type="sde-dpmsolver++"),
-    "DPM++ 2M, flow": _of(
-        "DPMSolverMultistepScheduler", predictions=_FLOW, use_flow_sigmas=True, flow_shift=3.0
-    ),
-    "DPM++ 2S": _of("DPMSolverSinglestepScheduler"),
-    "DEIS": _of("DEISMultistepScheduler"),
-    "UniPC": _of("UniPCMultistepScheduler"),
-    "UniPC, Karras": _of("UniPCMultistepScheduler", use_karras_sigmas=True),
-    "SA-Solver": _of("SASolverScheduler", _NOISE),
-    "EDM Euler": _of("EDMEulerScheduler", predictions=_EDM),
-    "EDM DPM++ 2M": _of("EDMDPMSolverMultistepScheduler", predictions=_EDM),
-    "DDIM inversion": _of(
-        "DDIMInverseScheduler",
-        "off, as it goes up, with a warning",
-        predictions=("epsilon",),
-        clip_sample=False,
-    ),
-    "LCM": _of("LCMScheduler", "off, with a warning", ("epsilon",)),
-    "TCD": _of("TCDScheduler", "off, with a warning", ("epsilon",)),
+    "DDIM": ddim(),
+    "DDIM, zero terminal SNR, trailing": ddim(predictions=("v_prediction", "sample"), **ZERO_SNR),
+    "DDIM, linspace": ddim(timestep_spacing="linspace"),
+    "DDPM": _of("DDPM", _NOISE, clip_sample=False),
+    "PLMS": _of("PNDM", predictions=_EPS_V, skip_prk_steps=True),
+    "PNDM": _of("PNDM", predictions=_EPS_V),
+    "Euler": euler(),
+    "Euler, Karras": euler(use_karras_sigmas=True),
+    "Euler, exponential, to sigma_min": euler(**EXPONENTIAL),
+    "Euler, continuous timesteps": euler(timestep_type="continuous", use_karras_sigmas=True),
+    "Euler a": _of("EulerAncestralDiscrete", _NOISE, _EPS_V, scaled=True),
+    "Heun": _of("HeunDiscrete", scaled=True),
+    "KDPM2": _of("KDPM2Discrete", predictions=_EPS_V, scaled=True),
+    "KDPM2 a": _of("KDPM2AncestralDiscrete", _NOISE, _EPS_V, scaled=True),
+    "DPM++ 2M": dpm(),
+    "DPM++ 2M, Karras": dpm(use_karras_sigmas=True),
+    "DPM++ 2M, leading": dpm(timestep_spacing="leading"),
+    "DPM++ 2M, trailing": dpm(timestep_spacing="trailing"),
+    "DPM++ 2M, to sigma_min": dpm(final_sigmas_type="sigma_min"),
+    "DPM++ 2M, Lu's lambdas": dpm(use_lu_lambdas=True),
+    "DPM++ 3M": dpm(solver_order=3),
+    "DPM++ 2M SDE": dpm(_NOISE, algorithm_type="sde-dpmsolver++"),
+    "DPM++ 2M, flow": dpm(predictions=("flow_prediction",), **FLOW),
+    "DPM++ 2S": _of("DPMSolverSinglestep"),
+    "DEIS": _of("DEISMultistep"),
+    "UniPC": _of("UniPCMultistep"),
+    "UniPC, Karras": _of("UniPCMultistep", use_karras_sigmas=True),
+    "SA-Solver": _of("SASolver", _NOISE),
+    "EDM Euler": _of("EDMEuler", predictions=_EPS_V),
+    "EDM DPM++ 2M": _of("EDMDPMSolverMultistep", predictions=_EPS_V),
+    "DDIM inversion": _of("DDIMInverse", _RISES, ("epsilon",), clip_sample=False),
+    "LCM": _of("LCM", _OFF, ("epsilon",)),
+    "TCD": _of("TCD", _OFF, ("epsilon",)),
     "consistency models": Sampling(
-        lambda **more: diffusers.CMStochasticIterativeScheduler(), "off, with a warning", ("sample",)
+        lambda **more: diffusers.CMStochasticIterativeScheduler(), _OFF, ("sample",)
     ),
 }
 

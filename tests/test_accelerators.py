@@ -2,42 +2,28 @@
 
 import pytest
 import torch
-from callers import RUN, ddim, draw
-from DeepCache import DeepCacheSDHelper
+from callers import RUN, ddim, deepcache, draw
 from logs import warned
 from recipes import AGENTS_THEN_KEYS
 from tgate import TgateSDLoader
 
 from agentsd import Recipe, StepCache, apply_agentsd, remove_agentsd
-from agentsd.recipe import AGENTSD
 
 
-def deepcache(pipe):
-    helper = DeepCacheSDHelper(pipe=pipe)
-    helper.set_params(cache_interval=3, cache_branch_id=0)
-    helper.enable()
-    return helper.disable
-
-
-@pytest.mark.parametrize(("patch_first", "recipe"), [(True, AGENTSD), (False, AGENTS_THEN_KEYS)])
-def test_deepcache_in_either_order(pipe, sample, patch_first, recipe):
+def test_deepcache_in_either_order(pipe, sample):
+    """Each is taken away in the order in which it came."""
     pipe.scheduler = ddim()  # DeepCache looks timesteps up: they must not repeat
-    baseline = sample(pipe)
-    disable = deepcache(pipe)
-    cached = sample(pipe)
-    apply_agentsd(pipe, recipe=recipe)
-    both = sample(pipe)
-    assert not torch.equal(both, cached)
-    disable()
-    remove_agentsd(pipe)
-    assert torch.equal(sample(pipe), baseline)
-
-    steps = [lambda: apply_agentsd(pipe, recipe=recipe).remove, lambda: deepcache(pipe)]
-    undo = [step() for step in (steps if patch_first else reversed(steps))]
-    assert torch.equal(sample(pipe), both)
-    for back in undo:
-        back()
-    assert torch.equal(sample(pipe), baseline)
+    baseline, both = sample(pipe), []
+    steps = [lambda: apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS).remove, lambda: deepcache(pipe)]
+    for order in (steps, steps[::-1]):
+        undo = [step() for step in order]
+        both.append(sample(pipe))
+        for back in undo:
+            back()
+        assert torch.equal(sample(pipe), baseline)
+    deepcache(pipe)
+    assert torch.equal(*both)
+    assert not torch.equal(sample(pipe), both[0])
 
 
 def test_tgate_goes_round_processors_and_that_is_said(pipe):

@@ -12,27 +12,26 @@ import warnings
 import diffusers
 import pytest
 import torch
-from callers import Host, equal, letters
+from callers import Host, equal, letters, plant, whole
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from recipes import STEP_CACHING
-from tiny import BETAS, make_unet, may_skip
+from tiny import BETAS, make_unet
 
 from agentsd import Phases, Recipe, ResidualSharing, StepCache, apply_agentsd, remove_agentsd
 from agentsd.attention import Agents, Downsample
 
 SEQUENCES = int(os.environ.get("AGENTSD_SEQUENCES", "20"))
+AGENTS = Agents(stride=2)
 RECIPES = {
     "baseline": None,
     "step-caching": STEP_CACHING,
     "steps": Recipe(steps=StepCache(2, late_interval=4)),
     "two layers": Recipe(steps=StepCache(3, extrapolation_order=0, layers=2)),
     "intervals": Recipe(steps=StepCache(3, warmup_steps=2, late_interval=5)),
-    "residual": Recipe(Agents(stride=2), residual=ResidualSharing(2, 2)),
+    "residual": Recipe(AGENTS, residual=ResidualSharing(2, 2)),
     "all": Recipe(
-        Phases(Agents(stride=2), Downsample()),
-        residual=ResidualSharing(2, 3),
-        steps=StepCache(2, warmup_steps=3),
+        Phases(AGENTS, Downsample()), residual=ResidualSharing(2, 3), steps=StepCache(2, warmup_steps=3)
     ),
     "attention": Recipe(Phases(None, Downsample()), steps=StepCache(2)),
 }
@@ -89,7 +88,7 @@ class Denoising:
         self.rng = torch.Generator().manual_seed(prompt)
         self.latent = torch.randn(images, 4, *size, generator=self.rng)
         self.text = torch.randn(images * (1 + self.guided), 3, 4, generator=self.rng)
-        self.outs, self.hooks = [], []
+        self.outs = []
 
     def run(self):
         """What the U-Net gives in each call."""
@@ -100,26 +99,19 @@ class Denoising:
                 self.step(t)
         except (Stop, KeyboardInterrupt):
             pass
-        finally:
-            for hook in self.hooks:
-                hook.remove()
         return self.outs
 
     def happen(self):
         if self.happens == "break":
             raise Stop
         if self.happens in ("error", "interrupt"):
-            last = self.unet.up_blocks[-1].resnets[-1]
-            self.hooks.append(last.register_forward_pre_hook(may_skip(self.fail)))
+            plant(self.unet, "up_blocks.1.resnets.1", Stop if self.happens == "error" else KeyboardInterrupt)
         if self.happens == "cut" and self.guided:
             self.guided, self.text = False, self.text.chunk(2)[1].clone()
         if self.happens == "prompt":
             self.text = self.text.flip(0)
         if self.happens == "reapply" and hasattr(self.unet, "_agentsd"):
             apply_agentsd(self.host, recipe=self.unet._agentsd.recipe)
-
-    def fail(self, module, args):
-        raise KeyboardInterrupt if self.happens == "interrupt" else Stop
 
     def step(self, t):
         x = self.scheduler.scale_model_input(self.latent, t)
@@ -129,8 +121,7 @@ class Denoising:
         if self.guided:
             first, second = out.chunk(2)
             out = first + 3.0 * (second - first)
-        noisy = "Ancestral" in type(self.scheduler).__name__
-        more = {"generator": self.rng} if noisy else {}
+        more = {"generator": self.rng} if "Ancestral" in type(self.scheduler).__name__ else {}
         self.latent = self.scheduler.step(out, t, self.latent, **more).prev_sample
 
 
@@ -138,11 +129,16 @@ def run(host, spec):
     return Denoising(host, spec).run()
 
 
+def patch(host, name):
+    remove_agentsd(host)
+    if RECIPES[name] is not None:
+        apply_agentsd(host, recipe=RECIPES[name])
+
+
 @functools.cache
 def expected(spec):
     host = Host(copy.deepcopy(base()))
-    if RECIPES[spec[0]] is not None:
-        apply_agentsd(host, recipe=RECIPES[spec[0]])
+    patch(host, spec[0])
     return run(host, spec)
 
 
@@ -157,11 +153,7 @@ def test_a_run_gives_what_it_gives_on_a_fresh_model(specs, in_threads):
         warnings.simplefilter("ignore")
         for spec in specs:
             if spec[0] != before:
-                before = spec[0]
-                if RECIPES[before] is None:
-                    remove_agentsd(host)
-                else:
-                    apply_agentsd(host, recipe=RECIPES[before])
+                patch(host, before := spec[0])
             made = []
             if in_threads:
                 thread = threading.Thread(target=lambda spec=spec, made=made: made.extend(run(host, spec)))
@@ -173,4 +165,4 @@ def test_a_run_gives_what_it_gives_on_a_fresh_model(specs, in_threads):
             if before != "baseline":
                 event("".join(sorted(set(letters(host.unet._agentsd)))))
     remove_agentsd(host)
-    assert not any("forward" in vars(module) for module in host.unet.modules())
+    assert whole(host.unet)

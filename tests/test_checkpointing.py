@@ -10,6 +10,8 @@ from tiny import make_unet
 
 from agentsd import Agents, Downsample, Phases, Recipe, apply_agentsd
 
+RANDOM = Agents(at_most=None, agent_ratio=0.95, ranking="layer", destinations="random")
+
 
 def training_unet(checkpointing, recipe=AGENTS_THEN_KEYS):
     unet = make_unet().train()
@@ -47,13 +49,11 @@ def test_a_second_forward_before_the_backward_is_refused_under_checkpointing():
 
 def test_forward_and_backward_by_turns():
     """The same gradients with checkpointing as without: the same cells are drawn again."""
-    early, found = Agents(at_most=None, agent_ratio=0.95, ranking="layer", destinations="random"), []
-    recipe = Recipe(Phases(early, Downsample()))
+    found = []
     for checkpointing in (False, True):
-        unet = training_unet(checkpointing, recipe)
+        unet = training_unet(checkpointing, Recipe(Phases(RANDOM, Downsample())))
         for seed, t in enumerate((999, 1, 500, 999)):
             forward(unet, seed, t).backward()
         found.append(grads(unet))
     assert found[0]
-    for plain, again in zip(*found, strict=True):
-        torch.testing.assert_close(plain, again, rtol=0, atol=1e-6)
+    torch.testing.assert_close(*found, rtol=0, atol=1e-6)

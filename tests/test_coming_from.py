@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tomesd
 import torch
-from DeepCache import DeepCacheSDHelper
+from callers import deepcache
 from diffusers import DDIMScheduler
 
 import agentsd
@@ -42,7 +42,6 @@ def applied(pipe: Any, block: str, steps: int = 9) -> np.ndarray:
 
 
 def test_each_call_of_the_page_does_what_the_other_package_does(pipe: Any) -> None:
-    pipe.set_progress_bar_config(disable=True)
     pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config)  # DeepCache mistakes repeated timesteps
     merging, downsampling, caching = BLOCKS
     tomesd.apply_patch(pipe, ratio=0.5, use_rand=False)
@@ -50,11 +49,9 @@ def test_each_call_of_the_page_does_what_the_other_package_does(pipe: Any) -> No
     tomesd.remove_patch(pipe)
     ours = applied(pipe, merging.replace("ratio=0.5,", 'ratio=0.5, destinations="first",'), 2)
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
-    helper = DeepCacheSDHelper(pipe=pipe)
-    helper.set_params(cache_interval=3, cache_branch_id=0)
-    helper.enable()
+    disable = deepcache(pipe)
     theirs = made(pipe)
-    helper.disable()
+    disable()
     np.testing.assert_allclose(applied(pipe, caching), theirs, atol=1e-4)
     with pytest.raises(AssertionError):
         np.testing.assert_allclose(applied(pipe, caching.replace("3", "2", 1)), theirs, atol=1e-4)

@@ -29,6 +29,11 @@ ORDERS = {"paper": "apply, compile", "steps": "compile, apply"}
 """Of what is tried each time."""
 
 
+def slow_but(usual, names):
+    """Parameters, of which some run each time."""
+    return [name if name in usual else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
     torch.compiler.reset()
@@ -36,51 +41,30 @@ def fresh_dynamo():
     torch.compiler.reset()
 
 
-def patched(unet, recipe, order, backend):
-    """A U-Net that is compiled, patched before or after that."""
-    if order == "compile, apply":
-        compiled = torch.compile(unet, fullgraph=True, backend=backend)
-        apply_agentsd(compiled, recipe=recipe)
-        return compiled
-    apply_agentsd(unet, recipe=recipe)
-    if order == "apply, compile":
-        return torch.compile(unet, fullgraph=True, backend=backend)
-    unet.compile(fullgraph=True, backend=backend)
-    return unet
-
-
 def near(outs, others, atol=1e-6):
-    for out, other in zip(outs, others, strict=True):
-        torch.testing.assert_close(out, other, rtol=0, atol=atol)
+    torch.testing.assert_close(outs, others, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in ORDERS else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
-)
+@pytest.mark.parametrize("name", slow_but(ORDERS, RECIPES))
 def test_fullgraph_with_a_graph_for_each_kind_of_call(name):
-    """It gives what it gives uncompiled."""
-    recipe, graphs = RECIPES[name]
+    """It gives what it gives uncompiled, patched before or after that."""
+    (recipe, graphs), order = RECIPES[name], ORDERS.get(name)
     eager, unet, counter, caller = make_small_unet(), make_small_unet(), CompileCounter(), Guided(14)
     apply_agentsd(eager, recipe=recipe)
-    compiled = patched(unet, recipe, ORDERS.get(name, "in place"), counter)
+    if order != "compile, apply":
+        apply_agentsd(unet, recipe=recipe)
+    compiled = torch.compile(unet, fullgraph=True, backend=counter) if order else unet
+    if order == "compile, apply":
+        apply_agentsd(compiled, recipe=recipe)
+    elif order is None:
+        unet.compile(fullgraph=True, backend=counter)
     with torch._dynamo.config.patch(recompile_limit=16):
         near(outputs(compiled, caller), outputs(eager, caller), atol=1e-5)
         assert counter.frame_count == graphs
         outputs(compiled, caller)
-    assert counter.frame_count == graphs
-
-
-@pytest.mark.slow
-def test_apply_and_remove_on_a_model_that_has_already_run_compiled():
-    eager, unet = make_small_unet(), make_small_unet()
-    apply_agentsd(eager, recipe=AGENTS_THEN_KEYS)
-    baseline = call(unet)
-    compiled = torch.compile(unet, fullgraph=True, backend="eager")
-    assert torch.equal(call(compiled), baseline)
-    apply_agentsd(compiled, recipe=AGENTS_THEN_KEYS)
-    torch.testing.assert_close(call(compiled), call(eager), rtol=0, atol=1e-6)
-    remove_agentsd(compiled)
-    assert torch.equal(call(compiled), baseline)
+        assert counter.frame_count == graphs
+        remove_agentsd(compiled)
+        assert torch.equal(call(compiled), call(make_small_unet()))
 
 
 @pytest.mark.slow
@@ -105,34 +89,29 @@ def test_compile_repeated_blocks():
     for model in (eager, unet):
         apply_agentsd(model, recipe=Recipe(steps=StepCache(2)))
     unet.compile_repeated_blocks(fullgraph=True, backend=counter)
-    near(outputs(unet, caller), outputs(eager, caller))
-    assert counter.frame_count == 1
-    outputs(unet, caller)
-    assert counter.frame_count == 1
+    for _ in range(2):
+        near(outputs(unet, caller), outputs(eager, caller))
+        assert counter.frame_count == 1
 
 
-SLOW_WAYS = [pytest.param(way, marks=pytest.mark.slow) for way in ("pipe.unet, then apply", "in place")]
+WAYS = ("apply, then pipe.unet", "blocks", "pipe.unet, then apply", "in place")
 
 
-@pytest.mark.parametrize("way", ["apply, then pipe.unet", "blocks", *SLOW_WAYS])
+@pytest.mark.parametrize("way", slow_but(WAYS[:2], WAYS))
 def test_a_compiled_unets_corrections_run_compiled(make_pipeline, sample, way):
     ran, eager = [], []
-
-    def backend(graph, inputs):
-        return lambda *args: (ran.append(1), graph(*args))[1]
-
     pipe = make_pipeline(unet=make_small_unet(), scheduler=ddim())
     unet, recipe = pipe.unet, Recipe(steps=StepCache(2))
-    if way == "apply, then pipe.unet":
-        handle = apply_agentsd(pipe, recipe=recipe)
+    handle = apply_agentsd(pipe, recipe=recipe) if way == "apply, then pipe.unet" else None
+    backend = {
+        "backend": lambda graph, inputs: lambda *args: (ran.append(1), graph(*args))[1],
+        "fullgraph": True,
+    }
     if "pipe.unet" in way:
-        pipe.unet = torch.compile(unet, backend=backend, fullgraph=True)
-    elif way == "in place":
-        unet.compile(backend=backend, fullgraph=True)
+        pipe.unet = torch.compile(unet, **backend)
     else:
-        unet.compile_repeated_blocks(backend=backend, fullgraph=True)
-    if way != "apply, then pipe.unet":
-        handle = apply_agentsd(pipe, recipe=recipe)
+        (unet.compile if way == "in place" else unet.compile_repeated_blocks)(**backend)
+    handle = handle or apply_agentsd(pipe, recipe=recipe)
     if way == "blocks":  # which lie inside of what cached steps leave out
         unet.conv_in.register_forward_hook(may_skip(lambda *_: eager.append(1)))
     sample(pipe, **RUN)
@@ -147,4 +126,4 @@ def test_inductor_gives_the_same_image():
     apply_agentsd(unet, recipe=Recipe(Phases(Agents(destinations="first"), Downsample())))
     compiled = torch.compile(unet, fullgraph=True)
     for t in (999, 1):
-        torch.testing.assert_close(call(compiled, t), call(unet, t), rtol=0, atol=1e-4)
+        near(call(compiled, t), call(unet, t), atol=1e-4)

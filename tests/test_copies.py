@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from callers import Guided, ddim, equal, outputs
+from callers import Guided, ddim, equal, outputs, whole
 from logs import silent
 from recipes import AGENTS_THEN_KEYS, STEP_CACHING
 from tiny import call, make_unet
@@ -41,24 +41,21 @@ def test_a_copy_of_a_patched_unet_has_a_patch_of_its_own(recipe, way):
     unet = make_unet()
     baseline = call(unet)
     apply_agentsd(unet, recipe=recipe)
-    patched, twin, another = call(unet), WAYS[way](unet), WAYS[way](unet)
+    patched, twins = call(unet), [WAYS[way](unet) for _ in range(2)]
     assert not torch.equal(patched, baseline)
-    assert torch.equal(call(twin), patched)
-    assert torch.equal(call(unet), patched)
-    remove_agentsd(twin)
-    handle_of(another).remove()
-    assert torch.equal(call(twin), baseline)
-    assert torch.equal(call(another), baseline)
-    assert not any(m._forward_pre_hooks for m in twin.modules())
-    assert torch.equal(call(unet), patched)
+    for twin, remove in zip(twins, (remove_agentsd, lambda one: handle_of(one).remove()), strict=True):
+        assert torch.equal(call(twin), patched)
+        remove(twin)
+        assert torch.equal(call(twin), baseline)
+        assert not any(m._forward_pre_hooks for m in twin.modules())
+        assert torch.equal(call(unet), patched)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_copy_in_the_middle_of_a_run_begins_one_of_its_own(way):
     recipe, caller = Recipe(steps=StepCache(2)), Guided()
     handle = apply_agentsd(unet := make_unet(), recipe=recipe)
-    for i in range(3):
-        caller(unet, i)
+    outputs(unet, caller, calls=range(3))
     twin = WAYS[way](unet)
     with torch.no_grad():
         for parameter in unet.parameters():
@@ -69,7 +66,7 @@ def test_a_copy_in_the_middle_of_a_run_begins_one_of_its_own(way):
     assert handle_of(twin).summary() == handle_of(expected).summary()
     assert handle.summary().startswith("FfF")
     remove_agentsd(twin)
-    assert not any("forward" in vars(module) for module in twin.modules())
+    assert whole(twin)
     assert not hasattr(twin, "_reset_stateful_cache")
 
 

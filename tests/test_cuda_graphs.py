@@ -1,14 +1,10 @@
 """What calls keep outlives CUDA graphs (`mode="reduce-overhead"`), whose outputs the next call overwrites."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
 import torch
-from callers import Guided
+from callers import Guided, outputs
 from recipes import STEP_CACHING
 from tiny import make_controlnet, make_small_unet, make_unet
-from torch import Tensor
 from torch._inductor.cudagraph_trees import CUDAGraphTreeManager, MarkStepBox
 
 from agentsd import Agents, Downsample, Merge, Phases, Recipe, ResidualSharing, StepCache
@@ -29,28 +25,24 @@ class OverwrittenOutputs:
 
     As under `mode="reduce-overhead"`: each call of a compiled function begins one, or, once it is in use,
     each `torch.compiler.cudagraph_mark_step_begin()`. Numbers become NaN, indices one that no tensor has.
-
-    Attributes:
-        overwritten: how many outputs were.
     """
 
-    def __init__(self) -> None:
-        self.overwritten = 0
-        self._given: list[Tensor] = []
-        self._generation = 0
+    def __init__(self):
+        self.overwritten = self._generation = 0
+        self._given = []
 
-    def __call__(self, graph: Callable[..., Any], inputs: Any) -> Callable[..., Any]:
+    def __call__(self, graph, inputs):
         """Compile a graph."""
 
-        def run(*args: Any) -> Any:
+        def run(*args):
             self._begin()
-            outputs = [out.clone() if isinstance(out, Tensor) else out for out in graph(*args)]
-            self._given += [out for out in outputs if isinstance(out, Tensor)]
+            outputs = [out.clone() if isinstance(out, torch.Tensor) else out for out in graph(*args)]
+            self._given += [out for out in outputs if isinstance(out, torch.Tensor)]
             return outputs
 
         return run
 
-    def _begin(self) -> None:
+    def _begin(self):
         generation = CUDAGraphTreeManager.get_curr_generation()
         if generation == self._generation:
             return
@@ -62,7 +54,7 @@ class OverwrittenOutputs:
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
+def fresh_dynamo():
     before = MarkStepBox.mark_step_counter
     MarkStepBox.mark_step_counter = 0  # torch counts calls, whichever steps were marked before
     yield
@@ -70,9 +62,13 @@ def fresh_dynamo() -> Iterator[None]:
     MarkStepBox.mark_step_counter = before
 
 
-def run(unet: Any, **more: Any) -> list[torch.Tensor]:
-    caller = Guided(10)
-    return [caller(unet, i, **more).clone() for i in range(10)]
+def near(outs, others, atol=1e-6):
+    torch.testing.assert_close(outs, others, rtol=0, atol=atol)
+
+
+def run(unet, caller=None):
+    caller = caller or Guided(10)
+    return [caller(unet, i).clone() for i in range(10)]
 
 
 @pytest.mark.gpu
@@ -91,30 +87,17 @@ def test_real_graphs_give_what_eager_calls_give(name, monkeypatch):
     for model in (eager, unet):
         patch(model, recipe=RECIPES[name])
     compiled = torch.compile(unet, fullgraph=True, mode="reduce-overhead")
-    expected = [caller(eager, i).clone() for i in range(10)]
+    expected = run(eager, caller)
     for _ in range(4):
-        made = [caller(compiled, i).clone() for i in range(10)]
-        torch.testing.assert_close(made, expected, rtol=0, atol=1e-3)
+        near(run(compiled, caller), expected, atol=1e-3)
     assert get_container(0).tree_manager is not None  # something was recorded
-
-
-def test_the_stand_in_overwrites_what_the_call_before_gave():
-    double = torch.compile(lambda x: 2 * x, backend=OverwrittenOutputs())
-    kept = double(torch.ones(3))
-    assert torch.equal(kept, torch.full((3,), 2.0))
-    double(torch.ones(3))
-    assert kept.isnan().all()
 
 
 SLOW = [(name, blocks) for name in ("sharing", "paper", "default") for blocks in (False, True)]
 
 
 @pytest.mark.parametrize(
-    ("name", "blocks"),
-    [
-        ("order 0", False),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
-    ],
+    ("name", "blocks"), [("order 0", False), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
 def test_compiled_as_a_whole_or_its_blocks(name, blocks):
     """Blocks of one call are one generation: layers of a level share the map that one of them made."""
@@ -124,26 +107,25 @@ def test_compiled_as_a_whole_or_its_blocks(name, blocks):
     expected = run(eager)
     (unet.compile_repeated_blocks if blocks else unet.compile)(fullgraph=True, backend=backend)
     for _ in range(2):  # the second run compiles nothing
-        for out, reference in zip(run(unet), expected, strict=True):
-            torch.testing.assert_close(out, reference, rtol=0, atol=1e-6)
+        near(run(unet), expected)
     assert backend.overwritten > 10
 
 
 def test_residuals_of_a_compiled_controlnet():
     """A cached step is computed again when the ControlNet has overwritten what it gave to that step."""
-    eager, unet, backend, caller = make_unet(), make_unet(), OverwrittenOutputs(), Guided(10)
-    images = {}
-    for model, compiled in ((eager, False), (unet, True)):
-        patch(model, recipe=STEP_CACHING)
+    backend, caller, images = OverwrittenOutputs(), Guided(10), []
+    for compiled in (False, True):
+        patch(unet := make_unet(), recipe=STEP_CACHING)
         control = make_controlnet()
         if compiled:
             control.compile(backend=backend)
-        hint, images[compiled] = torch.ones(2, 3, 32, 32), []
-        for latent, t in zip(caller.latents, caller.timesteps, strict=True):
-            with torch.no_grad():
-                down, mid = control(latent, t, caller.text, controlnet_cond=hint, return_dict=False)
-                residuals = {"down_block_additional_residuals": down, "mid_block_additional_residual": mid}
-                images[compiled].append(model(latent, t, caller.text, **residuals).sample)
+
+        def with_control(latent, t, text, unet=unet, control=control):
+            given = {"controlnet_cond": torch.ones(2, 3, 32, 32), "return_dict": False}
+            down, mid = control(latent, t, text, **given)
+            residuals = {"down_block_additional_residuals": down, "mid_block_additional_residual": mid}
+            return unet(latent, t, text, **residuals)
+
+        images.append(outputs(with_control, caller))
     assert backend.overwritten > 10
-    for out, reference in zip(images[True], images[False], strict=True):
-        torch.testing.assert_close(out, reference, rtol=0, atol=1e-6)
+    near(*images)

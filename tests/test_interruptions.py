@@ -11,124 +11,57 @@ from pathlib import Path
 
 import pytest
 import torch
-from callers import RUN, Caller, Guided, ddim, equal, inputs, outputs
-from recipes import AGENTS_THEN_KEYS, STEP_CACHING
-from tiny import fingerprint, kept, make_small_unet, make_unet, may_skip, snapshot
+from callers import Caller, Guided, equal, outputs, plant, whole
+from recipes import AGENTS_THEN_KEYS, EACH_KIND, STEP_CACHING
+from tiny import fingerprint, kept, make_small_unet, make_unet, snapshot
 
 import agentsd
-from agentsd import Recipe, ResidualSharing, StepCache, apply_agentsd, remove_agentsd
-from agentsd.attention import Downsample
+from agentsd import Recipe, StepCache, apply_agentsd, remove_agentsd
 from agentsd.recipe import AGENTSD, FAST
 
 PACKAGE = Path(agentsd.__file__).parent
 CACHED = Recipe(steps=StepCache(2))
-RECIPES = {
-    "paper": AGENTSD,
-    "step-caching": STEP_CACHING,
-    "residuals": Recipe(Downsample(), residual=ResidualSharing(2, warmup_steps=1)),
-}
 OFF = {
     "enabled": lambda unet, handle: setattr(handle, "enabled", False),
     "remove": lambda unet, handle: handle.remove(),
     "remove_agentsd": lambda unet, handle: remove_agentsd(unet),
     "with": lambda unet, handle: handle.__exit__(None, None, None),
+    "another": lambda unet, handle: apply_agentsd(unet, recipe=AGENTSD).remove(),
 }
 
 
-def whole(unet):
-    """No block of the model is replaced."""
-    return not any("forward" in vars(module) for module in unet.modules())
-
-
-def plant(unet, where, error):
-    """Raise an error in the next call, at a place in the model."""
-
-    def interrupt(*_):
-        hook.remove()
-        raise error
-
-    hook = unet.get_submodule(where).register_forward_pre_hook(interrupt)
+def interrupted(unet, caller, where, error, i):
+    plant(unet, where, error)
+    with pytest.raises(error):
+        caller(unet, i)
 
 
 @pytest.mark.parametrize(
-    ("name", "off", "error"),
+    ("recipe", "off", "error"),
     [
-        *(("step-caching", off, KeyboardInterrupt) for off in OFF),
-        ("paper", "remove", KeyboardInterrupt),
-        ("residuals", "enabled", RuntimeError),
+        (CACHED, "enabled", KeyboardInterrupt),
+        (AGENTSD, "remove", KeyboardInterrupt),
+        (EACH_KIND["residuals"], "remove_agentsd", RuntimeError),
+        (CACHED, "with", KeyboardInterrupt),
+        (AGENTS_THEN_KEYS, "another", KeyboardInterrupt),
     ],
 )
-def test_off_is_off_after_an_interruption(name, off, error):
+def test_off_is_off_after_an_interruption(recipe, off, error):
     clean, caller = snapshot(before := make_small_unet()), Caller(12)
     expected = outputs(before, caller)
     for at, where in ((6, "up_blocks.1"), (7, "conv_out")):
-        handle, other = apply_agentsd(unet := make_small_unet(), recipe=RECIPES[name]), Caller(12)
-        for i in range(at):
-            other(unet, i)
-        plant(unet, where, error)
-        with pytest.raises(error):
-            other(unet, at)
+        handle, other = apply_agentsd(unet := make_small_unet(), recipe=recipe), Caller(12)
+        outputs(unet, other, calls=range(at))
+        interrupted(unet, other, where, error, at)
+        if error is RuntimeError:  # torch runs hooks after it
+            assert not kept(handle)
+            assert whole(unet)
+            assert all(layer.block_input is None for layer in handle._layers.processors)
         OFF[off](unet, handle)
         assert equal(outputs(unet, caller), expected)
         if off != "enabled":
             assert snapshot(unet).keys() == clean.keys()
             assert whole(unet)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "place", "error", "at"),
-    [
-        (CACHED, "up_blocks.0", KeyboardInterrupt, 3),
-        (CACHED, "conv_out", ZeroDivisionError, 2),
-        (AGENTS_THEN_KEYS, "mid_block", ZeroDivisionError, 2),
-    ],
-)
-def test_an_exception_in_a_call_leaves_the_next_run_clean(make_pipeline, sample, recipe, place, error, at):
-    """Nobody says that the run is over."""
-    pipe = make_pipeline(scheduler=ddim())
-    handle = apply_agentsd(pipe, recipe=recipe)
-    before, image, calls = snapshot(pipe.unet), sample(pipe, **RUN), []
-
-    def fail(module, args, output):
-        calls.append(None)
-        if len(calls) == at:
-            raise error
-
-    hook = pipe.unet.get_submodule(place).register_forward_hook(may_skip(fail))
-    with pytest.raises(error):
-        sample(pipe, **RUN)
-    hook.remove()
-    if error is ZeroDivisionError:
-        assert snapshot(pipe.unet) == before
-        assert not kept(handle)
-        assert all(layer.block_input is None for layer in handle._layers.processors)
-    assert torch.equal(sample(pipe, **RUN), image)
-    handle.remove()
-    assert whole(pipe.unet)
-
-
-def test_another_recipe_can_be_applied_after_an_interruption():
-    apply_agentsd(unet := make_small_unet(), recipe=AGENTS_THEN_KEYS)
-    plant(unet, "up_blocks.1", KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt):
-        Caller(12)(unet, 0)
-    apply_agentsd(unet, recipe=AGENTSD)
-    apply_agentsd(other := make_small_unet(), recipe=AGENTSD)
-    assert equal(outputs(unet, Caller(12)), outputs(other, Caller(12)))
-
-
-def test_off_is_off_after_a_call_with_gradients():
-    """In other sizes of the batch, too."""
-    unet, stock = make_unet(), make_unet()
-    handle = apply_agentsd(unet, recipe=AGENTSD)
-    latent, text = inputs()
-    unet(latent, torch.tensor(900), text).sample.square().mean().backward()
-    handle.enabled = False
-    for batch in (2, 4, 1):
-        latent, text = inputs(batch=batch)
-        with torch.no_grad():
-            made, expected = (one(latent, torch.tensor(500), text).sample for one in (unet, stock))
-        assert torch.equal(made, expected)
 
 
 @pytest.mark.parametrize(("start", "convert"), [("reset", int), ("set_timesteps", lambda t: t)])
@@ -137,17 +70,16 @@ def test_a_run_that_was_broken_off_leaves_nothing_to_the_next(start, convert):
     made = []
     for used in (True, False):
         before, caller = Guided(20, seed=1), Guided(20)
-        scheduler = caller.scheduler
         handle = apply_agentsd(caller.pipe(unet := make_unet()), recipe=STEP_CACHING)
-        before.timesteps = [convert(t) for t in scheduler.timesteps]
-        for i in range(9 if used else 0):
-            before(unet, i)
+        before.timesteps = [convert(t) for t in caller.scheduler.timesteps]
+        outputs(unet, before, calls=range(9 if used else 0))
         if start == "reset":
             handle.reset()
         else:
-            scheduler.set_timesteps(20)
-        caller.timesteps = [convert(t) for t in scheduler.timesteps]
-        made.append(([caller(unet, i) for i in range(9, 20)], handle.last_run, handle.summary()))
+            caller.scheduler.set_timesteps(20)
+        caller.timesteps = [convert(t) for t in caller.scheduler.timesteps]
+        outs = outputs(unet, caller, calls=range(9, 20))
+        made.append((outs, handle.last_run, handle.summary()))
     assert equal(made[0][0], made[1][0])
     assert made[0][1:] == made[1][1:]
     assert len(made[0][1]) == 11
@@ -159,13 +91,10 @@ def test_an_interrupted_call_leaves_nothing_to_the_rest_of_its_run():
     for used in (True, False):
         caller = Guided(20)
         apply_agentsd(caller.pipe(unet := make_small_unet()), recipe=STEP_CACHING)
-        for i in range(10 if used else 0):
-            caller(unet, i)
         if used:
-            plant(unet, "up_blocks.1", KeyboardInterrupt)
-            with pytest.raises(KeyboardInterrupt):
-                caller(unet, 10)
-        made.append([caller(unet, i) for i in range(10, 20)])
+            outputs(unet, caller, calls=range(10))
+            interrupted(unet, caller, "up_blocks.1", KeyboardInterrupt, 10)
+        made.append(outputs(unet, caller, calls=range(10, 20)))
     assert equal(*made)
 
 

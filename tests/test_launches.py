@@ -1,10 +1,6 @@
 """What a guided call of SD 1.5's structure asks of the device, beside the baseline: counted, not timed."""
 
-from __future__ import annotations
-
-from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +21,7 @@ EARLY, LATE = 0, 15
 
 
 @pytest.fixture(scope="module")
-def unet() -> UNet2DConditionModel:
+def unet():
     """SD 1.5's U-Net, narrow."""
     torch.manual_seed(0)
     widths = {"block_out_channels": (32, 64, 128, 128), "cross_attention_dim": 32, "norm_num_groups": 8}
@@ -33,7 +29,7 @@ def unet() -> UNet2DConditionModel:
 
 
 @torch.no_grad()
-def launches(unet: Any, timesteps: Any) -> list[Counter[str]]:
+def launches(unet, timesteps):
     """Of guided calls on other latents each: as many as at any other size."""
     rng, counts = torch.Generator().manual_seed(0), []
     text = torch.randn(2, 77, 32, generator=rng)
@@ -46,7 +42,7 @@ def launches(unet: Any, timesteps: Any) -> list[Counter[str]]:
     return counts
 
 
-def run(unet: Any, recipe: Recipe, calls: int) -> tuple[str, list[Counter[str]]]:
+def run(unet, recipe, calls):
     """The calls of a run of 20 steps, and their launches."""
     scheduler = DDIMScheduler(clip_sample=False)
     scheduler.set_timesteps(20)
@@ -57,12 +53,12 @@ def run(unet: Any, recipe: Recipe, calls: int) -> tuple[str, list[Counter[str]]]
 
 
 @pytest.fixture(scope="module")
-def baseline(unet: UNet2DConditionModel) -> Counter[str]:
+def baseline(unet):
     """Of a call without agentsd."""
     return launches(unet, TIMESTEPS[:1])[0]
 
 
-def added(unet: Any, baseline: Counter[str], place: int) -> dict[str, int]:
+def added(unet, baseline, place):
     """What agents, or later keys, add to the baseline's or take from it, in the second call of a kind."""
     with apply_agentsd(unet, recipe=AGENTS_THEN_KEYS):
         patched = launches(unet, [TIMESTEPS[place]] * 2)[1]

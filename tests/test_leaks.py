@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from callers import Guided, Host, ddim, inputs
+from callers import Guided, Host, ddim, inputs, outputs
 from logs import logged
 from recipes import AGENTS_THEN_KEYS, STEP_CACHING
 from tiny import kept, make_small_unet, may_skip, snapshot
@@ -51,9 +51,8 @@ def instructions(work):
 @torch.no_grad()
 def enter(unet, handle, latent, t, text):
     """A call's beginning and its end, without the model's own work."""
-    begin, end = handle._hook.begin, handle._hook.end
-    begin(unet, (latent, t, text), {})
-    end(unet, (latent, t, text), (latent,))
+    handle._hook.begin(unet, (latent, t, text), {})
+    handle._hook.end(unet, (latent, t, text), (latent,))
 
 
 SERVERS = {
@@ -93,24 +92,21 @@ def test_nothing_grows_in_thousands_of_calls(recipe, server):
 def test_many_runs_leave_no_hook_and_no_tensor(recipe):
     unet, caller = make_small_unet(), Guided(steps=8, size=(8, 8))
     before, counts = snapshot(unet), []
-    for i in range(9):
-        if i % 3 == 0:
-            handle = apply_agentsd(unet, recipe=recipe)
-        for j in range(8 if i % 3 else 5):  # a third of them break off
-            caller(unet, j)
-        if i % 3 == 2:
-            handle.remove()
-            assert snapshot(unet) == before
-            gc.collect()
-            counts.append(sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects()))
-    assert len(set(counts[1:])) == 1
+    for _ in range(3):
+        handle = apply_agentsd(unet, recipe=recipe)
+        for calls in (5, 8, 8):  # the first breaks off
+            outputs(unet, caller, calls=range(calls))
+        handle.remove()
+        assert snapshot(unet) == before
+        gc.collect()
+        counts.append(sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects()))
+    assert counts[1] == counts[2]
 
 
 def test_no_reference_cycle_holds_the_model():
     unet, caller = make_small_unet(), Guided()
     handle = apply_agentsd(unet, recipe=CACHED)
-    for i in range(4):
-        caller(unet, i)
+    outputs(unet, caller, calls=range(4))
     gone = weakref.ref(unet)
     gc.disable()
     try:
@@ -139,8 +135,7 @@ def test_states_are_let_go_when_a_run_ends_or_breaks_off(make_pipeline, sample):
     assert max(sizes) == 3 * 2 * 16 * 16 * 16 * 4
     caller = Guided()
     pipe.scheduler = caller.scheduler
-    for i in range(3):
-        caller(pipe.unet, i)
+    outputs(pipe.unet, caller, calls=range(3))
     assert kept(handle)
     pipe.maybe_free_model_hooks()
     assert not kept(handle)
@@ -150,7 +145,6 @@ def test_states_are_let_go_when_a_run_ends_or_breaks_off(make_pipeline, sample):
 def test_of_cached_calls_the_last_alone_keeps_what_it_was_given():
     caller = Guided(10)
     handle = apply_agentsd(caller.pipe(unet := make_small_unet()), recipe=Recipe(steps=StepCache(4)))
-    for i in range(4):
-        caller(unet, i)
+    outputs(unet, caller, calls=range(4))
     [memory] = kept(handle)
     assert [bool(one.inputs) for one in memory.cached] == [False, False, True]

@@ -3,7 +3,7 @@
 import torch
 from tiny import call, make_unet
 
-from agentsd import ByDistance, Downsample, PooledAgents, Recipe, apply_agentsd
+from agentsd import PooledAgents, Recipe, apply_agentsd
 from agentsd.attention.by_distance import LatentDistance
 from agentsd.attention.pooling import Pool, pool_tokens
 
@@ -35,25 +35,24 @@ def test_whose_distance_it_is():
     read = [distance.read(torch.cat(pair), begins=False) for pair in zip(still, moving, strict=True)]
     assert read[-1] == 1  # 5 of 10
     distance = LatentDistance((0.5,))
-    assert [distance.read(torch.cat([x, x]), begins=False) for x in (a, b)] == [0, 0]
+    assert [distance.read(torch.cat([x + 30, x]), begins=False) for x in (a, b)] == [0, 0]
     assert distance.read(c, begins=False) == 1
 
 
 def test_a_repeated_timestep_stays_in_its_stage():
-    distance = LatentDistance((0.5,))
+    """And a latent that the sampler writes into is still the one that was seen."""
+    distance, given = LatentDistance((0.5,)), torch.zeros(1, 1, 2, 2)
     a, b, c, d, e = latents(10, 1, 2, 9)
     calls = [(a, False), (b, False), (c, True), (d, False), (e, False)]  # PLMS takes its second step twice
-    stages = [distance.read(x, begins=x is a, repeats=repeated) for x, repeated in calls]
+    stages = [distance.read(given.copy_(x), begins=x is a, repeats=repeated) for x, repeated in calls]
     assert stages == [0, 0, 0, 1, 0]
 
 
 def test_pooling_against_a_loop():
     x = torch.randn(3, 6 * 8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    made = pool_tokens(x, Pool(6, 8, 3, 4))
-    assert made.shape == (3, 12, 5)
     grid = x.view(3, 6, 8, 5)
     loop = [grid[:, r * 2 : r * 2 + 2, c * 2 : c * 2 + 2].mean((1, 2)) for r in range(3) for c in range(4)]
-    torch.testing.assert_close(made, torch.stack(loop, 1))
+    torch.testing.assert_close(pool_tokens(x, Pool(6, 8, 3, 4)), torch.stack(loop, 1))
 
 
 def test_every_token_an_agent_of_pooled_queries():
@@ -63,17 +62,3 @@ def test_every_token_an_agent_of_pooled_queries():
     for count, plain in ((256, True), (128, True), (127, False)):
         with apply_agentsd(unet, recipe=Recipe(PooledAgents(count))):
             assert torch.equal(call(unet), baseline) == plain
-
-
-def test_the_last_stage_is_the_later_phase(pipe, sample):
-    baseline = sample(pipe)
-    # all distances pass a threshold of 1000 times the first: only the calls without one run agents
-    early = PooledAgents(4, ratio=0.4)
-    with apply_agentsd(pipe, recipe=Recipe(ByDistance((early, Downsample()), (1000.0,)))):
-        short = sample(pipe)
-    with apply_agentsd(pipe, recipe=Recipe(ByDistance((early, Downsample()), (0.0,)))):
-        throughout = sample(pipe)
-    with apply_agentsd(pipe, recipe=Recipe(early)):
-        assert torch.equal(sample(pipe), throughout)
-    assert not torch.equal(short, baseline)
-    assert not torch.equal(short, throughout)

@@ -1,7 +1,5 @@
 """Peak memory of SD 1.5's U-Net, counted from the storages alive: nothing is computed (fake tensors)."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from callers import draw
-from pipelines import FEATURES, load_lora
+from pipelines import FEATURES
 from recipes import AGENTS_THEN_KEYS
 from tiny import WIDTH, make_image_encoder, make_image_processor
 
@@ -14,14 +14,11 @@ HALF = AGENTS_THEN_KEYS.with_settings(early_frac=0.5)
 
 
 @pytest.fixture
-def new_pipe(make_pipeline):
-    """A pipeline that an IP-Adapter can be loaded into."""
-
-    def build():
-        parts = {"image_encoder": make_image_encoder(), "feature_extractor": make_image_processor()}
-        return make_pipeline(**parts, safety_checker=None, requires_safety_checker=False)
-
-    return build
+def pipes(make_pipeline):
+    """Two pipelines that an IP-Adapter can be loaded into."""
+    parts = {"image_encoder": make_image_encoder(), "feature_extractor": make_image_processor()}
+    unsafe = {"safety_checker": None, "requires_safety_checker": False}
+    return [make_pipeline(**parts, **unsafe) for _ in range(2)]
 
 
 def run(pipe):
@@ -38,13 +35,12 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_feature_and_patch_in_either_order(new_pipe, name):
+def test_feature_and_patch_in_either_order(pipes, name):
     """The image does not depend on which came first, and each can be taken away first."""
-    feature, pipe, twin = FEATURES[name], new_pipe(), new_pipe()
+    feature, (pipe, twin) = FEATURES[name], pipes
     plain = run(pipe)
     apply_agentsd(pipe, recipe=HALF)
     patched = run(pipe)
-    remove_agentsd(pipe)
 
     feature.on(twin)
     featured = run(twin)
@@ -52,7 +48,6 @@ def test_feature_and_patch_in_either_order(new_pipe, name):
     both = run(twin)
     assert not same(both, featured)  # the patch is at work under the feature
 
-    apply_agentsd(pipe, recipe=HALF)
     feature.on(pipe)
     assert same(run(pipe), both)
     feature.off(pipe)
@@ -69,21 +64,3 @@ def test_feature_and_patch_in_either_order(new_pipe, name):
         assert not any("agentsd" in key for key in vars(module))
     kept = getattr(twin.unet, "original_attn_processors", None) or {}
     assert not any(isinstance(p, AgentAttnProcessor) for p in kept.values())
-
-
-def test_lora_scaled_switched_and_fused_under_the_patch(new_pipe):
-    pipe, twin = new_pipe(), new_pipe()
-    apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
-    load_lora(pipe)
-    load_lora(twin)
-    for change in (
-        lambda p: p.set_adapters(["style"], [0.5]),
-        lambda p: p.fuse_lora(),
-        lambda p: p.unfuse_lora(),
-        lambda p: p.disable_lora(),
-        lambda p: p.enable_lora(),
-    ):
-        change(pipe)
-        change(twin)
-        with apply_agentsd(twin, recipe=AGENTS_THEN_KEYS):
-            assert same(run(pipe), run(twin))

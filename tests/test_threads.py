@@ -1,10 +1,11 @@
 """Threads that share a patched U-Net: one call at a time, and each thread's run is its own."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from callers import Guided, equal, outputs
+from callers import Guided, equal, outputs, plant
 from recipes import AGENTS_THEN_KEYS
 from tiny import call, make_unet
 
@@ -13,45 +14,24 @@ from agentsd import Agents, ByDistance, Recipe, StepCache, apply_agentsd
 
 def in_a_thread(work):
     """What a function returns or raises in a thread of its own."""
-    outcome = []
-
-    def run():
-        try:
-            outcome.append(work())
-        except BaseException as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(60)
-    return outcome[0]
-
-
-def together(work, count=2):
-    """Run a function of the thread's number in so many threads at once: what each returns."""
-    found = {}
-    threads = [threading.Thread(target=lambda me=me: found.setdefault(me, work(me))) for me in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    return [found[me] for me in range(count)]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result(60)
 
 
 def test_a_second_thread_inside_a_call_is_refused():
     unet = make_unet()
     apply_agentsd(unet, recipe=AGENTS_THEN_KEYS)
-    alone, other = call(unet), []
+    alone, refused = call(unet), []
 
     def intrude(*_):
         hook.remove()
-        other.append(in_a_thread(lambda: call(unet, 1)))
+        with pytest.raises(RuntimeError, match=r"in a call of another thread.*copy\.deepcopy"):
+            in_a_thread(lambda: call(unet, 1))
+        refused.append(True)
 
     hook = unet.mid_block.register_forward_pre_hook(intrude)
     assert torch.equal(call(unet), alone)
-    assert isinstance(other[0], RuntimeError)
-    assert "in a call of another thread" in str(other[0])
-    assert "copy.deepcopy" in str(other[0])
+    assert refused
     assert torch.equal(in_a_thread(lambda: call(unet)), alone)
 
 
@@ -60,12 +40,7 @@ def test_after_an_interruption_in_a_call_another_thread_is_let_in():
     unet = make_unet()
     apply_agentsd(unet, recipe=AGENTS_THEN_KEYS)
     alone = call(unet)
-
-    def interrupt(module, args):
-        hook.remove()
-        raise KeyboardInterrupt
-
-    hook = unet.mid_block.register_forward_pre_hook(interrupt)
+    plant(unet, "mid_block", KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         call(unet)
     assert torch.equal(in_a_thread(lambda: call(unet)), alone)
@@ -87,7 +62,8 @@ def test_threads_that_take_turns_each_have_their_own_states_and_summary(recipe):
                 outs.append(caller(unet, i))
         return outs, handle.summary()
 
-    made = together(work)
+    with ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(work, range(2)))
     for seed, (outs, summary) in enumerate(made):
         assert equal(outs, outputs(expected, Guided(seed=seed)))
         assert summary.startswith("FfFfFfFfFf  (10 calls")

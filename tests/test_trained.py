@@ -4,20 +4,19 @@ import accelerate
 import pytest
 import torch
 from accelerate.hooks import remove_hook_from_module
-from logs import logged, silent, warned
+from logs import silent, warned
 from pipelines import load_lora
 from random_state import untouched
 from recipes import AGENTS_THEN_KEYS
 from safetensors.torch import load_file, save_file
 from tiny import call, make_controlnet, make_unet, snapshot
 
-from agentsd import Phases, PooledAgents, Recipe, apply_agentsd, remove_agentsd
+from agentsd import Phases, Recipe, apply_agentsd, remove_agentsd
 from agentsd.apply import handle_of
 from agentsd.modules import AgentModule, AttnZero, FocusedLinear
 
-MODULES = [AgentModule(), FocusedLinear(), AttnZero()]
 TRAINED = Recipe(AgentModule())
-CPU = torch.device("cpu")
+FILE = "agentsd.safetensors"
 
 
 def everything(unet):
@@ -47,19 +46,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_the_module_starts_as_pooled_agents():
-    unet = make_unet()
-    baseline = call(unet)
-    with apply_agentsd(unet, recipe=TRAINED):
-        trained = call(unet)
-    assert (trained - baseline).abs().max() > 1e-3
-    pooled = PooledAgents(k=0.075, scale=-0.15)
-    for same_start in (pooled, AgentModule(bias=False), AgentModule(convolution=False)):
-        with apply_agentsd(unet, recipe=Recipe(same_start)):
-            torch.testing.assert_close(trained, call(unet), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("operator", MODULES, ids=lambda operator: operator.name)
+@pytest.mark.parametrize("operator", [AgentModule(), FocusedLinear(), AttnZero()], ids=lambda one: one.name)
 def test_applied_removed_trained_and_loaded(tmp_path, operator):
     """It starts the same each time, comes back from its file, and goes away to the bit.
 
@@ -116,44 +103,47 @@ def test_a_trained_module_needs_the_models_size():
 
 
 def test_a_trained_module_is_refused_where_weights_are_elsewhere():
-    first, later = make_unet(), make_unet()
-    apply_agentsd(first, recipe=TRAINED)
-    expected = call(first)
-    accelerate.cpu_offload(first, execution_device=CPU)  # the way out
-    assert torch.equal(call(first), expected)
-    accelerate.cpu_offload(later, execution_device=CPU)
-    before = snapshot(later)
+    accelerate.cpu_offload(unet := make_unet())
+    before = snapshot(unet)
     with pytest.raises(ValueError, match=r"device 'meta'.*before pipe.enable_sequential_cpu_offload\(\)"):
-        apply_agentsd(later, recipe=TRAINED)
-    assert snapshot(later) == before
+        apply_agentsd(unet, recipe=TRAINED)
+    assert snapshot(unet) == before
 
 
-def _spoil(change):
-    def spoil(path):
-        weights = load_file(path)
-        save_file(change(weights, sorted(weights)[0]), path)
+def spoil(change):
+    """Change the weights of a file, given with the name of the first."""
 
-    return spoil
+    def work(folder):
+        weights = load_file(folder / FILE)
+        save_file(change(weights, sorted(weights)[0]), folder / FILE)
+
+    return work
+
+
+def shorten(folder):
+    (folder / FILE).write_bytes((folder / FILE).read_bytes()[:100])
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("change", "message"),
     [
-        (lambda path: path.write_bytes(path.read_bytes()[:100]), "cannot be read .*save it again"),
-        (_spoil(lambda w, n: w | {n: torch.full_like(w[n], torch.nan)}), "is not finite: save it again"),
-        (_spoil(lambda w, n: w | {n: w[n].int()}), "is torch.int32: save it again"),
-        (_spoil(lambda w, n: w | {n: w[n][:1].clone()}), "does not fit this model"),
-        (_spoil(lambda w, n: w | {"more": w[n].clone()}), "does not fit this model"),
-        (lambda path: Recipe(FocusedLinear()).save(path.parent), "the recipe beside it: .* differs"),
+        (shorten, "cannot be read .*save it again"),
+        (spoil(lambda w, n: w | {n: torch.full_like(w[n], torch.nan)}), "is not finite: save it again"),
+        (spoil(lambda w, n: w | {n: w[n].int()}), "is torch.int32: save it again"),
+        (spoil(lambda w, n: w | {n: w[n][:1].clone()}), "does not fit this model"),
+        (spoil(lambda w, n: w | {"more": w[n].clone()}), "does not fit this model"),
+        (lambda folder: Recipe(FocusedLinear()).save(folder), "the recipe beside it: .* differs"),
+        (lambda folder: (folder / FILE).unlink(), r"holds no agentsd.safetensors: AgentSDHandle.save"),
     ],
 )
-def test_weights_that_cannot_be_used_leave_the_patch_in_force(folder, spoil, message):
+def test_weights_that_cannot_be_used_leave_the_patch_in_force(folder, change, message):
     unet = make_unet()
     weights, handle = everything(unet), apply_agentsd(unet, recipe=AGENTS_THEN_KEYS)
     patched = call(unet)
-    spoil(folder / "agentsd.safetensors")
-    with pytest.raises(ValueError, match=message):
-        apply_agentsd(unet, recipe=folder)
+    change(folder)
+    for path in (folder, folder / "agentsd.json"):
+        with pytest.raises(ValueError, match=message):
+            apply_agentsd(unet, recipe=path)
     assert handle_of(unet) is handle
     assert torch.equal(call(unet), patched)
     assert same(everything(unet), weights)
@@ -181,36 +171,24 @@ def test_a_lora_and_loaded_weights_leave_the_base_weights(pipe, folder, order):
 
 
 def test_loaded_weights_and_offloading(folder, tmp_path):
-    """They are taken out, trained and saved once offloading ends."""
+    """They are taken out, trained and saved once offloading ends, and not switched off beside it."""
     unet = make_unet()
     baseline = call(unet)
-    apply_agentsd(unet, recipe=folder)
+    handle = apply_agentsd(unet, recipe=folder)
+    expected = call(unet)
     accelerate.cpu_offload(unet)
     trained, before = call(unet), snapshot(unet)
-    for refused in (
-        lambda: remove_agentsd(unet),
-        lambda: handle_of(unet).save(tmp_path / "more"),
-        handle_of(unet).parameters,
-    ):
+    assert torch.equal(trained, expected)
+    for refused in (handle.remove, lambda: handle.save(tmp_path / "more"), handle.parameters):
         with pytest.raises(ValueError, match=r"call pipe.remove_all_hooks\(\) first"):
             refused()
+    with pytest.raises(ValueError, match=r"enabled=False: .*call handle.remove\(\) instead"):
+        handle.enabled = False
     assert snapshot(unet) == before
     assert torch.equal(call(unet), trained)
     remove_hook_from_module(unet, recurse=True)
     remove_agentsd(unet)
     assert torch.equal(call(unet), baseline)
-
-
-def test_weights_beside_a_recipes_file_are_loaded(folder):
-    unet, twin = make_unet(), make_unet()
-    apply_agentsd(unet, recipe=folder)
-    apply_agentsd(twin, recipe=str(folder / "agentsd.json"))
-    assert torch.equal(call(unet), call(twin))
-    (folder / "agentsd.safetensors").unlink()
-    for path in (folder, folder / "agentsd.json"):
-        with pytest.raises(ValueError, match=r"holds no agentsd.safetensors: AgentSDHandle.save"):
-            apply_agentsd(twin, recipe=path)
-    assert torch.equal(call(unet), call(twin))
 
 
 def test_weights_are_loaded_for_another_number_of_agents(tmp_path):
@@ -221,9 +199,8 @@ def test_weights_are_loaded_for_another_number_of_agents(tmp_path):
             torch.nn.init.constant_(parameter, 0.25)
     handle.save(tmp_path)
     Recipe(AgentModule(count=25)).save(tmp_path)
-    with logged() as messages:
-        other = apply_agentsd(make_unet(), recipe=tmp_path)
-    assert not messages
+    with silent():
+        other = apply_agentsd(make_unet(), recipe=tmp_path / "agentsd.json")
     row = other._layers.processors[0].module.gather_bias.row
     assert row.shape[1] == 25
     assert torch.equal(row, torch.full_like(row, 0.25))
