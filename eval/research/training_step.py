@@ -11,7 +11,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from agentsd import apply_agentsd
-from agentsd.demo import load_pipeline
 from agentsd.dreambooth.config import DreamBoothConfig
 
 ROUNDS = 7
@@ -20,6 +19,8 @@ KERNELS = {"fused": SDPBackend.FLASH_ATTENTION, "unfused": SDPBackend.MATH}
 
 def unet_with(ratio: float | None) -> Any:
     """The toy model's U-Net in training, with agents as DreamBooth trains, or None of them."""
+    from agentsd.demo import load_pipeline  # a package of its own
+
     pipe: Any = load_pipeline()
     unet = pipe.unet.train()
     if ratio is not None:
