@@ -241,7 +241,7 @@ def apply_agentsd(
         seed: seed of the randomly sampled destination tokens.
 
     Returns:
-        A handle. `handle.remove()` undoes the patch, and so does leaving a `with apply_agentsd(pipe):` block.
+        A handle: `handle.remove()` undoes the patch, and so does leaving a `with apply_agentsd(pipe):` block.
 
     Raises:
         TypeError: `pipe` has no U-Net, or a setting has a wrong type.
