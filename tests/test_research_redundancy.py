@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 from agentsd_eval.images.prompts import from_prompts
-from agentsd_eval.research.redundancy import divergence, measure, queries_and_keys
+from agentsd_eval.research.redundancy import Probe, divergence, measure, queries_and_keys
 from agentsd_eval.research.settings import RedundancySettings
 from callers import ddim
 from tiny import fingerprint
@@ -55,3 +55,14 @@ def test_a_row_for_each_level_and_no_trace(pipe):
     ]
     assert len(done) == 2
     assert fingerprint(pipe.unet) == before
+
+
+def test_the_conditional_pass_is_looked_at(pipe):
+    attn = pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
+    both = torch.randn(2, 16, attn.to_q.in_features)
+    scores = []
+    for tokens in (both, both[1:], both[:1]):
+        probe = Probe(0)
+        probe.look(attn, (tokens,))
+        scores += probe.scores[16][-1]
+    assert scores[0] == scores[1] != scores[2]
