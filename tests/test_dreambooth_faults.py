@@ -18,11 +18,13 @@ from accelerate.state import AcceleratorState
 from diffusers import DiffusionPipeline, UNet2DConditionModel
 from hub import stand_in
 from huggingface_hub import ModelCard
+from PIL import Image
 from safetensors.torch import load_file
 
 from agentsd.dreambooth import checkpoints, images, inputs, models, results, training
 from agentsd.dreambooth.checkpoints import list_checkpoints
 from agentsd.dreambooth.config import DreamBoothConfig
+from agentsd.dreambooth.data import image_paths
 from agentsd.dreambooth.optimizer import in_8_bits, moment_bytes
 from agentsd.dreambooth.training import Run
 
@@ -129,6 +131,21 @@ def test_a_run_that_died_goes_on_to_the_same_weights(settings, whole, tmp_path, 
     assert {path.name for path in folder.iterdir()} >= {"model_index.json", "agentsd.json", "grid.png"}
     assert not list(folder.glob(".partial-model"))
     assert len(list((tmp_path / "class").iterdir())) == 3
+
+
+def test_a_class_image_has_its_name_when_it_is_whole(tmp_path, monkeypatch):
+    """A process may be killed at any byte: what is being written is not a class image yet."""
+    place, save = tmp_path / "class-00001.png", Image.Image.save
+
+    def slowly(image, file, format):
+        save(image, file, format=format)
+        assert image_paths(tmp_path) == []
+        assert not place.exists()
+
+    monkeypatch.setattr(Image.Image, "save", slowly)
+    images._write_new(Image.new("RGB", (8, 8)), place)
+    assert image_paths(tmp_path) == [place]
+    assert os.listdir(tmp_path) == [place.name]
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -85,14 +84,14 @@ def _class_image(folder: Path, number: int) -> Path:
 
 
 def _write_new(image: Image.Image, path: Path) -> None:
-    """Write a PNG file whole, or not at all; not where there is one by now (of a process beside this)."""
-    content = io.BytesIO()
-    image.save(content, format="PNG")
+    """Write a PNG file whole, or not at all; not where there is one by now.
+
+    It gets its name when it is complete: a process that is killed leaves no broken image behind.
+    """
+    partial = path.with_name(f".{path.name}.partial")
     try:
-        with path.open("xb") as file:
-            file.write(content.getvalue())
-    except FileExistsError:
-        return
-    except BaseException:  # a full disk, Ctrl-C
-        path.unlink(missing_ok=True)
-        raise
+        image.save(partial, format="PNG")
+        if not os.path.lexists(path):
+            partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)
