@@ -53,7 +53,7 @@ COMMANDS = ("compare", "table", "check", "calibrate", "latency", "fid", "report"
 
 def _options(command: Any) -> list[str]:
     """A command's section: what it does, and its options with their help."""
-    from agentsd.dreambooth.options import help_of, written
+    from agentsd.command_line import help_of, written
 
     rows = []
     for option in command.params:

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from agentsd.dreambooth.options import SettingsCommand, parameters_of, settings_of, usage_in_a_line
+from agentsd.command_line import SettingsCommand, parameters_of, settings_of, usage_in_a_line
 
 from . import settings as s
 from .errors import EvalError

@@ -1,6 +1,6 @@
 """The one error that ends a command with a message instead of a traceback."""
 
-from agentsd.dreambooth.options import shortened
+from agentsd.command_line import shortened
 
 
 class EvalError(Exception):

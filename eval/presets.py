@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from agentsd.dreambooth.options import explain, shortened
+from agentsd.command_line import explain, shortened
 from agentsd.dreambooth.yaml_file import read_mapping
 
 from .errors import EvalError

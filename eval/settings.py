@@ -1,6 +1,6 @@
 """The settings of every command: each field is an option, a YAML key and a name in errors and run.json.
 
-The command line is made of them by `agentsd.dreambooth.options`: a docstring's first sentence is the help.
+The command line is made of them by `agentsd.command_line`: a docstring's first sentence is the help.
 Nothing heavy is imported before a setting is checked.
 """
 

@@ -26,8 +26,8 @@ from diffusers import DiffusionPipeline, StableDiffusionPipeline
 from peft.utils import get_peft_model_state_dict
 from pipelines import build_host, load_lora
 
+from agentsd.command_line import settings_of
 from agentsd.dreambooth.cli import dreambooth, dreambooth_lora
-from agentsd.dreambooth.options import settings_of
 from agentsd.recipe import AGENTSD
 
 ROOT = Path(__file__).parents[1]

@@ -11,7 +11,7 @@ import pytest
 from agentsd_eval.cli import COMMANDS, main
 from click.testing import CliRunner
 
-from agentsd.dreambooth.options import settings_of
+from agentsd.command_line import settings_of
 
 
 def shown(*words: str) -> str:

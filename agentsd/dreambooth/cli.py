@@ -9,8 +9,8 @@ from typing import Any
 import click
 from pydantic import ValidationError
 
+from ..command_line import SettingsCommand, explain, parameters_of, settings_of
 from .config import DreamBoothConfig, LoraConfig
-from .options import SettingsCommand, explain, parameters_of, settings_of
 from .yaml_file import read_mapping
 
 GROUPS = {
