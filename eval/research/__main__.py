@@ -9,6 +9,7 @@ COMMANDS: dict[str, tuple[type[CommandSettings], str]] = {
     "priced": (s.PricedSettings, "research.priced"),
     "memory": (s.ComputedSettings, "research.computed_memory"),
     "cost": (s.CountedSettings, "research.computed_cost"),
+    "intervals": (s.IntervalsSettings, "research.intervals"),
     "redundancy": (s.RedundancySettings, "research.redundancy"),
     "subject": (s.SubjectSettings, "research.subject"),
     "gpu": (s.GpuSettings, "research.gpu"),

@@ -65,6 +65,13 @@ class RedundancySettings(ShowSettings):
     """Folder for redundancy.jsonl, .csv, .md and .png."""
 
 
+class IntervalsSettings(CommandSettings):
+    """Make a table's distances, gains and intervals from its single images' figures, and compare."""
+
+    folder: DirectoryPath
+    """A table's folder, with table.jsonl and table-images.csv."""
+
+
 class GpuSettings(CommandSettings):
     """Ask a GPU what is not known yet, in minutes: times, memory, the gpu tests, DreamBooth's peak."""
 
