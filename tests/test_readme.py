@@ -25,6 +25,12 @@ def test_figures_are_those_of_the_results(page: str) -> None:
     assert FIGURES["written"](text, ROOT / page) == text, "run `python docs/figures.py`"
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_no_line_of_text_begins_with_a_comment(page: str) -> None:
+    """In Markdown such a line is raw HTML: backticks and links in it are shown as they are."""
+    assert not re.findall(r"(?m)^<!--.*-->[^\S\n]*\S.*$", (ROOT / page).read_text(encoding="utf-8"))
+
+
 def test_a_figure_that_differs_is_put_right() -> None:
     figures = "<!--=baseline macs-->7<!--=--> <!--=deepcache-2 gain-range-->?<!--=-->"
     text = f"<!-- figures of benchmark-64 -->\n{figures}"
