@@ -10,6 +10,7 @@ import inspect
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +104,38 @@ def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pixels = random.integers(0, 255, (40, 50 + i % 2, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / f"{i}.png")
     return folder
+
+
+@pytest.fixture(scope="session")
+def run_config_in(model_folder: str, photographs: Path) -> Callable[..., Any]:
+    """Settings of a DreamBooth run of two steps in a folder, changed by keywords."""
+    from agentsd.dreambooth.config import DreamBoothConfig
+
+    def make(folder: Path, **changes: Any) -> Any:
+        base = {
+            "pretrained_model_name_or_path": model_folder,
+            "instance_data_dir": photographs,
+            "instance_prompt": "a sks cat",
+            "class_data_dir": folder / "class",
+            "class_prompt": "a cat",
+            "num_class_images": 3,
+            "output_dir": folder / "out",
+            "max_train_steps": 2,
+            "learning_rate": 1e-3,
+            "num_inference_steps": 2,
+            "num_validation_images": 1,
+            "use_8bit_adam": False,
+            "report_to": None,
+        }
+        return DreamBoothConfig(**base | changes)
+
+    return make
+
+
+@pytest.fixture
+def run_config(run_config_in: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """The same in a folder of the test's own."""
+    return partial(run_config_in, tmp_path)
 
 
 @pytest.fixture(scope="session")

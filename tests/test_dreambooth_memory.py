@@ -8,16 +8,15 @@ import pytest
 import torch
 from agentsd_eval.cost.architectures import SD15, autoencoder
 from diffusers import UNet2DConditionModel
-from test_dreambooth_cli import run
+from dreamboothing import run_command, train
 from torch.profiler import ProfilerActivity, profile
 from transformers import CLIPTextConfig
 
-from agentsd.dreambooth.config import DreamBoothConfig
 from agentsd.dreambooth.counting import compute_in
 from agentsd.dreambooth.memory import training_memory
 from agentsd.dreambooth.training import Run
 
-BASE = {"instance_data_dir": "subject", "instance_prompt": "a sks cat"}
+UNET, TEXT, VAE = 859_520_964, 123_060_480, 83_653_863  # weights of SD 1.5
 
 
 @pytest.fixture(scope="module")
@@ -27,56 +26,51 @@ def sd15(tmp_path_factory):
     with torch.device("meta"):
         UNet2DConditionModel(**SD15).save_config(folder / "unet")
         autoencoder().save_config(folder / "vae")
-    width = {
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-    }
-    CLIPTextConfig(vocab_size=49408, **width).save_pretrained(folder / "text_encoder")
+    width = {"hidden_size": 768, "intermediate_size": 3072}
+    depth = {"num_hidden_layers": 12, "num_attention_heads": 12}
+    CLIPTextConfig(vocab_size=49408, **width, **depth).save_pretrained(folder / "text_encoder")
     return str(folder)
 
 
-def memory(sd15, eight_bits=True, **changes):
-    asked = BASE | {"pretrained_model_name_or_path": sd15, "mixed_precision": "fp16"} | changes
-    return training_memory(DreamBoothConfig(**asked), eight_bits)
+@pytest.fixture
+def memory(sd15, run_config):
+    """The parts of a step of Stable Diffusion 1.5 in half precision."""
+
+    def parts(eight_bits=True, **changes):
+        model = {"pretrained_model_name_or_path": sd15, "mixed_precision": "fp16"}
+        return training_memory(run_config(**model | changes), eight_bits)
+
+    return parts
 
 
-UNET, TEXT, VAE = 859_520_964, 123_060_480, 83_653_863  # weights of SD 1.5
-
-
-def test_the_parts_of_sd15_are_those_by_hand(sd15):
-    found = memory(sd15, eight_bits=False)
+def test_the_parts_of_sd15_are_those_by_hand(memory):
+    found = memory(eight_bits=False)
     known = {"U-Net": 4 * UNET, "text encoder": 2 * TEXT, "VAE": 2 * VAE}
     assert {name: found[name] for name in known} == known
     assert (found["gradients"], found["moments of AdamW"]) == (4 * UNET, 8 * UNET)
-    assert memory(sd15)["moments of AdamW"] == pytest.approx(2 * UNET * (1 + 4 / 256), rel=2e-3)
-    ahead = memory(sd15, cache_latents=True, center_crop=True, pre_compute_text_embeddings=True)
+    assert memory()["moments of AdamW"] == pytest.approx(2 * UNET * (1 + 4 / 256), rel=2e-3)
+    ahead = memory(cache_latents=True, center_crop=True, pre_compute_text_embeddings=True)
     assert (ahead["text encoder"], ahead["VAE"]) == (0, 0)
-    both = memory(sd15, train_text_encoder=True)
+    both = memory(train_text_encoder=True)
     assert (both["text encoder"], both["gradients"]) == (4 * TEXT, 4 * (UNET + TEXT))
-    lora = memory(sd15, rank=4)
+    lora = memory(rank=4)
     assert lora["U-Net"] == 2 * UNET + lora["gradients"]
     # rank x (in + out) of q, k, v and out of 16 self- and 16 cross-attention layers
     widths = 5 * [320] + 5 * [640] + 6 * [1280]
     assert lora["gradients"] == 4 * 4 * sum(14 * w + 2 * 768 for w in widths)
 
 
-def test_the_preset_is_near_what_an_h200_measured(sd15):
+def test_the_preset_is_near_what_an_h200_measured(memory):
     """9.35 GB (docs/benchmarks/on_a_gpu.md): what is computed is below, and by less than a twentieth."""
-    total = sum(memory(sd15, gradient_checkpointing=True, resolution=512).values()) / 1e9
+    total = sum(memory(gradient_checkpointing=True, resolution=512).values()) / 1e9
     assert 9.35 * 0.95 < total < 9.35
 
 
 def test_layers_without_numbers_compute_as_under_autocast():
     """CUDA's multiplies in half precision, and norms in float32."""
-    layers = [
-        torch.nn.Linear(8, 8),
-        torch.nn.Conv2d(8, 8, 1),
-        torch.nn.GroupNorm(2, 8),
-        torch.nn.LayerNorm(8),
-    ]
-    model = torch.nn.ModuleList(layers).to("meta", torch.float32)
+    multiply = torch.nn.Linear(8, 8), torch.nn.Conv2d(8, 8, 1)
+    norms = torch.nn.GroupNorm(2, 8), torch.nn.LayerNorm(8)
+    model = torch.nn.ModuleList([*multiply, *norms]).to("meta", torch.float32)
     compute_in(torch.float16, model)
     for dtype in (torch.float16, torch.float32):
         made = [layer(torch.zeros(1, 8, 8, 8, dtype=dtype, device="meta")).dtype for layer in model]
@@ -84,20 +78,9 @@ def test_layers_without_numbers_compute_as_under_autocast():
 
 
 @pytest.mark.parametrize("changes", [{}, {"rank": 4}, {"apply": "none", "gradient_checkpointing": True}])
-def test_activations_are_what_pytorch_allocates(make_pipeline, photographs, tmp_path, monkeypatch, changes):
+def test_activations_are_what_pytorch_allocates(run_config, tmp_path, monkeypatch, changes):
     """The peak of a batch on a CPU, from its profiler's trace, where weights and gradients are known."""
-    make_pipeline().save_pretrained(tmp_path / "model")
-    config = DreamBoothConfig(
-        pretrained_model_name_or_path=str(tmp_path / "model"),
-        instance_data_dir=photographs,
-        instance_prompt="a sks cat",
-        output_dir=tmp_path / "out",
-        train_batch_size=4,
-        resolution=128,
-        max_train_steps=2,
-        report_to=None,
-        **changes,
-    )
+    config = run_config(train_batch_size=4, resolution=128, **changes)
     trace, loss = tmp_path / "trace.json", Run._loss
 
     def watched(self, models, batch):
@@ -108,7 +91,7 @@ def test_activations_are_what_pytorch_allocates(make_pipeline, photographs, tmp_
 
     monkeypatch.setattr(Run, "_loss", watched)
     with pytest.raises(KeyboardInterrupt):
-        Run(config).train()
+        train(config)
     events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "[memory]"]
     peak = max(accumulate(e["args"]["Bytes"] for e in sorted(events, key=lambda e: e["ts"])))
     found = training_memory(config, eight_bits=False)
@@ -116,35 +99,25 @@ def test_activations_are_what_pytorch_allocates(make_pipeline, photographs, tmp_
 
 
 @pytest.mark.parametrize(
-    ("gb", "told"),
+    ("size", "told"),
     [
         (None, "No CUDA device is here: take one of 11 GB or more."),
         (11e9, "Card has 11.0 GB: it fits."),
-        (
-            10e9,
-            "Card has 10.0 GB: it does not fit. What takes less: --pre_compute_text_embeddings, ",
-        ),
+        (10e9, "Card has 10.0 GB: it does not fit. What takes less: --pre_compute_text_embeddings, "),
     ],
 )
-def test_a_dry_run_says_whether_the_card_does(sd15, monkeypatch, gb, told):
+def test_a_dry_run_says_whether_the_card_does(sd15, monkeypatch, size, told):
     card = namedtuple("Card", "name total_memory")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gb is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card("Card", gb))
-    words = ["--dry_run", "--config", "configs/dreambooth_sd15.yaml", "--pretrained_model_name_or_path", sd15]
-    printed = run([*words, "--instance_data_dir", "nowhere", "--instance_prompt", "a sks dog"], 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: size is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card("Card", size))
+    words = "--dry_run --config configs/dreambooth_sd15.yaml --instance_data_dir nowhere --instance_prompt a"
+    printed = run_command([*words.split(), "--pretrained_model_name_or_path", sd15])
     assert "  in all              9.15\n" in printed
     assert told in printed
 
 
 def test_a_dry_run_of_something_else_is_refused(tmp_path):
-    words = [
-        "--dry_run",
-        "--instance_data_dir",
-        "nowhere",
-        "--instance_prompt",
-        "a",
-        "--pretrained_model_name_or_path",
-    ]
-    told = run([*words, str(tmp_path)], 2)
+    words = "--dry_run --instance_data_dir nowhere --instance_prompt a --pretrained_model_name_or_path"
+    told = run_command([*words.split(), str(tmp_path)], 2)
     assert "no file named config.json" in told
     assert told.count("\n") == 1

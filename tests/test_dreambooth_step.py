@@ -11,24 +11,22 @@ from types import SimpleNamespace
 import diffusers
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from devices import LikeMPS
+from dreamboothing import train, weights
 from PIL import Image
 from random_state import untouched
 from tiny import BETAS, make_unet
 
-from agentsd import Agents, Recipe, apply_agentsd
+from agentsd import apply_agentsd
 from agentsd.dreambooth.config import DreamBoothConfig
 from agentsd.dreambooth.data import SubjectImages, load_image
 from agentsd.dreambooth.inputs import make_inputs
 from agentsd.dreambooth.step import TARGETS, diffusion_loss
 from agentsd.dreambooth.training import Run
 
-COMMON = {
-    "instance_prompt": "a sks cat",
+FOLLOWED = {
     "apply": "none",
     "resolution": 32,
-    "max_train_steps": 2,
     "learning_rate": 0.1,
     "lr_scheduler": "linear",  # 0.1, then 0.05
     "adam_epsilon": 1.0,  # with which a weight moves in proportion to its gradient
@@ -37,51 +35,34 @@ COMMON = {
     "adam_weight_decay": 0.02,
     "seed": 3,
     "num_inference_steps": 1,
-    "num_validation_images": 1,
-    "report_to": None,
 }
 
 
-@pytest.fixture(autouse=True)
-def fresh_accelerate():
-    """accelerate keeps its precision for the life of a process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
 @pytest.fixture
-def settings(tmp_path, make_pipeline):
-    """Settings of a short run on a model of a prediction type; no two of its images are alike."""
-    for folder, grey in (("subject", 30), ("class", 200)):
-        (tmp_path / folder).mkdir()
-        for i in range(3):
-            noise = Image.effect_noise((40, 32), grey / 2).convert("RGB")
-            noise.save(tmp_path / folder / f"{i}.png")
+def by_hand(run_config, make_pipeline, tmp_path):
+    """Settings of a run, on a model of a prediction type, that can be followed by hand."""
+    (tmp_path / "class").mkdir()
+    for i in range(3):
+        Image.effect_noise((40, 32), 100).convert("RGB").save(tmp_path / "class" / f"{i}.png")
 
     def make(kind="epsilon", **changes):
         schedule = diffusers.PNDMScheduler(**BETAS, steps_offset=1, prediction_type=kind)
         make_pipeline(scheduler=schedule).save_pretrained(tmp_path / "model")
-        places = {"instance_data_dir": tmp_path / "subject", "output_dir": tmp_path / "out"}
-        places |= {"class_data_dir": tmp_path / "class", "class_prompt": "a cat", "num_class_images": 3}
-        model = {"pretrained_model_name_or_path": str(tmp_path / "model")}
-        return DreamBoothConfig(**COMMON | model | places | changes)
+        return run_config(**FOLLOWED | {"pretrained_model_name_or_path": str(tmp_path / "model")} | changes)
 
     return make
 
 
 def batches_of(config, pipe, process=0, processes=1):
     """The run's images, from which batch n of a process is drawn."""
-
-    def tokens(prompt):
-        length = pipe.tokenizer.model_max_length
-        return pipe.tokenizer(prompt, padding="max_length", max_length=length, return_tensors="pt").input_ids
-
+    like = {"padding": "max_length", "max_length": pipe.tokenizer.model_max_length, "return_tensors": "pt"}
     folders = (config.instance_data_dir, config.class_data_dir)
     instance, classes = (sorted(folder.glob("*.png")) for folder in folders)
     return SubjectImages(
         instance,
         classes if config.with_prior_preservation else [],
-        tokens(config.instance_prompt),
-        tokens(config.class_prompt),
+        pipe.tokenizer(config.instance_prompt, **like).input_ids,
+        pipe.tokenizer(config.class_prompt, **like).input_ids,
         partial(load_image, resolution=32),
         config.train_batch_size,
         config.seed,
@@ -147,10 +128,9 @@ def train_by_hand(config, kind, processes=1):
     return weights
 
 
-def assert_trained_as(folder, expected, model):
+def assert_trained_as(expected, config):
     """The weights of a run moved as those by hand, to a thousandth of how far they went."""
-    made = diffusers.UNet2DConditionModel.from_pretrained(folder, subfolder="unet").state_dict()
-    before = diffusers.UNet2DConditionModel.from_pretrained(model, subfolder="unet").state_dict()
+    made, before = weights(config.output_dir), weights(config.pretrained_model_name_or_path)
     expected = {name: weight.detach() for name, weight in expected.items()}
     far = max(float((expected[name] - before[name]).abs().max()) for name in expected)
     assert far > 1e-3
@@ -173,78 +153,65 @@ CASES = {
             "dataloader_num_workers": 1,
         },
     ),
+    "encoded ahead": (
+        "epsilon",
+        {
+            "with_prior_preservation": True,
+            "center_crop": True,
+            "cache_latents": True,
+            "pre_compute_text_embeddings": True,
+        },
+    ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_steps_are_those_of_a_loop_by_hand(settings, case):
+def test_two_steps_are_those_of_a_loop_by_hand(by_hand, case):
     kind, changes = CASES[case]
-    config = settings(kind, **changes)
+    config = by_hand(kind, **changes)
     with untouched():
-        folder = Run(config).train()
-    assert_trained_as(folder, train_by_hand(config, kind), config.pretrained_model_name_or_path)
+        folder = train(config)
+    assert_trained_as(train_by_hand(config, kind), config)
+    assert (folder / "grid.png").exists()  # for which what was encoded ahead is back on the device
 
 
-def test_what_is_encoded_ahead_trains_the_same(settings, tmp_path):
-    """Latents and prompts ahead of the steps, to a rounding."""
-    same = {"center_crop": True, "with_prior_preservation": True}
-    ahead = {"cache_latents": True, "pre_compute_text_embeddings": True, "validation_prompt": "a sks cat"}
-    config = settings(**same, **ahead)
-    run = Run(config)
-    folder = run.train()
-    assert_trained_as(folder, train_by_hand(config, "epsilon"), config.pretrained_model_name_or_path)
-    assert (folder / "grid.png").exists()  # for which both came back
-
-
-def test_each_process_has_batches_of_its_own(settings, make_pipeline):
-    config, pipe, seeds = settings(), make_pipeline(), []
+def test_each_process_has_batches_of_its_own(run_config, make_pipeline):
+    config, pipe, seeds = run_config(), make_pipeline(), []
     for process in (0, 1):
         of = SimpleNamespace(process_index=process, num_processes=2, device=torch.device("cpu"))
-        views = sorted(config.instance_data_dir.iterdir())
-        seeds += [make_inputs(pipe, config, of, views, [])[number].seed for number in range(4)]
+        images = make_inputs(pipe, config, of, sorted(config.instance_data_dir.iterdir()), [])
+        seeds += [images[number].seed for number in range(4)]
     assert len(set(seeds)) == 8
 
 
 @pytest.mark.slow
-def test_two_processes_train_on_the_mean_of_their_gradients(settings, tmp_path):
+def test_two_processes_train_on_the_mean_of_their_gradients(by_hand, tmp_path):
     """By gloo; and draw the class images that one process draws."""
-    config = settings(with_prior_preservation=True, gradient_accumulation_steps=2, num_class_images=6)
+    config = by_hand(with_prior_preservation=True, gradient_accumulation_steps=2, num_class_images=6)
     (tmp_path / "run.json").write_text(config.model_dump_json())
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     subprocess.run([sys.executable, *launch, tmp_path / "run.json"], check=True, env=environment)
     names = {path.name for path in (tmp_path / "class").iterdir()}
     assert names == {f"{n}.png" for n in range(3)} | {f"class-{n:05d}.png" for n in range(3)}
-    expected = train_by_hand(config, "epsilon", processes=2)
-    assert_trained_as(config.output_dir, expected, config.pretrained_model_name_or_path)
+    assert_trained_as(train_by_hand(config, "epsilon", processes=2), config)
 
 
 @pytest.mark.parametrize("kind", TARGETS)
-def test_what_a_model_predicts_is_what_it_is_trained_on(kind):
-    """A model that gives the exact answer has no loss, whatever the user's default device."""
+def test_the_users_default_device_changes_no_loss(kind):
     schedule = diffusers.DDPMScheduler(**BETAS, prediction_type=kind)
     latents = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
-
-    def exact(noisy, steps, text):
-        alphas = schedule.alphas_cumprod[steps].view(-1, 1, 1, 1)
-        noise = (noisy - alphas.sqrt() * latents) / (1 - alphas).sqrt()
-        velocity = alphas.sqrt() * noise - (1 - alphas).sqrt() * latents
-        answers = {"sample": latents, "epsilon": noise, "v_prediction": velocity}
-        return type("Output", (), {"sample": answers[kind]})
-
-    losses = []
+    unet, losses = lambda noisy, steps, text: SimpleNamespace(sample=noisy), []
     for around in (torch.device("cpu"), torch.device("meta")):
         with around:
             rng = torch.Generator("cpu").manual_seed(1)
-            losses.append(diffusion_loss(exact, schedule, latents, latents, rng, offset_noise=True))
-    assert float(losses[0]) < 1e-6
+            losses.append(diffusion_loss(unet, schedule, latents, latents, rng, offset_noise=True))
     assert torch.equal(*losses)
 
 
-def test_a_step_runs_where_there_is_no_float64():
+def test_a_step_runs_where_there_is_no_float64(run_config):
     """Forward and backward of agent attention in training, as on a Mac."""
-    as_the_paper_trains = Agents(at_most=None, agent_ratio=0.95, ranking="layer", destinations="random")
-    apply_agentsd(unet := make_unet().train(), recipe=Recipe(as_the_paper_trains, levels=1))
+    apply_agentsd(unet := make_unet().train(), recipe=run_config().recipe)
     schedule = diffusers.DDPMScheduler(**BETAS, prediction_type="v_prediction")
     found, text, latents = [], torch.ones(2, 3, 16), torch.ones(2, 4, 16, 16)
     for around in (nullcontext, LikeMPS):
