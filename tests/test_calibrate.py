@@ -1,8 +1,5 @@
 """The recipe that calibration chooses, its metrics against runs of our own, its file, and what it refuses."""
 
-from __future__ import annotations
-
-import copy
 import random
 import time
 from contextlib import suppress
@@ -16,19 +13,18 @@ from agentsd_eval.calibration.runs import Runs, relative_rmse
 from agentsd_eval.calibration.search import BETTER_SAMPLER, calibrate, distance_at, has_better_sampler
 from agentsd_eval.environment import cpu_model
 from calibrating import CANDIDATES, COUNTED, SETTINGS, STEPS, counted, distance, run
-from diffusers import (
-    DDIMScheduler,
-    EDMEulerScheduler,
-    LCMScheduler,
-    UniPCMultistepScheduler,
-)
+from diffusers import DDIMScheduler, EDMEulerScheduler, LCMScheduler, UniPCMultistepScheduler
 from random_state import untouched
 from recipes import AGENTS_CACHED, AGENTS_THEN_KEYS, STEP_CACHING
-from tiny import BETAS, make_unet, may_skip, snapshot
+from tiny import BETAS, may_skip, snapshot
 
 from agentsd import Downsample, Merge, Recipe, StepCache, apply_agentsd
 from agentsd.modules import FocusedLinear
 from agentsd.recipe import FAST
+
+
+def found_by(pipe, prompts=("a cat",), **changes):
+    return calibrate(pipe, list(prompts), **COUNTED | {"speedup": 1.3} | changes)
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +56,7 @@ def test_no_other_candidate_that_is_fast_enough_ends_nearer(plain, known, calibr
 
 
 def test_a_distance_is_over_the_latents_before_the_change():
-    """By hand: a change of (-1, 1), whose norm is that of (1, 1), from (2, 0)."""
-    assert relative_rmse(torch.tensor([1.0, 1.0]), torch.tensor([2.0, 0.0])) == pytest.approx(0.5**0.5)
+    """By hand: a change of (1, 1) from (2, 0)."""
     assert relative_rmse(torch.tensor([3.0, 1.0]), torch.tensor([2.0, 0.0])) == pytest.approx(0.5**0.5)
 
 
@@ -117,7 +112,7 @@ def test_another_goal_takes_the_same_runs(plain, known, figures):
 
     hook = plain.unet.conv_in.register_forward_hook(may_skip(lambda *args: calls.append(1)))
     limit = sorted(far for _, far in known.values())[-2] * 1.001
-    found = calibrate(plain, ["a cat"], max_distance=limit, resume=figures, **COUNTED)
+    found = found_by(plain, speedup=None, max_distance=limit, resume=figures)
     hook.remove()
     assert snapshot(plain.unet) == before
     assert found == max((r for r, (_, far) in known.items() if far <= limit), key=lambda r: known[r][0])
@@ -175,7 +170,7 @@ def test_seconds_may_be_the_cost(plain, monkeypatch):
 
 def test_the_named_recipes_are_candidates():
     assert {AGENTS_CACHED, FAST, STEP_CACHING} <= set(USUAL)
-    assert len(set(USUAL)) == len(USUAL) < 60
+    assert len(set(USUAL)) == len(USUAL)
 
 
 def test_conditions_beside_the_prompt_are_passed_on(plain, tmp_path):
@@ -200,10 +195,10 @@ def test_what_was_stopped_goes_on(plain, calibrated, tmp_path):
 
     hook = plain.unet.conv_in.register_forward_hook(may_skip(stop))
     with pytest.raises(KeyboardInterrupt):
-        calibrate(plain, ["a cat"], speedup=1.3, resume=part, **COUNTED)
+        found_by(plain, resume=part)
     hook.remove()
     assert snapshot(plain.unet) == before
-    again = calibrate(plain, ["a cat"], speedup=1.3, resume=part, **COUNTED)
+    again = found_by(plain, resume=part)
     assert (again, again.measured) == (found, found.measured)
     assert part.read_text() == path.read_text()
 
@@ -215,15 +210,14 @@ def test_nothing_is_taken_from_measurements_of_something_else(plain, figures):
     def run(*args):
         raise Run
 
-    arguments = {"prompts": ["a cat"], "speedup": 1.3, "resume": figures, **COUNTED}
     plain.unet.conv_in.register_forward_hook(may_skip(run))
-    calibrate(plain, **arguments)  # all is known
+    found_by(plain, resume=figures)  # all is known
     for change in ({"seed": 1}, {"prompts": ["a car"]}, {"height": 64}):
         with pytest.raises(Run):
-            calibrate(plain, **arguments | change)
+            found_by(plain, resume=figures, **change)
     torch.nn.init.ones_(plain.unet.conv_in.bias)
     with pytest.raises(Run):
-        calibrate(plain, **arguments)
+        found_by(plain, resume=figures)
 
 
 @pytest.mark.parametrize("content", ["[1]\n", "none", '{"of": {}}\n{}\n', '{"of": "a", "na'])
@@ -235,6 +229,11 @@ def test_a_file_of_another_kind_is_left_as_it_is(plain, tmp_path, content):
     assert path.read_text() == content
     with pytest.raises(ValueError, match="Is a directory; pass a file's path"):
         calibrate(plain, ["a cat"], speedup=1.5, resume=tmp_path)
+
+
+@pytest.fixture
+def never_run(plain, monkeypatch):
+    monkeypatch.setattr(type(plain), "__call__", lambda *args, **kwargs: pytest.fail("it was run"))
 
 
 @pytest.mark.parametrize(
@@ -255,41 +254,39 @@ def test_a_file_of_another_kind_is_left_as_it_is(plain, tmp_path, content):
         ({"timesteps": [1, 2]}, ValueError, r"timesteps=\[1, 2\]: leave it out"),
     ],
 )
-def test_wrong_arguments_are_named_before_any_run(plain, monkeypatch, changes, error, message):
-    monkeypatch.setattr(type(plain), "__call__", lambda *args, **kwargs: pytest.fail("it was run"))
+def test_wrong_arguments_are_named_before_any_run(plain, never_run, changes, error, message):
     before = snapshot(plain.unet)
     with pytest.raises(error, match=message):
         calibrate(plain, **{"prompts": ["a cat"], "speedup": 1.5} | changes)
     assert snapshot(plain.unet) == before
 
 
-def test_what_cannot_be_calibrated_is_refused_before_any_run(plain, make_plain, monkeypatch):
-    monkeypatch.setattr(type(plain), "__call__", lambda *args, **kwargs: pytest.fail("it was run"))
+def put_a_strange_processor(pipe):
+    strange = type("Strange", (), {"__call__": lambda *args: None})()
+    pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1.set_processor(strange)
+
+
+LCM = LCMScheduler(**BETAS, steps_offset=1)
+UNFIT = {
+    "patched": (lambda pipe: apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS), r"remove_agentsd\(pipe\) first"),
+    "of few steps": (lambda pipe: pipe.register_modules(scheduler=LCM), "LCMScheduler is for few steps"),
+    "of others": (put_a_strange_processor, "down_blocks.* has a Strange, which may have to see each call"),
+    "offloaded": (lambda pipe: accelerate.cpu_offload(pipe.unet), "sequential offloading: calibrate first"),
+    "compiled": (lambda pipe: pipe.unet.compile(), "calibrate first, and compile it afterwards"),
+}
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_a_model_that_cannot_be_calibrated_is_refused_before_any_run(plain, never_run, kind):
+    prepare, message = UNFIT[kind]
+    prepare(plain)
+    with pytest.raises(ValueError, match=message):
+        calibrate(plain, ["a cat"], speedup=1.5)
+
+
+def test_a_unet_alone_is_no_pipeline(plain):
     with pytest.raises(TypeError, match="is no pipeline with a `unet`"):
         calibrate(plain.unet, ["a cat"], speedup=1.5)
-    with (
-        apply_agentsd(plain, recipe=AGENTS_THEN_KEYS),
-        pytest.raises(ValueError, match=r"call remove_agentsd\(pipe\) first"),
-    ):
-        calibrate(plain, ["a cat"], speedup=1.5)
-    few = make_plain(scheduler=LCMScheduler(**BETAS, steps_offset=1))
-    with pytest.raises(ValueError, match=r"nothing can be cached .* LCMScheduler is for few steps"):
-        calibrate(few, ["a cat"], speedup=1.5)
-    attn = plain.unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
-    plain_processor = attn.processor
-    attn.set_processor(type("Strange", (), {"__call__": lambda *args: None})())
-    with pytest.raises(ValueError, match=r"down_blocks.* has a Strange, which may have to see each call"):
-        calibrate(plain, ["a cat"], speedup=1.1)
-    attn.set_processor(plain_processor)
-    offloaded = make_plain()
-    accelerate.cpu_offload(offloaded.unet)
-    with pytest.raises(ValueError, match="kept elsewhere by sequential offloading: calibrate first"):
-        calibrate(offloaded, ["a cat"], speedup=1.5)
-    compiled = copy.copy(plain)
-    compiled.unet = make_unet()
-    compiled.unet.compile()
-    with pytest.raises(ValueError, match="calibrate first, and compile it afterwards"):
-        calibrate(compiled, ["a cat"], speedup=1.5)
 
 
 def test_a_goal_far_out_of_reach_is_told_after_the_boldest_candidate(plain, monkeypatch):

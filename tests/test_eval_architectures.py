@@ -1,7 +1,5 @@
 """The bare architectures are the published ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from agentsd_eval.cost.architectures import build, random_embeds
@@ -15,7 +13,7 @@ from agentsd_eval.settings import LatencySettings
     ("arch", "parameters", "size", "finest"),
     [("sd15", 859_520_964, 512, 1), ("sdxl", 2_567_463_684, 1024, 2)],
 )
-def test_parameters_and_shapes(arch: str, parameters: int, size: int, finest: int) -> None:
+def test_parameters_and_shapes(arch, parameters, size, finest):
     pipe = build(arch, torch.device("meta"), torch.float16)
     assert sum(p.numel() for p in pipe.unet.parameters()) == parameters
     assert sum(p.numel() for p in pipe.vae.parameters()) == 83_653_863

@@ -1,30 +1,34 @@
 """Settings: command line over YAML over defaults; what is wrong is named with its way out."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 from agentsd_eval.cli import COMMANDS
 from agentsd_eval.errors import EvalError
+from agentsd_eval.files import read_lines
 from agentsd_eval.images.methods import parse_method
 from agentsd_eval.images.prompts import specs_of
 from agentsd_eval.presets import load_settings, presets
-from agentsd_eval.research.settings import PricedSettings, SubjectSettings
-from agentsd_eval.settings import CompareSettings, LatencySettings, RunSettings
+from agentsd_eval.research.settings import PricedSettings, SubjectSettings, ValidationSettings
+from agentsd_eval.settings import (
+    CalibrateSettings,
+    CheckSettings,
+    CompareSettings,
+    LatencySettings,
+    RunSettings,
+)
 from agentsd_eval.studies import table
 
 from agentsd.recipe import MODES
 
 
-def write(folder: Path, text: str) -> Path:
+def write(folder, text):
     path = folder / "run.yaml"
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
 
 
-def test_command_line_over_yaml_over_defaults(tmp_path: Path) -> None:
+def test_command_line_over_yaml_over_defaults(tmp_path):
     path = write(tmp_path, "steps: 7\nseed: 3\n")
     settings = load_settings(RunSettings, path, {"steps": 9, "seed": None})
     assert (settings.steps, settings.seed, settings.guidance_scale) == (9, 3, 4.0)
@@ -50,25 +54,83 @@ def test_command_line_over_yaml_over_defaults(tmp_path: Path) -> None:
         ("height: 100", "height = 100: pass a multiple of 8"),
         ("- 1", "holds a list: write `name: value` lines"),
         ("a: [", "not valid YAML"),
+        (b"model: \x00", "run.yaml is not valid YAML"),
+        ("named: [1]", r"named = \[1\]: pass `name: value` lines"),
+        ("named: {1: {k: 1}}", "named.*1"),
+        ("named: {mine: 5}", "named.mine"),
+        ("named: {mine: {recipe: 5}}", "write what a recipe's file holds"),
+        ("named: {agentsd: {k: 0.1}}", "'agentsd' is a method already: choose another name"),
+        ("named: {deepcache-7: {k: 0.1}}", "'deepcache-7' is a method already"),
+        ("named: {mine: {k: [1]}}", "k=\\[1\\] is a list"),
+        ("model: [" + "x, " * 500 + "]", r"model = .{1,125}\.\.\.: pass text"),
+        ("base: gone.yaml", "can't read the configuration .*gone.yaml"),
+        ("base: run.yaml", r"base: run.yaml -> run.yaml goes in a circle"),
+        ("base: [1]", r"base = \[1\]: write the name of a file beside it"),
+        ("seed: 99999999999999999999", "seed = 9+: pass less than"),
+        ("steps: 1001", "steps = 1001: pass 1000 or less"),
+        ("steps: " + "9" * 5000, "not valid YAML"),
+        ("fewer_steps: [1.5]", "fewer_steps = 1.5: pass shares of the steps"),
     ],
 )
-def test_wrong_settings_are_named(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(EvalError, match=message):
+def test_wrong_settings_are_one_message(tmp_path, text, message):
+    with pytest.raises(EvalError, match=message) as told:
         load_settings(RunSettings, write(tmp_path, text), {})
+    assert len(str(told.value)) < 1500
 
 
-def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(EvalError, match=r"can't read the configuration .*gone\.yaml: no such file or preset"):
-        load_settings(CompareSettings, tmp_path / "gone.yaml", {})
+def test_text_that_is_none_is_told_with_its_place(tmp_path):
+    (tmp_path / "prompts.txt").write_bytes(b"a cat\n\xff\n")
+    with pytest.raises(EvalError, match=r"prompts.txt is not UTF-8 text \(invalid start byte at byte 6\)"):
+        read_lines(tmp_path / "prompts.txt")
+
+
+def test_a_setting_has_one_name(tmp_path):
+    """In YAML its key, on the command line that with dashes; errors say it as it was given."""
+    path = write(tmp_path, "guidance_scale: 3\nsteps: 0\n")
+    for given, name in (({}, "steps = 0"), ({"steps": "-1"}, "--steps = -1")):
+        with pytest.raises(EvalError, match=rf"(^|: ){name}: pass 1 or more"):
+            load_settings(RunSettings, path, given)
+    with pytest.raises(EvalError) as told:
+        load_settings(ValidationSettings, None, {"chain_steps": [0]})
+    assert str(told.value) == "--chain-steps = 0: pass 1 or more"
+
+
+def test_a_presets_base_is_read_first_and_its_files_are_found(tmp_path):
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "classes.txt").write_text("kite\n")
+    (tmp_path / "below" / "base.yaml").write_text("classes: classes.txt\nsteps: 7\nseed: 3\n")
+    settings = load_settings(RunSettings, write(tmp_path, "base: below/base.yaml\nsteps: 9\n"), {})
+    assert (settings.steps, settings.seed) == (9, 3)
+    assert settings.classes == tmp_path / "below" / "classes.txt"
+
+
+def test_a_base_that_is_not_beside_the_file_is_a_preset(tmp_path):
+    path = write(tmp_path, "base: table11.yaml\nsteps: 9\n")
+    assert load_settings(RunSettings, path, {}).methods[0] == "k-0"
+    (tmp_path / "table11.yaml").write_text("methods: [todo]\n")  # one beside it comes first
+    assert load_settings(RunSettings, path, {}).methods == ("todo",)
+
+
+def test_presets_are_found_by_name_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_settings(RunSettings, "table13", {}).out == Path("agentsd-results/table13")
+    assert load_settings(RunSettings, "table10", {}).classes.read_text().startswith("tench\n")
+    for name in ("tables10", "configs/table10.yaml"):
+        with pytest.raises(EvalError, match=rf"{name}: no such file .* did you mean --config table10"):
+            load_settings(RunSettings, name, {})
+    (tmp_path / "table10").write_text("steps: 3\n")  # a file of one's own comes first
+    assert load_settings(RunSettings, "table10", {}).steps == 3
+    assert {"table13", "latency_sd15_gpu"} <= set(presets())
+    assert not {"demo_model", "dreambooth_sd15"} & set(presets())
 
 
 @pytest.mark.parametrize(("key", "value"), [("sizes", (100,)), ("sizes", (8,)), ("batches", (0,))])
-def test_latency_sizes_and_batches_are_whole(key: str, value: tuple[int, ...]) -> None:
+def test_latency_sizes_and_batches_are_whole(key, value):
     with pytest.raises(EvalError, match=f"--{key} = "):
         load_settings(LatencySettings, None, {key: value})
 
 
-def test_the_papers_presets_are_the_papers() -> None:
+def test_the_papers_presets_are_the_papers():
     table10 = load_settings(RunSettings, "table10", {})
     assert (table10.scheduler, table10.steps, table10.guidance_scale) == ("plms", 50, 7.5)
     specs = specs_of(table10)
@@ -92,37 +154,28 @@ STUDIES = sorted((Path(__file__).parents[1] / "eval/research/presets").glob("*.y
 
 
 @pytest.mark.parametrize(("name", "command"), LISTED)
-def test_each_preset_is_valid_for_each_of_its_commands(
-    name: str, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_preset_is_valid_for_each_of_its_commands(name, command, monkeypatch):
     monkeypatch.setattr("agentsd_eval.settings.DRIVERS", (Path("/"),))  # as if there were a GPU
-    settings: Any = load_settings(COMMANDS[command][0], name, {})
+    settings = load_settings(COMMANDS[command][0], name, {})
     for method in (*getattr(settings, "methods", ()), "baseline"):
         assert parse_method(method, 0.4, settings).name == method
 
 
-def test_guidance_is_that_of_the_model() -> None:
+def test_guidance_is_that_of_the_model():
     asked = ({}, {"model": "some/model"}, {"guidance_scale": 3.0})
     assert [RunSettings(**given).guidance_scale for given in asked] == [4.0, 7.5, 3.0]
 
 
-def test_commands_sample_alike() -> None:
-    sampled = [
-        {
-            key: getattr(COMMANDS[name][0](**({"speedup": 2} if name == "calibrate" else {})), key)
-            for key in KEYS
-        }
-        for name in ("compare", "table", "check", "calibrate")
-    ]
-    assert sampled == [sampled[0]] * len(sampled)
-
-
-KEYS = ("scheduler", "steps", "guidance_scale", "height", "width", "seed")
+def test_commands_sample_alike():
+    keys = {"scheduler", "steps", "guidance_scale", "height", "width", "seed"}
+    every = CompareSettings(), RunSettings(), CheckSettings(), CalibrateSettings(speedup=2)
+    first, *others = (settings.model_dump(include=keys) for settings in every)
+    assert others == [first] * 3
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
-def test_each_preset_of_a_study_is_valid(path: Path) -> None:
+def test_each_preset_of_a_study_is_valid(path):
     others = {"latency_sd15_priced": PricedSettings, "subject": SubjectSettings}
-    settings: Any = load_settings(others.get(path.stem, RunSettings), path, {})
+    settings = load_settings(others.get(path.stem, RunSettings), path, {})
     for method in getattr(settings, "methods", ()):
         assert parse_method(method, 0.4, settings).name == method

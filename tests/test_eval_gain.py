@@ -15,6 +15,16 @@ def test_a_dearer_point_that_is_no_nearer_is_not_paid_for():
     assert cost_at(0.2, costs, distances) == pytest.approx(5)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_equally_cheap_points_the_nearer_counts(order):
+    """By hand: on the line from (.8, 1) to (.2, 4), half of the way is 2; (.4, 4) is no part of it."""
+    costs, distances = np.array([1.0, 4.0, 4.0])[::order], np.array([0.8, 0.4, 0.2])[::order]
+    assert cost_at(0.4, costs, distances) == pytest.approx(2.0)
+    assert cost_at(0.2, costs, distances) == pytest.approx(4.0)
+    costs, distances = np.array([100.0, 50, 100, 50])[::order], np.array([0.2, 0.3, 0.1, 0.2])[::order]
+    assert cost_at(0.15, costs, distances) == pytest.approx(50 * 2 ** (np.log(0.2 / 0.15) / np.log(2)))
+
+
 @pytest.fixture
 def plain():
     rng = np.random.default_rng(0)

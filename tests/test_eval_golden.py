@@ -1,7 +1,5 @@
 """Golden files of table.md, latency.md and a report; `python tests/test_eval_golden.py` writes them anew."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -11,15 +9,12 @@ from agentsd_eval import run_file
 from agentsd_eval.pages import cost_table, quality_table, report, rows
 
 GOLDEN = Path(__file__).parent / "golden"
-RUNS = {
-    "table": Path(__file__).parents[1] / "eval/results/benchmark-64-demo",
-    "latency": GOLDEN / "latency",
-}
+RUNS = {"table": Path(__file__).parents[1] / "eval/results/benchmark-64-demo", "latency": GOLDEN / "latency"}
 SHOWN = ("baseline", "baseline@12", "fast", "paper", "agentsd", "tomesd", "real/real")
 """Methods of those runs that the golden files hold."""
 
 
-def written(name: str, folder: Path) -> dict[str, str]:
+def written(name, folder):
     """Write a result and its report from some committed rows; return the files' texts by their names."""
     run = run_file.read(RUNS[name])["results"][name]
     lines = (RUNS[name] / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
@@ -39,7 +34,7 @@ def written(name: str, folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_what_is_written_is_the_golden_file(name: str, tmp_path: Path) -> None:
+def test_what_is_written_is_the_golden_file(name, tmp_path):
     for file, text in written(name, tmp_path).items():
         assert text == (GOLDEN / file).read_text(encoding="utf-8")
 

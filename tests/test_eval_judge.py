@@ -1,22 +1,18 @@
 """Figures of a row from figures of its images, and a table of the toy model."""
 
-from __future__ import annotations
-
 import json
+import math
 import shlex
-from pathlib import Path
 
-import numpy as np
 import pytest
-from agentsd_eval.cli import main
-from agentsd_eval.pages.quality_table import change
-from agentsd_eval.quality.gain import cost_at
+from agentsd_eval.pages.quality_table import change, interval, tables_of
 from agentsd_eval.quality.summary import summary_of
 from agentsd_eval.studies import table
-from click.testing import CliRunner
+from commands import ALONE, invoke, rows_of
+from logs import warned
 
 
-def test_means_and_paired_changes() -> None:
+def test_means_and_paired_changes():
     baseline = [{"clip": 30}, {"clip": 20}, {"clip": 10}]
     ours = [{"clip": 31, "psnr": 40}, {"clip": 20, "psnr": 50}, {"clip": 9, "psnr": 60}]
     row = summary_of(ours, baseline)
@@ -26,54 +22,99 @@ def test_means_and_paired_changes() -> None:
     assert summary_of([{}], None) == {}
 
 
-def test_perceptual_distances_are_geometric_means() -> None:
-    row = summary_of([{"baseline_distance": x} for x in (0.01, 0.1, 1.0)], None)
-    assert row["baseline_distance"] == pytest.approx(0.1)
+def image(psnr, distance):
+    return {"psnr": psnr, "baseline_distance": distance}
 
 
-def row(key: str, macs: float, speedup: float) -> dict:
-    return {"method": key, "key": key, "macs": macs, "speedup": speedup}
+def test_an_equal_image_is_counted_and_in_no_mean():
+    row = summary_of([image(20.0, 0.01), image(math.inf, 0.0), image(30.0, 0.04)], None)
+    assert (row["psnr"], row["equal_images"]) == (25.0, 1)
+    assert row["baseline_distance"] == pytest.approx(0.02)  # the geometric mean
 
 
-def test_worth_is_what_fewer_steps_cost_at_the_distance_over_the_own_cost() -> None:
-    rows = [row("baseline", 100, 1.0), row("baseline@12", 50, 2.0), row("quick", 50, 1.6)]
-    distances = {"baseline": 0.1, "baseline@12": 0.2, "quick": 0.1}
-    singles = [{"method": k, "reference_distance": d * s} for k, d in distances.items() for s in (1, 2, 3)]
-    table.add_gain(rows, singles)
-    assert rows[2]["gain_macs"] == pytest.approx(2.0)
-    assert rows[2]["gain_seconds"] == pytest.approx(1.6)
-    assert rows[2]["gain_seconds_beyond"] is None
-    assert "gain_seconds" not in rows[0]
+def test_where_all_are_equal_the_distance_is_zero_and_says_so():
+    row = summary_of([image(math.inf, 0.0)] * 3, None)
+    assert "psnr" not in row
+    assert (row["baseline_distance"], row["equal_images"]) == (0, 3)
+    assert interval("baseline_distance")(row) == "equal"
+
+
+def test_a_method_that_changes_nothing_has_a_table_and_a_report(model_folder, tmp_path):
+    """Four steps have none to spare, so step caching leaves nothing out."""
+    words = ("--methods", "fast", "--steps", 4, *ALONE, "--images", 2, "--scheduler", "ddim")
+    with warned("nothing is skipped"):
+        invoke("table", "--model", model_folder, *words, "--out", tmp_path)
+    row = rows_of(tmp_path / "table.jsonl")[1]
+    assert (row["equal_images"], row["baseline_distance"]) == (2, 0)
+    assert "| fast | 2 | equal | equal | 2 |" in (tmp_path / "table.md").read_text()
+    invoke("report", tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "The images of fast are the baseline&#39;s. No row&#39;s gain is known" in page
+
+
+PLAIN = (("baseline", 100, 1.0, 0.1), ("baseline@12", 50, 2.0, 0.2))
+UNDER_B = (("baseline@20/b", 80, 1.25, 0.1), ("baseline@10/b", 40, 2.5, 0.2))
+
+
+def with_gain(*given):
+    """Rows of a name, MACs, a speed-up and a distance, which have three images each, by their names."""
+    keys = "method", "macs", "speedup"
+    rows = [dict(zip(keys, one, strict=False)) | {"key": one[0]} for one in given]
+    for row in rows:
+        row["sampler"] = row["method"].partition("/")[2] or None
+    far = [(name, distance * factor) for name, *_, distance in given for factor in (1, 2, 3)]
+    table.add_gain(rows, [{"method": name, "reference_distance": distance} for name, distance in far])
+    return {row["method"]: row for row in rows}
+
+
+def test_gain_is_what_fewer_steps_cost_at_the_distance_over_the_own_cost():
+    found = with_gain(*PLAIN, ("quick", 50, 1.6, 0.1))
+    quick = found["quick"]
+    assert (quick["gain_macs"], quick["gain_seconds"]) == pytest.approx((2.0, 1.6))
+    assert quick["gain_seconds_beyond"] is None
+    assert "gain_seconds" not in found["baseline"]
+    assert not any("gain_best_macs" in row for row in found.values())
+
+
+def test_gain_over_the_best_plain_sampler_is_against_the_lower_envelope():
+    """By hand: at a distance of .2 the own sampler costs 50 and the other one 40; at .1, 100 and 80."""
+    found = with_gain(*PLAIN, *UNDER_B, ("quick", 20, 5.0, 0.2), ("quick/b", 20, 5.0, 0.1))
+    quick, other = found["quick"], found["quick/b"]
+    assert (quick["gain_macs"], quick["gain_best_macs"]) == pytest.approx((50 / 20, 40 / 20))
+    assert (other["gain_macs"], other["gain_best_macs"]) == pytest.approx((80 / 20, 80 / 20))
+    assert quick["gain_best_seconds"] == pytest.approx(2.0)
+    for name, *_ in PLAIN:
+        assert found[name]["gain_best_macs"] == pytest.approx(0.8)  # swap the sampler
+    assert all("gain_macs" not in found[name] for name, *_ in (*PLAIN, *UNDER_B))
+
+
+def test_one_plain_row_has_no_gain_and_gives_none():
+    found = with_gain(PLAIN[0], ("fast", 100, 1.0, 0.1))
+    assert not any(key.startswith("gain") for row in found.values() for key in row)
 
 
 @pytest.mark.parametrize(
     ("value", "error", "text"),
-    [
-        (-1.0, 0.3, "-1.00 ± 0.61"),
-        (0.5, 0.3, "+0.50 ± 0.61 ≈"),
-        (0.5, None, "-"),
-        (None, None, "-"),
-    ],
+    [(-1.0, 0.3, "-1.00 ± 0.61"), (0.5, 0.3, "+0.50 ± 0.61 ≈"), (0.5, None, "-"), (None, None, "-")],
 )
-def test_a_change_inside_the_noise_is_marked(value: float | None, error: float | None, text: str) -> None:
+def test_a_change_inside_the_noise_is_marked(value, error, text):
     assert change("fd", ".2f")({"fd_change": value, "fd_change_error": error}) == text
 
 
 @pytest.mark.parametrize(("images", "text"), [(29, "too few to judge"), (30, "-1.00 ± 0.61")])
-def test_below_30_images_nothing_is_judged(images: int, text: str) -> None:
+def test_below_30_images_nothing_is_judged(images, text):
     row = {"clip_change": -1.0, "clip_change_error": 0.3, "images": images}
     assert change("clip", ".2f")(row) == text
 
 
-def test_a_table_of_the_toy_model(tmp_path: Path) -> None:
+def test_a_table_of_the_toy_model(tmp_path):
     options = {
         "methods": "agentsd", "steps": 6, "images": 3, "fewer-steps": 0.5, "samplers": "none",
         "reference-steps": 12, "references": 16, "out": tmp_path,
     }  # fmt: skip
     words = [str(word) for key, value in options.items() for word in (f"--{key}", value)]
-    result = CliRunner().invoke(main, ["table", *words], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    baseline, fewer, agent, floor = map(json.loads, (tmp_path / "table.jsonl").read_text().splitlines())
+    invoke("table", *words)
+    baseline, fewer, agent, floor = rows_of(tmp_path / "table.jsonl")
     assert 0 < baseline["reference_distance"] < fewer["reference_distance"]
     assert 0 < agent["baseline_distance"] < fewer["baseline_distance"]
     assert "baseline_distance" not in baseline
@@ -85,33 +126,9 @@ def test_a_table_of_the_toy_model(tmp_path: Path) -> None:
     assert {row["macs"] for row in run["costs"].values()} == {row["macs"] for row in (baseline, fewer, agent)}
 
 
-def test_gain_over_the_best_plain_sampler_is_against_the_lower_envelope() -> None:
-    """By hand: at a distance of .2 the own sampler costs 50 and the other one 40; at .1, 100 and 80."""
-    own = [row("baseline", 100, 1.0), row("baseline@12", 50, 2.0)]
-    other = [
-        row(name, macs, 100 / macs) | {"sampler": "b"}
-        for name, macs in (("baseline@20/b", 80), ("baseline@10/b", 40))
-    ]
-    quick = [row("quick", 20, 5.0), row("quick/b", 20, 5.0) | {"sampler": "b"}]
-    rows = [*own, *other, *quick]
-    distances = (0.1, 0.2, 0.1, 0.2, 0.2, 0.1)
-    singles = [
-        {"method": one["key"], "reference_distance": distance * factor}
-        for one, distance in zip(rows, distances, strict=True)
-        for factor in (1, 2, 3)
-    ]
-    table.add_gain(rows, singles)
-    assert [rows[i]["gain_macs"] for i in (4, 5)] == pytest.approx([50 / 20, 80 / 20])
-    assert [rows[i]["gain_best_macs"] for i in (4, 5)] == pytest.approx([40 / 20, 80 / 20])
-    assert rows[4]["gain_best_seconds"] == pytest.approx(2.0)
-    assert [rows[i]["gain_best_macs"] for i in (0, 1)] == pytest.approx([0.8, 0.8])  # swap the sampler
-    assert all("gain_macs" not in one for one in (*own, *other))
-    for worse_first in (1, -1):  # of two that cost the same the nearer one counts, whichever comes first
-        costs = np.array([100.0, 50, 100, 50])[::worse_first]
-        assert cost_at(0.15, costs, np.array([0.2, 0.3, 0.1, 0.2])[::worse_first]) == pytest.approx(
-            50 * 2 ** (np.log(0.2 / 0.15) / np.log(2))
-        )
-    alone = [row("baseline", 100, 1.0), row("baseline@12", 50, 2.0), row("quick", 20, 5.0)]
-    table.add_gain(alone, [one for one in singles if not one["method"].endswith("/b")])
-    assert "gain_macs" in alone[2]
-    assert not any("gain_best_macs" in one for one in alone)
+@pytest.mark.parametrize("clock", ["CPU", "wall"])
+def test_a_table_names_the_clock_that_it_went_by(clock):
+    """On devices without memory figures, too: MPS, XPU."""
+    row = {"method": "fast", "ratio": None, "label": "fast", "speedup": 1.5, "memory_per_image": None}
+    heads = [column.title for column in tables_of([row], {"features": None, "model": "x/y"}, clock)["cost"]]
+    assert [head for head in heads if head.startswith("speed-up")] == [f"speed-up ({clock} time)"]

@@ -1,26 +1,21 @@
 """Each figure has its maker: seconds of one machine and batch size, costs of the machine that is named."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from agentsd_eval import run_file
-from agentsd_eval.cli import main
 from agentsd_eval.environment import describe_run, device_name
 from agentsd_eval.errors import EvalError
 from agentsd_eval.images.generate import fingerprint
 from agentsd_eval.images.prompts import ImageSpec, from_prompts, prompts_of
 from agentsd_eval.images.sampling import Seconds
-from agentsd_eval.images.store import Entry, Store, Timings, times_of
+from agentsd_eval.images.store import Entry, Store, times_of
 from agentsd_eval.research import gpu
 from agentsd_eval.research.settings import GpuSettings
 from agentsd_eval.settings import RunSettings
 from agentsd_eval.studies import table
-from click.testing import CliRunner
+from commands import invoke
 from rich.console import Console
 
 CPU = torch.device("cpu")
@@ -29,13 +24,13 @@ B = A | {"device": "machine B", "threads": 4}
 SETTINGS = RunSettings(steps=2, scheduler="model", fewer_steps=(), samplers=())
 
 
-def entry(seconds: float, images: int, maker: str = "1") -> Entry:
+def entry(seconds, images, maker="1"):
     taken = {"seconds": seconds, "cpu_seconds": 2 * seconds}
     told = {"index": 0, "seed": 0, "prompt": "", "sha256": "", "batch": 0, "session": "a"}
     return Entry(batch_images=images, maker=maker, **taken, **told)
 
 
-def test_seconds_are_an_images_and_speed_ups_of_one_session() -> None:
+def test_seconds_are_an_images_and_speed_ups_of_one_session():
     """By hand: three batches of 4 in 4, 8 and 6 s are 1, 2 and 1.5 s an image."""
     ours = {(0, "a"): entry(4, 4), (1, "a"): entry(8, 4), (2, "b"): entry(6, 4), (3, "b"): entry(90, 1)}
     baseline = {(0, "a"): entry(8, 4), (1, "a"): entry(24, 4), (2, "c"): entry(300, 4)}
@@ -47,7 +42,7 @@ def test_seconds_are_an_images_and_speed_ups_of_one_session() -> None:
         assert Seconds(1.5, 3.0).charged(torch.device(device)) == 1.5 * clock
 
 
-def batches(*kinds: tuple[str, int, int, float], session: str = "a") -> Timings:
+def batches(*kinds, session="a"):
     """So many batches of a maker and a size, which take so many seconds an image."""
     every = [entry(each * size, size, maker) for maker, size, count, each in kinds for _ in range(count)]
     return {(number, session): one for number, one in enumerate(every)}
@@ -60,6 +55,7 @@ def batches(*kinds: tuple[str, int, int, float], session: str = "a") -> Timings:
         ([[("1", 8, 3, 1.0), ("1", 2, 8, 5.0)]] * 2, [("1", 8, 1.0)] * 2),
         # another machine after a stop
         ([[("1", 8, 3, 1.0), ("2", 8, 4, 5.0)]] * 2, [("2", 8, 5.0)] * 2),
+        ([[("1", 8, 4, 1.0), ("2", 8, 3, 5.0)]] * 2, [("1", 8, 1.0)] * 2),
         # as many of both: of one, and not between them
         ([[("1", 8, 4, 1.0), ("2", 8, 4, 5.0)]] * 2, [("2", 8, 5.0)] * 2),
         # most of the first row's are of a machine that has none of the second's
@@ -68,12 +64,12 @@ def batches(*kinds: tuple[str, int, int, float], session: str = "a") -> Timings:
         ([[("1", 8, 9, 1.0)], [("2", 4, 9, 7.0)]], [("1", 8, 1.0), ("2", 4, 7.0)]),
     ],
 )
-def test_seconds_are_of_one_maker_and_size(rows: Any, expected: Any) -> None:
+def test_seconds_are_of_one_maker_and_size(rows, expected):
     found = times_of([batches(*row) for row in rows], CPU)
     assert [(row["timed_by"], row["timed_batch"], row["seconds"]) for row in found] == expected
 
 
-def test_a_speed_up_is_of_that_machine_alone() -> None:
+def test_a_speed_up_is_of_that_machine_alone():
     """Twice as fast on the one, eight times on the other."""
     baseline = batches(("1", 8, 4, 4.0), ("2", 8, 9, 8.0))
     ours = batches(("1", 8, 4, 2.0), ("2", 8, 9, 1.0))
@@ -81,48 +77,40 @@ def test_a_speed_up_is_of_that_machine_alone() -> None:
     assert (found["timed_by"], found["speedup"], found["speedup_batches"]) == ("2", 8.0, 9)
 
 
-def test_environments_that_differ_are_all_told() -> None:
+def test_environments_that_differ_are_all_told():
     found = describe_run(SETTINGS, A, B)
-    assert (found["device"], found["threads"], found["commit"]) == (
-        "machine A and machine B",
-        "1 and 4",
-        "a" * 40,
-    )
-    assert found["versions"] == {"torch": "2"}
+    assert (found["device"], found["threads"]) == ("machine A and machine B", "1 and 4")
+    assert (found["commit"], found["versions"]) == ("a" * 40, {"torch": "2"})
     assert describe_run(SETTINGS, A, A | {"versions": {"torch": "3"}})["versions"] == {"torch": "2 and 3"}
     assert describe_run(SETTINGS, B)["device"] == "machine B"
 
 
-def test_a_device_goes_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_goes_by_its_own_name(monkeypatch):
     class Module:
         get_device_name = staticmethod(lambda device: f"card {device.index}")
 
-    monkeypatch.setattr(
-        torch, "get_device_module", lambda device: Module if device.type == "xpu" else object()
-    )
+    modules = {"xpu": Module, "mps": object()}
+    monkeypatch.setattr(torch, "get_device_module", lambda device: modules[device.type])
     assert device_name(torch.device("xpu:1")) == "card 1"
     assert device_name(torch.device("mps")) == f"mps of {device_name(CPU)}"
 
 
 @pytest.fixture
-def on(monkeypatch: pytest.MonkeyPatch, model_folder: str, tmp_path: Path) -> Any:
+def on(monkeypatch, model_folder, tmp_path):
     """Runs `check` on a machine, into one folder; returns what was printed and what would be sent in."""
-    (tmp_path / "prompts.txt").write_text("a cat\na dog\n")
-    words = ["check", "--model", model_folder, "--prompts", tmp_path / "prompts.txt", "--methods", "agentsd"]
-    words += ["--steps", 2, "--samplers", "none", "--reference-steps", "none", "--out", tmp_path / "run"]
+    words = ["check", "--model", model_folder, "--methods", "agentsd", "--steps", 2, "--samplers", "none"]
+    words += ["--reference-steps", "none", "--out", tmp_path / "run"]
 
-    def run(machine: dict[str, Any], *more: Any) -> tuple[str, dict[str, Any]]:
+    def run(machine, *more):
         told = {"cpu": "x", "cores": 1, "clock": "CPU", "processes": 1, "python": "3"}
         monkeypatch.setattr(table, "describe_environment", lambda device: told | machine)
         monkeypatch.setattr(table, "macs", lambda call: 1000 * machine["threads"])
-        done = CliRunner().invoke(main, list(map(str, [*words, *more])), catch_exceptions=False)
-        assert done.exit_code == 0, done.output
-        return " ".join(done.output.split()), json.loads((tmp_path / "run" / "check.json").read_text())
+        return invoke(*words, *more), json.loads((tmp_path / "run" / "check.json").read_text())
 
     return run
 
 
-def test_what_is_sent_in_names_the_machine_of_each_figure(on: Any, tmp_path: Path) -> None:
+def test_what_is_sent_in_names_the_machine_of_each_figure(on, tmp_path):
     _, first = on(A, "--images", 2)
     assert first["environment"]["device"] == "machine A"
     assert "environments" not in first["environment"]
@@ -132,9 +120,8 @@ def test_what_is_sent_in_names_the_machine_of_each_figure(on: Any, tmp_path: Pat
     assert {tuple(row[key] for key in made) for row in second["rows"]} == {("1", "1", "2", 4000)}
     assert [row["seconds"] for row in second["rows"]] == [row["seconds"] for row in first["rows"]]
     assert second["environment"]["device"] == "machine A and machine B"
-    assert {n: one["device"] for n, one in second["environment"]["environments"].items()} == {
-        "1": "machine A", "2": "machine B"
-    }  # fmt: skip
+    devices = {n: one["device"] for n, one in second["environment"]["environments"].items()}
+    assert devices == {"1": "machine A", "2": "machine B"}
     said = "not all of one program and machine (1: machine A, commit aaaaaaaaaaaa, 1 threads; 2: machine B,"
     assert said in printed
     assert said in " ".join((tmp_path / "run" / "check.md").read_text().split())
@@ -144,47 +131,51 @@ def test_what_is_sent_in_names_the_machine_of_each_figure(on: Any, tmp_path: Pat
     assert {row["macs"] for row in third["rows"]} == {1000}
 
 
-def test_a_run_goes_on_with_more_images_and_another_batch(on: Any, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_more_images_and_another_batch(on, tmp_path):
     on(A, "--images", 6, "--batch-size", 2)
     before = {path: path.read_bytes() for path in (tmp_path / "run" / "images").rglob("*.png")}
     printed, more = on(A, "--images", 15, "--batch-size", 3)
     assert all(row["images"] == 15 for row in more["rows"])
     assert {row["timed_batch"] for row in more["rows"]} == {3}
     assert "batches of" not in printed
-    same = sum(path.read_bytes() == content for path, content in before.items())
-    assert same == len(before)
+    assert all(path.read_bytes() == content for path, content in before.items())
     _, fewer = on(A, "--images", 4, "--batch-size", 3)
     assert all(row["images"] == 4 for row in fewer["rows"])
     assert len(list((tmp_path / "run" / "images" / "baseline-sdpa").glob("*.png"))) == 15
 
 
-def facts(specs: list[ImageSpec], pipe: Any) -> dict[str, Any]:
-    return fingerprint(pipe, specs, SETTINGS)
-
-
-def test_other_images_of_another_number_are_refused(pipe: Any, tmp_path: Path) -> None:
-    """More of the same go on: the toy model's captions, too, are the first of any more."""
+@pytest.fixture
+def claim(pipe, tmp_path):
+    """Begins a run of these images in one folder, or goes on with it; returns its maker."""
     store = Store(tmp_path)
-    store.claim(facts(prompts_of("demo", 8, 0), pipe), A)
+
+    def claim(specs, machine=A):
+        store.claim(fingerprint(pipe, specs, SETTINGS), machine)
+        return store.maker
+
+    return claim
+
+
+def test_other_images_of_another_number_are_refused(claim):
+    """More of the same go on: the toy model's captions, too, are the first of any more."""
+    claim(prompts_of("demo", 8, 0))
     with pytest.raises(EvalError, match="seeds: 'of 8 images' there, 'of 16, not the same ones' now"):
-        store.claim(facts(prompts_of("demo", 16, 1), pipe), A)
+        claim(prompts_of("demo", 16, 1))
     with pytest.raises(EvalError, match="prompts_and_seeds"):
-        store.claim(facts(prompts_of("demo", 8, 1), pipe), A)
-    store.claim(facts(prompts_of("demo", 16, 0), pipe), B)
-    assert store.maker == "2"
+        claim(prompts_of("demo", 8, 1))
+    assert claim(prompts_of("demo", 16, 0), B) == "2"
 
 
-def test_how_many_were_asked_for_at_most_is_remembered(pipe: Any, tmp_path: Path) -> None:
-    every, store = from_prompts(["a", "b", "c"], 9, 0), Store(tmp_path)
+def test_how_many_were_asked_for_at_most_is_remembered(claim, tmp_path):
+    every = from_prompts(["a", "b", "c"], 9, 0)
     for count in (3, 9, 2, 5):
-        store.claim(facts(every[:count], pipe), A)
-    other = [*every[:8], ImageSpec(8, "d", 8)]
+        claim(every[:count])
     with pytest.raises(EvalError, match="of 9, not"):
-        store.claim(facts(other, pipe), A)
+        claim([*every[:8], ImageSpec(8, "d", 8)])
     assert len(run_file.read(tmp_path)["images"]["prompts_and_seeds"]) == 4 * 9
 
 
-def test_a_gpus_rows_are_not_continued_on_another(tmp_path: Path) -> None:
+def test_a_gpus_rows_are_not_continued_on_another(tmp_path):
     (tmp_path / "gpu.jsonl").write_text('{"stage": "environment", "device": "H200"}\n')
     settings = GpuSettings(device="cpu", tiny=True, out=tmp_path)
     with pytest.raises(EvalError, match=r"gpu.jsonl: its rows are of H200, this is .*; choose another --out"):

@@ -1,9 +1,6 @@
 """The noise of images: each draw of its own, of an image alone, and of the seed alone."""
 
-from __future__ import annotations
-
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,11 +13,7 @@ from agentsd_eval.images.sampling import sample
 from agentsd_eval.presets import load_settings
 from agentsd_eval.research import metric_validation
 from agentsd_eval.research.settings import SubjectSettings
-from agentsd_eval.settings import (
-    CalibrateSettings,
-    CompareSettings,
-    RunSettings,
-)
+from agentsd_eval.settings import CalibrateSettings, CompareSettings, RunSettings
 from diffusers import (
     DDIMScheduler,
     DDPMScheduler,
@@ -46,12 +39,12 @@ SETTINGS = RunSettings(steps=3, scheduler="model", fewer_steps=(), samplers=())
 BASELINE = parse_method("baseline", None, SETTINGS)
 
 
-def draws(pipe: Any, seeds: range, monkeypatch: pytest.MonkeyPatch) -> list[list[torch.Tensor]]:
+def draws(pipe, seeds, monkeypatch):
     """All normal numbers that images of these seeds take, in order, for each image."""
-    drawn: list[list[torch.Tensor]] = [[] for _ in seeds]
+    drawn = [[] for _ in seeds]
     randn, turn = torch.randn, 0
 
-    def noted(*args: Any, **how: Any) -> torch.Tensor:
+    def noted(*args, **how):
         nonlocal turn
         made = randn(*args, **how)
         drawn[turn % len(seeds)].append(made.flatten())
@@ -65,7 +58,7 @@ def draws(pipe: Any, seeds: range, monkeypatch: pytest.MonkeyPatch) -> list[list
 
 
 @pytest.mark.parametrize("scheduler", NOISY, ids=lambda one: type(one).__name__)
-def test_no_noise_comes_twice(make_pipeline: Any, scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_noise_comes_twice(make_pipeline, scheduler, monkeypatch):
     """Not the initial noise as a step's, not a step's again, not another seed's: of 1,024 numbers, chance
     correlates no two by a fifth."""
     pipe = make_pipeline(scheduler=scheduler)
@@ -79,16 +72,14 @@ def test_no_noise_comes_twice(make_pipeline: Any, scheduler: Any, monkeypatch: p
     assert all(map(torch.equal, alone[0], drawn[1]))
 
 
-def test_a_sampler_without_noise_starts_where_it_always_did(
-    make_pipeline: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sampler_without_noise_starts_where_it_always_did(make_pipeline, monkeypatch):
     pipe = make_pipeline(scheduler=DDIMScheduler(**BETAS, clip_sample=False))
     [[initial]] = draws(pipe, range(7, 8), monkeypatch)
     assert torch.equal(initial, torch.randn(4 * 16 * 16, generator=torch.Generator().manual_seed(7)))
 
 
 @pytest.mark.parametrize("kind", [CalibrateSettings, CompareSettings, RunSettings, SubjectSettings])
-def test_a_seed_that_another_is_taken_for_is_refused(kind: Any) -> None:
+def test_a_seed_that_another_is_taken_for_is_refused(kind):
     """torch's generator on a CPU reads 32 bits of a seed."""
     first, same = (torch.Generator().manual_seed(seed) for seed in (5, 2**32 + 5))
     assert torch.equal(torch.randn(9, generator=first), torch.randn(9, generator=same))
@@ -98,7 +89,7 @@ def test_a_seed_that_another_is_taken_for_is_refused(kind: Any) -> None:
         load_settings(kind, None, {"seed": 2**32, **goal})
 
 
-def test_so_are_seeds_that_follow_it(plain: Any) -> None:
+def test_so_are_seeds_that_follow_it(plain):
     assert from_prompts(["a cat"], 2, 2**32 - 2)[1].seed == 2**32 - 1
     with pytest.raises(EvalError, match=r"image 1 would have seed 4294967296: .*pass a smaller --seed"):
         from_prompts(["a cat"], 2, 2**32 - 1)
@@ -106,7 +97,7 @@ def test_so_are_seeds_that_follow_it(plain: Any) -> None:
         calibrate(plain, ["a cat"], held_out=["a dog"], speedup=1.3, seed=2**32 - 1)
 
 
-def test_degradations_of_two_images_are_of_other_noise() -> None:
+def test_degradations_of_two_images_are_of_other_noise():
     """Alike on all images it would be a pattern, and intervals over images too narrow."""
     grey, lighter = (Image.new("RGB", (32, 32), (level,) * 3) for level in (100, 101))
     added = [

@@ -1,12 +1,9 @@
 """The notebooks run from top to bottom, and show what they print today."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import nbclient
 import nbformat
@@ -17,7 +14,7 @@ NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 SECONDS = re.compile(r"-?\d+(?:\.\d+)?(?= s\b)|/tmp/\w+")
 
 
-def printed(cell: Any) -> str:
+def printed(cell):
     """The words of a cell's outputs. Seconds and folders differ from run to run, and blanks with them."""
     texts = []
     for output in cell.get("outputs", []):
@@ -28,15 +25,13 @@ def printed(cell: Any) -> str:
     return words("\n".join(texts))
 
 
-def words(text: str) -> str:
+def words(text):
     """A text without what packages say by themselves: rich of ipywidgets, bitsandbytes of a CPU."""
-    text = re.sub(
-        r"\S+ UserWarning: .*?warnings\.warn\([^\n]*|[^\n]*kernels-community[^\n]*", "", text, flags=re.S
-    )
-    return re.sub(r"\s+", " ", SECONDS.sub("?", text)).strip()
+    said = r"\S+ UserWarning: .*?warnings\.warn\([^\n]*|[^\n]*kernels-community[^\n]*"
+    return " ".join(SECONDS.sub("?", re.sub(said, "", text, flags=re.S)).split())
 
 
-def differs(now: str, shown: str) -> bool:
+def differs(now, shown):
     """Whether the words differ, or a number by more than another machine's rounding makes of it."""
     if NUMBER.sub("#", now) != NUMBER.sub("#", shown):
         return True
@@ -53,18 +48,18 @@ def differs(now: str, shown: str) -> bool:
         ("Recipe(ratio=0.5)", "Recipe(ratio=0.4)", True),
     ],
 )
-def test_what_differs(now: str, shown: str, expected: bool) -> None:
+def test_what_differs(now, shown, expected):
     assert differs(now, shown) == expected
 
 
-def test_what_packages_say_is_left_out() -> None:
+def test_what_packages_say_is_left_out():
     said = "/rich/live.py:260: UserWarning: install for\nJupyter support\n warnings.warn('install')\n"
     assert words(f"before 1.2 s\n{said}\nFailed kernels-community: No\nafter") == "before ? s after"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_shows_what_it_prints_today(path: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_notebook_shows_what_it_prints_today(path, tmp_path, monkeypatch):
     # so that `agentsd-eval` is the one beside this Python
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     notebook = nbformat.read(path, as_version=4)
@@ -79,10 +74,8 @@ def test_notebook_shows_what_it_prints_today(path: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_committed_outputs_hold_no_error_no_warning_and_no_path_of_a_machine(path: Path) -> None:
+def test_committed_outputs_hold_no_error_no_warning_and_no_path_of_a_machine(path):
     notebook = nbformat.read(path, as_version=4)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    assert not [
-        output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"
-    ]
+    assert not [one for one in outputs if one.output_type == "error" or one.get("name") == "stderr"]
     assert not re.search(r"/(home|root|usr|work)/", "".join(output.get("text", "") for output in outputs))

@@ -1,7 +1,5 @@
 """The command line is the settings': each has its option, help and default, at once and on a screen."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -10,11 +8,12 @@ from importlib.metadata import version
 import pytest
 from agentsd_eval.cli import COMMANDS, main
 from click.testing import CliRunner
+from commands import invoke
 
 from agentsd.command_line import settings_of
 
 
-def shown(*words: str) -> str:
+def shown(*words):
     result = CliRunner().invoke(main, list(words), terminal_width=80)
     assert result.exit_code == 0, result.output
     assert max(map(len, result.output.splitlines())) <= 80
@@ -22,7 +21,7 @@ def shown(*words: str) -> str:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_help_is_a_screen_that_names_every_setting(name: str) -> None:
+def test_the_help_is_a_screen_that_names_every_setting(name):
     kind, _ = COMMANDS[name]
     text = shown(name, "--help")
     assert len(text.splitlines()) <= 50
@@ -31,30 +30,23 @@ def test_the_help_is_a_screen_that_names_every_setting(name: str) -> None:
         assert f"--{key.replace('_', '-')}" in re.sub(r"\n\s*", "", text)
 
 
-def test_the_table_s_help_has_groups_and_defaults() -> None:
+def test_the_table_s_help_has_groups_and_defaults():
     text = re.sub(r"\s+", " ", shown("table", "--help"))
-    for part in (
-        "Model: --model",
-        "Methods: --methods",
-        "References: --reference",
-        "[25]",
-        "[0.8,0.68,0.56,0.48,0.4]",
-    ):
+    for part in ("Model: --model", "Methods: --methods", "References: --reference", "[25]", "[0.8,0.68,"):
         assert part in text
 
 
-def test_the_first_page_names_every_command_whole() -> None:
+def test_the_first_page_names_every_command_whole():
     text = re.sub(r"\s+", " ", shown("--help"))
     assert all(f" {name} " in text for name in COMMANDS)
 
 
-def test_the_version_and_the_presets_are_told() -> None:
+def test_the_version_and_the_presets_are_told():
     assert shown("--version").strip() == f"agentsd-eval {version('agentsd-eval')}"
-    result = CliRunner().invoke(main, ["--list-configs"])
-    assert "agentsd-eval table --config table10" in result.output
+    assert "agentsd-eval table --config table10" in invoke("--list-configs")
 
 
-def test_nothing_heavy_is_loaded_for_the_help() -> None:
+def test_nothing_heavy_is_loaded_for_the_help():
     heavy = "{'torch', 'diffusers', 'transformers', 'matplotlib', 'numpy'}"
     code = "import agentsd_eval.cli, agentsd.dreambooth.cli, sys; "
     code += f"sys.exit(' '.join({heavy} & set(sys.modules)) or 0)"
@@ -62,14 +54,9 @@ def test_nothing_heavy_is_loaded_for_the_help() -> None:
     assert not done.stderr, done.stderr
 
 
-def test_options_become_settings() -> None:
-    options = {
-        "steps": None,
-        "methods": ("paper,tomesd", "todo"),
-        "ratios": ("0.5,half",),
-        "fewer_steps": ("none",),
-    }
-    assert settings_of(options) == {
+def test_options_become_settings():
+    options = {"steps": None, "methods": ("paper,tomesd", "todo"), "ratios": ("0.5,half",)}
+    assert settings_of(options | {"fewer_steps": ("none",)}) == {
         "methods": ["paper", "tomesd", "todo"],
         "ratios": ["0.5", "half"],  # for the settings to read or refuse
         "fewer_steps": [],

@@ -23,11 +23,7 @@ def test_what_the_judge_has_of_the_network_is_loaded_once(monkeypatch):
     monkeypatch.setattr(EfficientNet, "from_name", lambda name: loads.append(load(name)) or loads[-1])
     cpu = torch.device("cpu")
     efficientnet_lite0.cache_clear()
-    network, stages, reader = (
-        load_network("efficientnet-lite0", cpu),
-        StageFeatures(cpu),
-        scene_reader(cpu),
-    )
+    network, stages, reader = (load_network("efficientnet-lite0", cpu), StageFeatures(cpu), scene_reader(cpu))
     assert reader is not None
     assert len(loads) == 1
     monkeypatch.undo()

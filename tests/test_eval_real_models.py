@@ -1,49 +1,39 @@
 """Every command on a folder of Stable Diffusion 1.5's parts, as a user has it, in half-precision files."""
 
-from __future__ import annotations
-
 import csv
-import json
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
-from agentsd_eval.cli import main
+from accelerate import cpu_offload
 from agentsd_eval.errors import EvalError
+from agentsd_eval.images import models
+from agentsd_eval.images.methods import parse_method
 from agentsd_eval.images.models import load_pipeline
-from agentsd_eval.presets import load_settings
+from agentsd_eval.images.prompts import from_prompts
+from agentsd_eval.images.sampling import sample
 from agentsd_eval.settings import RunSettings, Settings
-from agentsd_eval.studies.table import table_methods
-from click.testing import CliRunner
+from commands import ALONE, invoke, rows_of
 from PIL import Image
+from safetensors.torch import save_file
 from sd_folder import save_sd15, save_sd21, save_sdxl, stand_in_for_inception
 
 SMALL = ("--height", 64, "--width", 64)
 
 
-def invoke(*arguments: Any, code: int = 0) -> str:
-    """Run a command; return what it printed, blanks made one."""
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments], catch_exceptions=False)
-    assert result.exit_code == code, result.output
-    return re.sub(r"\s+", " ", result.output)
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.fixture(scope="module")
-def sd15(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sd15(tokenizer, tmp_path_factory):
     return save_sd15(tmp_path_factory.mktemp("sd15"), tokenizer, "fp16")
 
 
 @pytest.fixture(scope="module")
-def table10(sd15: Path, photographs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def table10(sd15, photographs, tmp_path_factory):
     """The folder of a trial of Table 10 on photographs, and what was printed."""
     folder = tmp_path_factory.mktemp("presets")
     with pytest.MonkeyPatch.context() as patch:
@@ -56,29 +46,13 @@ def table10(sd15: Path, photographs: Path, tmp_path_factory: pytest.TempPathFact
     return folder / "run-limit-3", printed
 
 
-@pytest.mark.parametrize(
-    ("preset", "rows"),
-    [
-        ("table10", [f"{name}-r0.{i}" for name in ("tomesd", "agentsd") for i in (1, 2, 3, 4, 5)]),
-        ("table11", ["k-0", "k-0.025", "k-0.075", "k-0.15"]),
-        ("table12", ["scale--0.5", "scale--0.25", "scale--0.15", "scale--0.05"]),
-        ("table13", ["early-0.2", "early-0.4", "early-0.6", "early-0.8"]),
-    ],
-)
-def test_presets_have_the_papers_rows(preset: str, rows: list[str]) -> None:
-    planned = [method.key for method in table_methods(load_settings(RunSettings, preset, {}))]
-    assert [re.sub(r"(-[0-9a-f]{8})?-unfused$", "", key) for key in planned] == ["baseline", *rows]
-
-
-def test_table10_is_the_papers_table(table10: tuple[Path, str]) -> None:
+def test_table10_is_the_papers_table(table10):
     folder, printed = table10
     head, _, *lines = (folder / "table.md").read_text().splitlines()
     assert head == "| method | ratio | FID | s/img | GB/img |"
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[: lines.index("")]]
-    methods = [("baseline", "-")] + [
-        (name, str(ratio)) for name in ("tomesd", "agentsd") for ratio in (0.1, 0.5)
-    ]
-    assert [tuple(line[:2]) for line in table[:-1]] == methods
+    methods = [[name, ratio] for name in ("tomesd", "agentsd") for ratio in ("0.1", "0.5")]
+    assert [line[:2] for line in table[:-1]] == [["baseline", "-"], *methods]
     assert table[-1][0] == "real/real"
     assert all(float(line[2]) > 0 and float(line[3]) > 0 and line[4] == "n/a" for line in table[:-1])
     with (folder / "table.csv").open(newline="") as file:
@@ -89,24 +63,22 @@ def test_table10_is_the_papers_table(table10: tuple[Path, str]) -> None:
     assert {row["features"] for row in rows_of(folder / "table.jsonl")} == {"inception"}
 
 
-def test_a_trial_says_what_the_whole_run_takes(table10: tuple[Path, str]) -> None:
+def test_a_trial_says_what_the_whole_run_takes(table10):
     folder, printed = table10
-    assert len(list((folder / "images").rglob("*.png"))) == 3 * 5
-    assert re.search(
-        r"15 images, about \d+ min at most, .* Without --limit: 10,000 images, about [\d.]+ h", printed
-    )
+    told = r"15 images, about \d+ min at most, .* Without --limit: 10,000 images, about [\d.]+ h"
+    assert re.search(told, printed)
     prompts = [row["prompt"] for row in csv.DictReader((folder / "table-images.csv").open(newline=""))]
     tench, goldfish = (f"A high quality photograph of a {name}." for name in ("tench", "goldfish"))
     assert prompts[:3] == [tench, tench, goldfish]
 
 
-def test_images_are_not_black(table10: tuple[Path, str]) -> None:
-    folder, _ = table10
-    for path in (folder / "images").rglob("*.png"):
-        assert np.asarray(Image.open(path)).std() > 0, path
+def test_images_are_not_black(table10):
+    paths = list((table10[0] / "images").rglob("*.png"))
+    assert len(paths) == 3 * 5
+    assert all(np.asarray(Image.open(path)).std() > 0 for path in paths)
 
 
-def test_a_report_of_it(table10: tuple[Path, str]) -> None:
+def test_a_report_of_it(table10):
     folder, _ = table10
     invoke("report", folder, "--images", 2)
     page = (folder / "report.html").read_text()
@@ -115,48 +87,50 @@ def test_a_report_of_it(table10: tuple[Path, str]) -> None:
     assert page.index("the paper&#39;s table") < page.index("distance of distributions")
 
 
-def test_compare_draws_what_any_model_knows(sd15: Path, tmp_path: Path) -> None:
-    printed = invoke(
-        "compare", "--model", sd15, "--dtype", "float16", "--images", 2, "--steps", 2, *SMALL,
-        "--methods", "agentsd", "--out", tmp_path / "compare.png",
-    )  # fmt: skip
+COMPARE = ("compare", "--steps", 2, *SMALL, "--images", 2, "--methods", "agentsd,tomesd")
+LATENCY = ("latency", "--steps", 2, "--sizes", 64, "--repeats", 1, "--methods", "agentsd")
+HALF = ("--dtype", "float16")
+
+
+@pytest.mark.parametrize(
+    ("save", "words"),
+    [
+        (partial(save_sd15, variant="fp16"), (*COMPARE, *HALF)),
+        (partial(save_sd15, variant="fp16"), LATENCY),
+        (partial(save_sdxl, variant="fp16"), COMPARE),
+        (save_sd21, COMPARE),
+    ],
+    ids=["compare on SD 1.5", "latency on SD 1.5", "compare on SDXL", "compare on SD 2.1"],
+)
+def test_a_command_takes_each_kind_of_model(save, words, tokenizer, tmp_path):
+    folder = save(tmp_path / "model", tokenizer)
+    printed = invoke(*words, "--model", folder, "--out", tmp_path / "out.png")
     assert "agentsd r=0.4" in printed
     assert "emoji" not in printed
 
 
-def test_latency(sd15: Path, tmp_path: Path) -> None:
-    printed = invoke(
-        "latency", "--model", sd15, "--methods", "agentsd", "--sizes", 64, "--steps", 2, "--repeats", 1,
-        "--out", tmp_path,
-    )  # fmt: skip
-    assert "agentsd r=0.4" in printed
+def test_sd21_keeps_its_prediction_and_its_upcast(tokenizer, tmp_path):
+    folder = save_sd21(tmp_path / "sd21", tokenizer)
+    pipe = load_pipeline(Settings(model=str(folder), device="cpu", scheduler="plms"))
+    assert pipe.scheduler.config.prediction_type == "v_prediction"
+    assert pipe.unet.config.upcast_attention
 
 
-def test_dreambooth_takes_half_precision_files(sd15: Path, photographs: Path, tmp_path: Path) -> None:
+def test_dreambooth_takes_half_precision_files(sd15, photographs, tmp_path):
     from agentsd.dreambooth.config import DreamBoothConfig
     from agentsd.dreambooth.training import Run
 
-    config = DreamBoothConfig(
-        pretrained_model_name_or_path=str(sd15),
-        instance_data_dir=photographs,
-        instance_prompt="a sks cat",
-        output_dir=tmp_path,
-        resolution=64,
-        max_train_steps=1,
-        num_inference_steps=2,
-        num_validation_images=1,
-        use_8bit_adam=False,
-        report_to=None,
-    )
-    Run(config).train()
-    settings = Settings(model=str(tmp_path), device="cpu", scheduler="model")
-    pipe = load_pipeline(settings)
+    given = {"instance_data_dir": photographs, "instance_prompt": "a sks cat", "output_dir": tmp_path}
+    short = {"resolution": 64, "max_train_steps": 1, "num_inference_steps": 2, "num_validation_images": 1}
+    plain = {"use_8bit_adam": False, "report_to": None}
+    Run(DreamBoothConfig(pretrained_model_name_or_path=str(sd15), **given, **short, **plain)).train()
+    pipe = load_pipeline(Settings(model=str(tmp_path), device="cpu", scheduler="model"))
     assert pipe.unet.dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("variant", [None, "fp16"])
-def test_either_kind_of_file_loads(tokenizer: Any, tmp_path: Path, variant: str | None, dtype: Any) -> None:
+def test_either_kind_of_file_loads(tokenizer, tmp_path, variant, dtype):
     folder = save_sd15(tmp_path / "model", tokenizer, variant)
     pipe = load_pipeline(Settings(model=str(folder), dtype=dtype, device="cpu"))
     assert pipe.safety_checker is None
@@ -164,7 +138,7 @@ def test_either_kind_of_file_loads(tokenizer: Any, tmp_path: Path, variant: str 
     assert type(pipe).__name__ == "StableDiffusionPipeline"
 
 
-def test_a_folder_without_weights_is_named(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_folder_without_weights_is_named(tokenizer, tmp_path):
     folder = save_sd15(tmp_path / "model", tokenizer)
     for path in (folder / "unet").glob("*.safetensors"):
         path.unlink()
@@ -172,34 +146,65 @@ def test_a_folder_without_weights_is_named(tokenizer: Any, tmp_path: Path) -> No
         load_pipeline(Settings(model=str(folder), device="cpu"))
 
 
-def test_sdxl_in_half_precision_files(tokenizer: Any, tmp_path: Path) -> None:
-    folder = save_sdxl(tmp_path / "sdxl", tokenizer, "fp16")
-    printed = invoke(
-        "compare", "--model", folder, "--images", 1, "--steps", 2, *SMALL, "--methods", "agentsd",
-        "--methods", "tomesd", "--out", tmp_path / "compare.png",
-    )  # fmt: skip
-    assert "agentsd r=0.4" in printed
+def test_a_pipeline_whose_weights_are_elsewhere_makes_the_same_images(make_pipeline):
+    settings, specs = RunSettings(model="x/y", steps=2, height=32, width=32), from_prompts(["a cat"], 1, 0)
+    method = parse_method("fast", None, settings)
+    whole, offloaded = make_pipeline(), make_pipeline()
+    cpu_offload(offloaded.unet)
+    assert offloaded.unet.device.type == "meta"
+    [[one], [other]] = (sample(pipe, method, specs, settings)[0] for pipe in (whole, offloaded))
+    assert one == other
 
 
-def test_sd21_keeps_its_prediction_and_its_upcast(tokenizer: Any, tmp_path: Path) -> None:
-    folder = save_sd21(tmp_path / "sd21", tokenizer)
-    pipe = load_pipeline(Settings(model=str(folder), device="cpu", scheduler="plms"))
-    assert pipe.scheduler.config.prediction_type == "v_prediction"
-    assert pipe.unet.config.upcast_attention
-    printed = invoke(
-        "compare", "--model", folder, "--images", 1, "--steps", 2, *SMALL, "--methods", "agentsd", "--out",
-        tmp_path / "compare.png",
-    )  # fmt: skip
-    assert "agentsd r=0.4" in printed
+def test_offloading_is_that_of_diffusers(monkeypatch):
+    monkeypatch.setattr(models, "find_device", torch.device)
+    pipe = MagicMock()
+    monkeypatch.setattr("agentsd_eval.settings.DRIVERS", (Path("/"),))
+    for given in ("model", "sequential"):
+        models.offload(pipe, RunSettings(offload=given, device="cuda:1"))
+        getattr(pipe, f"enable_{given}_cpu_offload").assert_called_once_with(device=torch.device("cuda:1"))
+    models.offload(pipe, RunSettings(device="cuda:1"))
+    assert len(pipe.mock_calls) == 2
+    with pytest.raises(EvalError, match="--offload = model: it takes a GPU, and --device is cpu"):
+        models.offload(pipe, RunSettings(offload="model", device="cpu"))
+
+
+PARTS = ("model.diffusion_model.a", "first_stage_model.a")
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        ((*PARTS, "cond_stage_model.a"), "StableDiffusionPipeline"),
+        ((*PARTS, "conditioner.embedders.0.a"), "StableDiffusionXLPipeline"),
+        ((PARTS[0], "cond_stage_model.a"), None),
+        (PARTS, None),
+        ((), None),
+    ],
+)
+def test_a_model_may_be_one_file(names, kind, pipe, tmp_path, monkeypatch):
+    path, loaded = tmp_path / "model.safetensors", []
+    if names:
+        save_file({name: torch.zeros(1) for name in names}, path)
+    else:
+        path.write_bytes(b"no weights")
+    for one in ("StableDiffusionPipeline", "StableDiffusionXLPipeline"):
+        load = lambda path, torch_dtype, one=one: loaded.append((one, path, torch_dtype)) or pipe  # noqa: E731
+        monkeypatch.setattr(f"diffusers.{one}.from_single_file", load)
+    settings = Settings(model=str(path), device="cpu")
+    if kind is None:
+        with pytest.raises(EvalError, match=r"can't load the model .*; give 'demo', "):
+            load_pipeline(settings)
+    else:
+        assert load_pipeline(settings) is pipe
+    assert loaded == ([(kind, str(path), torch.float32)] if kind else [])
 
 
 @pytest.mark.slow
-def test_the_toy_model_is_asked_for_by_nobody_else(model_folder: str, tmp_path: Path) -> None:
+def test_the_toy_model_is_asked_for_by_nobody_else(model_folder, tmp_path):
     """A table of another model, then every module, where the toy model's package can't be imported."""
-    (tmp_path / "prompts.txt").write_text("a cat\n")
-    command = ["table", "--model", model_folder, "--prompts", str(tmp_path / "prompts.txt"), *map(str, SMALL)]
-    command += ["--steps", "2", "--images", "2", "--methods", "agentsd", "--ratios", "0.5"]
-    command += ["--fewer-steps", "none", "--reference-steps", "none", "--out", str(tmp_path / "run")]
+    words = ["table", "--model", model_folder, *SMALL, "--steps", 2, "--images", 2, "--methods", "agentsd"]
+    command = list(map(str, [*words, *ALONE, "--out", tmp_path]))
     parts = [
         f"agentsd_eval.{path.parent.name}.{path.stem}"
         for path in (Path(__file__).parents[1] / "eval").glob("*/*.py")
@@ -215,4 +220,4 @@ for part in {parts!r}:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "run" / "table.md").exists()
+    assert (tmp_path / "table.md").exists()

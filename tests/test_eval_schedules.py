@@ -1,10 +1,6 @@
 """Models of other noise levels or predictions than a sampler takes over: every command refuses, in a line."""
 
-from __future__ import annotations
-
 import inspect
-from pathlib import Path
-from typing import Any
 
 import diffusers
 import numpy as np
@@ -16,7 +12,7 @@ from agentsd_eval.errors import EvalError
 from agentsd_eval.images.models import scheduler_like
 from agentsd_eval.names import SAMPLERS
 from agentsd_eval.research.__main__ import main as research
-from click.testing import CliRunner
+from commands import run
 from tiny import BETAS
 
 ZERO_SNR = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
@@ -40,13 +36,13 @@ OTHERS = {
 """Schedulers of models that no sampler of ours suits."""
 
 
-def made(kind: str, settings: dict[str, Any]) -> Any:
+def made(kind, settings):
     return getattr(diffusers, f"{kind}Scheduler")(**settings)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
 @pytest.mark.parametrize("other", OTHERS)
-def test_no_sampler_takes_linear_betas_for_what_is_none(other: str, name: str) -> None:
+def test_no_sampler_takes_linear_betas_for_what_is_none(other, name):
     own = made(*OTHERS[other])
     with pytest.raises(EvalError) as told:
         scheduler_like(own, name)
@@ -66,18 +62,15 @@ def test_no_sampler_takes_linear_betas_for_what_is_none(other: str, name: str) -
         if (prediction, more) != ("epsilon", ZERO_SNR)  # noise says nothing of an image at its first level
     ],
 )
-def test_a_sampler_is_on_the_models_levels_and_takes_its_output_for_what_it_is(
-    name: str, prediction: str, more: dict[str, Any]
-) -> None:
+def test_a_sampler_is_on_the_models_levels_and_takes_its_output_for_what_it_is(name, prediction, more):
     """A model that knows the image ends at it."""
     count = {"num_train_timesteps": 500} if "trained_betas" in more else {}
     own = diffusers.DDIMScheduler(**BETAS | more | count, prediction_type=prediction, clip_sample=False)
     try:
         found = scheduler_like(own, name)
     except EvalError:
-        assert (name == "plms" and prediction == "sample") or (
-            more is ZERO_SNR and (name == "plms" or name.endswith("karras"))
-        )
+        of_the_image = name == "plms" and prediction == "sample"
+        assert of_the_image or (more is ZERO_SNR and (name == "plms" or name.endswith("karras")))
         return
     found.set_timesteps(30)
     clean = torch.linspace(-1, 1, 64).view(1, 1, 8, 8)
@@ -114,23 +107,20 @@ COMMANDS = {
 
 
 @pytest.fixture(scope="module", params=["EDM", "flow by UniPC"])
-def folder(request: Any, make_pipeline: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(request, make_pipeline, tmp_path_factory):
     path = tmp_path_factory.mktemp("other")
     make_pipeline(scheduler=made(*OTHERS[request.param])).save_pretrained(path)
     return path
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_refuses_before_any_work(
-    command: str, folder: Path, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_command_refuses_before_any_work(command, folder, photographs, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.nn.Conv2d, "forward", lambda *args: pytest.fail("the model ran"))
     name = command.partition(",")[0]
     words = [name, "--model", folder, *COMMANDS[command]]
     words += ["--subject", photographs] if name == "subject" else []
     words += ["--out", tmp_path / ("x.png" if name == "compare" else "x")]
     program = research if name in ("priced", "metric-validation", "subject") else main
-    result = CliRunner().invoke(program, list(map(str, words)))
-    assert result.exit_code == 2, result.output
-    assert "use --scheduler model --samplers none, and no NAME/SAMPLER" in result.output
-    assert len(result.output.strip().splitlines()) == 1
+    told = run(*words, code=2, program=program).output
+    assert "use --scheduler model --samplers none, and no NAME/SAMPLER" in told
+    assert len(told.strip().splitlines()) == 1

@@ -1,7 +1,5 @@
 """Peers that skip whole calls: their rules against loops by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -15,10 +13,7 @@ STATES = torch.randn(6, 2, 3, 4, 4, dtype=torch.float64, generator=torch.Generat
 
 @pytest.mark.parametrize(
     ("steps", "computed"),
-    [
-        (25, [0, 1, 2, 3, 4, 6, 8, 11, 15, 20]),
-        (50, [0, 1, 2, 3, 4, 6, 8, 11, 15, 20, 25, 31, 38, 46]),
-    ],
+    [(25, [0, 1, 2, 3, 4, 6, 8, 11, 15, 20]), (50, [0, 1, 2, 3, 4, 6, 8, 11, 15, 20, 25, 31, 38, 46])],
 )
 def test_spectrum_computes_a_growing_share_of_the_calls(steps, computed):
     """By hand from a window of 2 that grows by 0.75: 2, 2.75, 3.5, 4.25, 5, 5.75, 6.5, 7.25, 8."""
@@ -51,7 +46,7 @@ def test_spectrum_forecasts_by_a_ridge_regression_and_a_line():
 
 def test_a_forecast_goes_through_the_models_last_layers():
     unet, caller = make_small_unet(), Caller(12)
-    states: list[torch.Tensor] = []
+    states = []
     unet.conv_norm_out.register_forward_pre_hook(lambda m, args: states.append(args[0]))
     with skipped_calls(unet, 2, 0, Spectrum):
         for i in range(5):
@@ -60,7 +55,7 @@ def test_a_forecast_goes_through_the_models_last_layers():
         rule._known = list(enumerate(states))
         expected = unet.conv_out(unet.conv_act(unet.conv_norm_out(rule.forecast(5))))
         torch.testing.assert_close(caller(unet, 5), expected)
-        ran: list[int] = []
+        ran = []
         unet.conv_in.register_forward_pre_hook(lambda m, args: ran.append(now))
         for now in range(5):  # another run begins, and warms up
             caller(unet, now)

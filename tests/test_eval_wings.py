@@ -1,7 +1,5 @@
 """Imports in the evaluation go one way, those inside functions too."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -31,7 +29,7 @@ MAY_IMPORT = {
 """Costs, quality and pages know nothing of each other; no import runs back up."""
 
 
-def wings_imported(path: Path) -> set[str]:
+def wings_imported(path):
     """The wings, or files beside them, that a module imports with leading dots."""
     inside = path.parent != ROOT
     found = set()
@@ -42,7 +40,7 @@ def wings_imported(path: Path) -> set[str]:
     return found
 
 
-def test_imports_go_one_way() -> None:
+def test_imports_go_one_way():
     wrong = {}
     for path in sorted(ROOT.rglob("*.py")):
         wing = path.relative_to(ROOT).parts[0].removesuffix(".py")

@@ -1,0 +1,133 @@
+"""What is wrong ends a command with one message, before any long work."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from agentsd_eval.errors import shortened
+from commands import invoke, run
+
+
+def test_an_error_stands_alone(tmp_path):
+    """transformers would advise to install torchvision, which breaks a CPU build of torch."""
+    words = ["table", "--reference", tmp_path, "--out", tmp_path / "out"]
+    command = [sys.executable, "-m", "agentsd_eval.cli", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"error: .* holds 0 images .*\n", done.stderr)
+
+
+REFUSED = (
+    "table --methods agentsdd",
+    "compare --methods fast/unipc",
+    "table --model ./nofolder",
+    "check --scheduler unipck",
+    "table --config nope",
+    "table --reference /nowhere",
+    "table --clip /nowhere",
+    "compare --steps 0",
+    "check --device toaster!",
+    "fid /nowhere /nowhere",
+)
+
+
+def test_wrong_words_are_refused_before_torch_is_loaded():
+    """Loading torch and diffusers takes seconds. OpenMP is told before that its threads should not spin."""
+    code = """
+import os, sys
+from agentsd_eval.cli import main
+for words in sys.argv[1:]:
+    try:
+        main(words.split(), standalone_mode=False)
+    except SystemExit as ended:
+        assert ended.code == 2, (words, ended.code)
+    else:
+        raise AssertionError(words)
+    assert "torch" not in sys.modules, words
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+"""
+    done = subprocess.run([sys.executable, "-c", code, *REFUSED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stderr.splitlines()) == done.stderr.count("error: ") == len(REFUSED) + 1  # of two folders
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("compare --device cuda:77", "--device = cuda:77: this machine has no CUDA device; use cpu"),
+        ("compare --device toaster", "device 'toaster'"),
+        ("check --dtype fp16", "--dtype = fp16: did you mean float16? choose float32, float16 or"),
+        ("check --offload model", "--offload = model: this machine has no GPU whose memory it would"),
+        ("check --model gone.safetensors", "--model = gone.safetensors: there is no such file"),
+        ("table --steps many", "--steps = many: pass a whole number"),
+        ("table --ratios 0.9", "error: --ratios = 0.9: pass 0.75 or less"),
+        ("table --stepz 3", "Error: No such option '--stepz'"),
+        ("report /no/such", "folder = '/no/such': there is no such folder"),
+    ],
+)
+def test_a_wrong_option_is_one_message(words, message):
+    if {"cuda:77", "--offload"} & {*words.split()} and torch.cuda.is_available():
+        pytest.skip("there may be a CUDA device")
+    printed = invoke(*words.split(), code=2)
+    assert message in printed
+    assert printed.lower().count("error: ") == 1
+
+
+OPTIONS = (
+    "table --model", "table --methods", "table --device", "table --scheduler", "table --prompts",
+    "table --reference", "table --steps", "table --samplers", "table --config", "compare --ratio",
+    "latency --arch", "check --calibrated", "fid", "report", "calibrate --speedup", "", "table",
+)  # fmt: skip
+LONG = ("x" * 5000, " ".join(["word"] * 1000), "/" + "/".join(["folder"] * 700))
+
+
+@pytest.mark.parametrize("value", LONG, ids=["letters", "words", "path"])
+@pytest.mark.parametrize("words", OPTIONS)
+def test_no_error_repeats_a_long_value(words, value):
+    """Whether it is an option's, a command's, or one too many."""
+    told = run(*words.split(), value, code=2).output
+    assert len(told) < 1500, told[:300]
+    assert max(len(part) for part in re.findall(r"(?:word ?)+|x+|(?:/folder)+", told + "x")) < 620
+
+
+@pytest.mark.parametrize(
+    ("message", "short"),
+    [
+        (f"can't read {'a' * 400}b", f"can't read {'a' * 60}...{'a' * 59}b"),
+        (f"mode='{'a b' * 200}': choose", f"mode='{('a b' * 200)[:59]}...{('a b' * 200)[-59:]}': choose"),
+        ("it isn't there, " + "and " * 90 + "that's all", None),
+        ("/tmp/" + "b" * 200, None),
+    ],
+)
+def test_values_are_shortened_and_prose_is_not(message, short):
+    assert shortened(message) == (short or message)
+
+
+def test_a_message_of_many_values_is_cut():
+    assert len(shortened("[1, 2], " * 1000)) < 2100
+
+
+@pytest.mark.parametrize(("command", "said"), [("table", "goes on from here"), ("compare", "begins anew")])
+def test_ctrl_c_says_how_to_go_on(command, said, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"agentsd_eval.studies.{command}.command", interrupted)
+    assert invoke(command, code=130) == f"stopped; the same command {said}"
+
+
+def test_a_missing_package_is_told_before_any_work(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pytorch_fid", None)
+    work = "agentsd_eval.studies.table.load_pipeline"
+    monkeypatch.setattr(work, lambda *args, **kwargs: pytest.fail("began"))
+    printed = invoke("table", "--features", "inception", code=2)
+    assert "pip install pytorch-fid==0.3.0, or use --features efficientnet-lite0" in printed
+
+
+def test_a_method_that_the_sampler_does_not_suit_is_told_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr("agentsd_eval.studies.table.load_real", lambda *args: pytest.fail("began"))
+    words = ("--methods", "deepcache-2", "--scheduler", "plms", "--steps", 25, "--out", tmp_path)
+    assert "use --scheduler ddim" in invoke("table", *words, code=2)
+    assert not list(tmp_path.iterdir())
