@@ -8,6 +8,7 @@ from agentsd_eval import run_file
 from agentsd_eval.environment import describe_run, device_name
 from agentsd_eval.errors import EvalError
 from agentsd_eval.images.generate import fingerprint
+from agentsd_eval.images.methods import Method
 from agentsd_eval.images.prompts import ImageSpec, from_prompts, prompts_of
 from agentsd_eval.images.sampling import Seconds
 from agentsd_eval.images.store import Entry, Store, times_of
@@ -16,6 +17,7 @@ from agentsd_eval.research.settings import GpuSettings
 from agentsd_eval.settings import RunSettings
 from agentsd_eval.studies import table
 from commands import invoke
+from PIL import Image
 from rich.console import Console
 
 CPU = torch.device("cpu")
@@ -27,7 +29,7 @@ SETTINGS = RunSettings(steps=2, scheduler="model", fewer_steps=(), samplers=())
 def entry(seconds, images, maker="1"):
     taken = {"seconds": seconds, "cpu_seconds": 2 * seconds}
     told = {"index": 0, "seed": 0, "prompt": "", "sha256": "", "batch": 0, "session": "a"}
-    return Entry(batch_images=images, maker=maker, **taken, **told)
+    return Entry(batch_images=images, maker=maker, timed_by=maker, **taken, **told)
 
 
 def test_seconds_are_an_images_and_speed_ups_of_one_session():
@@ -67,6 +69,23 @@ def batches(*kinds, session="a"):
 def test_seconds_are_of_one_maker_and_size(rows, expected):
     found = times_of([batches(*row) for row in rows], CPU)
     assert [(row["timed_by"], row["timed_batch"], row["seconds"]) for row in found] == expected
+
+
+def test_a_time_is_of_the_machine_that_took_it(tmp_path):
+    """The second machine times the baseline of the first again, beside a row that only the second makes."""
+    specs, picture = from_prompts(["a"], 1, 0), [Image.new("RGB", (8, 8))]
+    baseline, late = Method(()), Method(("todo",))
+    first = Store(tmp_path)
+    first.claim({}, A)
+    first.save(baseline, 0, specs, picture, Seconds(1, 1), "a")
+    second = Store(tmp_path)
+    second.claim({}, B)
+    second.save_time(baseline, 0, list(second.intact(baseline).values()), Seconds(9, 9), "b")
+    assert [row["seconds"] for row in times_of([second.timings(baseline)], CPU)] == [9]
+    second.save(late, 0, specs, picture, Seconds(3, 3), "b")
+    found = times_of([second.timings(baseline), second.timings(late)], CPU)
+    assert [(row["seconds"], row["speedup"], row["timed_by"]) for row in found] == [(9, 1, "2"), (3, 3, "2")]
+    assert [second.makers(method)["makers"] for method in (baseline, late)] == ["1", "2"]
 
 
 def test_a_speed_up_is_of_that_machine_alone():

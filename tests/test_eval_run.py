@@ -209,7 +209,7 @@ def test_what_run_json_holds_stays_when_more_comes(tmp_path):
 
 WHOLE = {
     "index": 0, "seed": 0, "prompt": "", "sha256": "", "batch": 0, "batch_images": 1, "seconds": 1,
-    "cpu_seconds": 1, "session": "x", "maker": "1",
+    "cpu_seconds": 1, "session": "x", "maker": "1", "timed_by": "1",
 }  # fmt: skip
 ODD = [b"[]", b"5", b"null", b"\xff\xfe", b'{"index": 0}']
 ODD += [json.dumps(WHOLE | change).encode() for change in ({"index": "0"}, {"batch_images": 0, "seconds": 0})]

@@ -50,6 +50,8 @@ class Entry(BaseModel):
     """Names the process that made it; times are compared within one only."""
     maker: str
     """The number in run.json of the environment (commit, versions, machine) that made it."""
+    timed_by: str
+    """That of the environment whose time this is: a batch is timed again beside rows that come later."""
 
 
 MAKERS = "makers", "timed_by", "costed_by"
@@ -67,7 +69,7 @@ def times_of(rows: Sequence[Timings], device: torch.device) -> list[dict[str, An
     counts = [Counter[tuple[str, int]]() for _ in rows]
     for count, taken in zip(counts, rows, strict=True):
         for entry in taken.values():
-            count[entry.maker, entry.batch_images] += entry.batch_images
+            count[entry.timed_by, entry.batch_images] += entry.batch_images
     shared = set.intersection(*map(set, counts))
     total = sum(counts, Counter[tuple[str, int]]())
 
@@ -77,7 +79,7 @@ def times_of(rows: Sequence[Timings], device: torch.device) -> list[dict[str, An
     found = []
     for count, taken in zip(counts, rows, strict=True):
         maker, size = max(shared, key=lambda of: (total[of], of)) if shared else count.most_common(1)[0][0]
-        ours = {key: e for key, e in taken.items() if (e.maker, e.batch_images) == (maker, size)}
+        ours = {key: e for key, e in taken.items() if (e.timed_by, e.batch_images) == (maker, size)}
         both = [charged(rows[0][key]) / charged(ours[key]) for key in ours if key in rows[0]]
         found.append(
             {
@@ -204,7 +206,7 @@ class Store:
                 prompt=spec.prompt,
                 sha256=hashlib.sha256(content).hexdigest(),
                 maker=self.maker,
-                **_timing(batch, len(specs), seconds, session),
+                **self._timing(batch, len(specs), seconds, session),
             )
             entries.append(entry)
         self._append(method, entries)
@@ -213,8 +215,12 @@ class Store:
         self, method: Method, batch: int, entries: Sequence[Entry], seconds: Seconds, session: str
     ) -> None:
         """Write another time for a batch whose images, of these entries, are kept as they are."""
-        change = _timing(batch, len(entries), seconds, session)
+        change = self._timing(batch, len(entries), seconds, session)
         self._append(method, [entry.model_copy(update=change) for entry in entries])
+
+    def _timing(self, batch: int, images: int, seconds: Seconds, session: str) -> dict[str, Any]:
+        taken = {"seconds": seconds.wall, "cpu_seconds": seconds.cpu, "timed_by": self.maker}
+        return {"batch": batch, "batch_images": images, "session": session, **taken}
 
     def _append(self, method: Method, entries: Sequence[Entry]) -> None:
         manifest = self.path(method, 0).with_name(f"manifest-{self._rank}.jsonl")
@@ -231,11 +237,6 @@ class Store:
     def image(self, method: Method, index: int) -> Image.Image:
         """Return an image, RGB."""
         return Image.open(self.path(method, index)).convert("RGB")
-
-
-def _timing(batch: int, images: int, seconds: Seconds, session: str) -> dict[str, Any]:
-    taken = {"seconds": seconds.wall, "cpu_seconds": seconds.cpu}
-    return {"batch": batch, "batch_images": images, "session": session, **taken}
 
 
 def _digest(path: Path) -> str | None:
