@@ -209,7 +209,8 @@ def explain(
             lines.append(f"{where}{told(problem)}")
     if missing:
         lines_of = f"lines of {file}" if file else "lines of a YAML file, with --config"
-        lines.append(f"{', '.join(missing)} missing: give each as an option, or as {lines_of}")
+        each = "it" if len(missing) == 1 else "each"
+        lines.append(f"{', '.join(missing)} missing: give {each} as an option, or as {lines_of}")
     return lines
 
 

@@ -40,6 +40,10 @@ BAD = [
     (["--report_to", "paper"], "report_to='paper' is none of aim, comet_ml"),
     (["--enable_xformers_memory_efficient_attention"], "xformers is not installed; leave it out"),
     (["--pretrained_model_name_or_path", "EMPTY"], "EMPTY has no model_index.json: give the folder of"),
+    (
+        ["--pretrained_model_name_or_path", "demoo"],
+        "is no folder, and no name on the hub, which is OWNER/NAME",
+    ),
     (["--output_dir", "BROKEN"], "holds broken.png, which the run might overwrite: choose another folder"),
     (["--output_dir", "BROKEN/broken.png"], "File exists"),
 ]
@@ -63,6 +67,24 @@ def test_bad_input_is_told_before_anything_is_done(options, message, photographs
     assert "\n" not in told
     assert len(told) < 1000
     assert {*tmp_path.rglob("*")} <= before
+
+
+def test_ctrl_c_says_what_is_kept(photographs, tmp_path, monkeypatch):
+    def interrupted(run):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("agentsd.dreambooth.training.Run.train", interrupted)
+    options = ["--pretrained_model_name_or_path", "no/model", "--instance_prompt", "a sks cat"]
+    options += ["--instance_data_dir", str(photographs), "--output_dir", str(tmp_path)]
+    latest = ["--report_to", "none", "--resume_from_checkpoint", "latest"]
+    printed = run_command(options + latest, 130)
+    assert f"{tmp_path}: no checkpoint: beginning at step 0\n" in printed
+    assert "stopped before the first checkpoint, so nothing is kept" in printed
+    (tmp_path / "checkpoint-20").mkdir()
+    monkeypatch.setattr("agentsd.dreambooth.training.check_settings", lambda *args: None)
+    printed = run_command(options + latest, 130)
+    assert f"{tmp_path}: going on from checkpoint-20\n" in printed
+    assert f"with --resume_from_checkpoint latest it goes on from {tmp_path / 'checkpoint-20'}\n" in printed
 
 
 def test_every_option_has_words():

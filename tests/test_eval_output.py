@@ -13,8 +13,10 @@ import pytest
 from agentsd_eval.errors import EvalError
 from agentsd_eval.files import check_writable
 from agentsd_eval.pages.report import write_report
-from agentsd_eval.pages.rows import Column, cells, figure, progress, to_markdown, to_terminal, write_rows
+from agentsd_eval.pages.rows import Column, cells, figure, to_markdown, to_terminal, write_rows
 from rich.console import Console
+
+from agentsd.progress import progress
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
@@ -42,7 +44,7 @@ def test_several_may_look_whether_a_place_is_writable(tmp_path):
 
 def test_without_a_terminal_progress_is_a_line_a_minute(monkeypatch, capsys):
     now, out = 0.0, io.StringIO()
-    monkeypatch.setattr("agentsd_eval.pages.rows.time.monotonic", lambda: now)
+    monkeypatch.setattr("agentsd.progress.time.monotonic", lambda: now)
     for disable in (False, True):
         with progress(Console(file=out), disable) as bars:
             task = bars.add_task("images", total=8)

@@ -25,7 +25,6 @@ from agentsd_eval.images import generate
 from agentsd_eval.images.prompts import ImageSpec
 from agentsd_eval.images.sampling import Seconds
 from agentsd_eval.images.store import Store
-from agentsd_eval.pages.rows import progress
 from agentsd_eval.research import subject, subject_plan, subject_scores
 from agentsd_eval.research.__main__ import main
 from agentsd_eval.research.settings import SubjectSettings
@@ -36,6 +35,7 @@ from rich.console import Console
 from agentsd import Agents, Merge, Phases, Recipe
 from agentsd.dreambooth import training
 from agentsd.dreambooth.data import find_images
+from agentsd.progress import progress
 
 CONCEPTS = ["strawberry", "panda face", "carrot"]
 

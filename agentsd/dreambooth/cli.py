@@ -52,20 +52,36 @@ def _run(kind: type[DreamBoothConfig], config: str | None, dry_run: bool, **opti
             f"{' '.join(str(error).split())[:200]}; --dry_run says what a step takes, and what takes less; a "
             "run with a checkpoint goes on with --resume_from_checkpoint latest"
         ]
+    except KeyboardInterrupt:
+        click.echo(_stopped(Path(options["output_dir"] or settings.output_dir)), err=True)
+        raise SystemExit(130) from None
     for line in lines:
         click.echo(f"error: {line}", err=True)
     raise SystemExit(2)
 
 
-def _train(settings: DreamBoothConfig) -> list[str]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+def _stopped(folder: Path) -> str:
+    """What is left of a run that the user stopped."""
+    from .checkpoints import list_checkpoints
 
+    have = list_checkpoints(folder)
+    if have:
+        return f"stopped; with --resume_from_checkpoint latest it goes on from {have[-1]}"
+    return "stopped before the first checkpoint, so nothing is kept (--checkpointing_steps says how often)"
+
+
+def _train(settings: DreamBoothConfig) -> list[str]:
+    from rich.console import Console
+
+    from ..progress import progress
     from .training import Run
 
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns) as progress:
-        run = Run(settings, progress)
+    with progress(Console()) as bars:
+        run = Run(settings, bars)
         run.accelerator.print(f"{len(run.instance)} images of the subject")
+        if settings.resume_from_checkpoint:
+            found = f"going on from {run.resume.name}" if run.resume else "no checkpoint: beginning at step 0"
+            run.accelerator.print(f"{settings.output_dir}: {found}")
         folder = run.train()
     grid = "grid.png and " if (folder / "grid.png").exists() else ""
     return [f"saved to {folder}; {grid}checkpoints are beside it"]

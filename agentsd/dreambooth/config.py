@@ -121,7 +121,7 @@ class DreamBoothConfig(BaseModel):
     set_grads_to_none: bool = True
     """Free gradients after a step, and not set them to zero."""
     snr_gamma: float | None = Field(None, gt=0)
-    """Weigh timesteps by Min-SNR (Hang et al. 2023); 5 is usual."""
+    """Weigh timesteps by Min-SNR (Hang and others 2023); 5 is usual."""
     offset_noise: bool = False
     """Add a tenth of one normal number for each channel to the noise: darker and brighter images."""
     mixed_precision: Precision | None = None

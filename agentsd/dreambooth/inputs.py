@@ -81,7 +81,9 @@ def make_class_images(config: DreamBoothConfig, accelerator: Accelerator, bar: B
     mine = missing[accelerator.process_index :: accelerator.num_processes]
     if mine:
         dtype = DTYPES[config.prior_generation_precision or config.precision]
-        pipe = load_source(config).to(accelerator.device, dtype)
+        pipe = load_source(config)
+        for part in (pipe.vae, pipe.text_encoder, pipe.unet):  # diffusers' own way warns, of nothing
+            torch.nn.Module.to(part, accelerator.device, dtype)
         pipe.set_progress_bar_config(disable=True)
         draw_class_images(pipe, config, mine, bar("class images", len(mine)))
         del pipe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import re
 from pathlib import Path
 
 import torch
@@ -30,9 +31,7 @@ def check_files(config: DreamBoothConfig) -> tuple[list[Path], list[Path], Path 
             raise ValueError(f"class_data_dir={str(place)!r} is no folder: choose another")
         if image_paths(place):
             classes = find_images(place)
-    source = Path(config.pretrained_model_name_or_path)
-    if str(source) != "demo" and source.is_dir() and not (source / "model_index.json").is_file():
-        raise ValueError(f"{source} has no model_index.json: give the folder of a diffusers pipeline")
+    _check_source(config.pretrained_model_name_or_path)
     folder, name = config.output_dir, config.resume_from_checkpoint
     folder.mkdir(parents=True, exist_ok=True)
     have = list_checkpoints(folder)
@@ -44,6 +43,18 @@ def check_files(config: DreamBoothConfig) -> tuple[list[Path], list[Path], Path 
             f"folder{told}"
         )
     return instance, classes, find_checkpoint(folder, name) if name else None
+
+
+def _check_source(source: str) -> None:
+    """Raise ValueError for a model that is no folder of a pipeline, and can't be on the hub."""
+    if Path(source).is_dir() and source != "demo":
+        if not (Path(source) / "model_index.json").is_file():
+            raise ValueError(f"{source} has no model_index.json: give the folder of a diffusers pipeline")
+    elif source != "demo" and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source):
+        raise ValueError(
+            f"pretrained_model_name_or_path={source!r} is no folder, and no name on the hub, which is "
+            "OWNER/NAME; 'demo' is the toy model"
+        )
 
 
 def _in_the_way(config: DreamBoothConfig) -> list[str]:

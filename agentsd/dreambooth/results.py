@@ -19,6 +19,7 @@ from PIL import Image
 from ..recipe import Recipe
 from .config import DreamBoothConfig
 from .images import generate
+from .inputs import Bar
 from .models import save_model
 
 logger = logging.getLogger(__name__)
@@ -34,11 +35,14 @@ def or_a_warning(what: str) -> Iterator[None]:
         free_memory()
 
 
-def validate(pipe: Any, prompt: str, config: DreamBoothConfig, accelerator: Accelerator, step: int) -> None:
+def validate(
+    pipe: Any, prompt: str, config: DreamBoothConfig, accelerator: Accelerator, step: int, bar: Bar
+) -> None:
     """Images of the validation prompt, to the output folder and to the trackers."""
     recipe = config.recipe if config.apply == "generate" else None  # in training it is there
     path = config.output_dir / f"validation-{step}.png"
-    made = np.stack([np.asarray(image) for image in _draw(pipe, prompt, path, config, accelerator, recipe)])
+    drawn = _draw(pipe, prompt, path, config, accelerator, recipe, bar)
+    made = np.stack([np.asarray(image) for image in drawn])
     for tracker in accelerator.trackers:
         layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
         tracker.log_images({"validation": made}, step=step, **layout)
@@ -51,6 +55,7 @@ def finish(
     config: DreamBoothConfig,
     accelerator: Accelerator,
     repository: str | None,
+    bar: Bar,
 ) -> None:
     """Save the model; then draw a grid with what was saved, and push it to the hub.
 
@@ -58,6 +63,7 @@ def finish(
         pipe, modules, handle: as `save_model` has them.
         config, accelerator: of the run.
         repository: on the hub, if there is to be one.
+        bar: shows how many images are drawn.
     """
     folder = config.output_dir
     save_model(modules, config, handle)
@@ -65,7 +71,7 @@ def finish(
         prompt, recipe = config.validation_prompt or config.instance_prompt, None
         if config.apply != "none":
             recipe = folder
-        _draw(pipe, prompt, folder / "grid.png", config, accelerator, recipe)
+        _draw(pipe, prompt, folder / "grid.png", config, accelerator, recipe, bar)
     if repository is not None:
         from huggingface_hub import upload_folder
 
@@ -104,10 +110,14 @@ def _draw(
     config: DreamBoothConfig,
     accelerator: Accelerator,
     recipe: Recipe | Path | None,
+    bar: Bar,
 ) -> list[Image.Image]:
     """Draw images side by side to a file, with what was moved off the device back on it meanwhile."""
     seeds = range(config.seed, config.seed + config.num_validation_images)
     with offload_models(pipe.vae, pipe.text_encoder, device=accelerator.device), accelerator.autocast():
-        made = list(generate(pipe, prompt, seeds, config, recipe))
+        advance, made = bar(path.name, len(seeds)), []
+        for image in generate(pipe, prompt, seeds, config, recipe):
+            made.append(image)
+            advance()
     make_image_grid(made, rows=1, cols=len(made)).save(path)
     return made

@@ -60,8 +60,8 @@ class Run:
     def __post_init__(self) -> None:
         config = self.config
         check_device(config)
-        tracker = find_tracker(config)
         self.instance, classes, self.resume = check_files(config)
+        tracker = find_tracker(config)
         self.accelerator = Accelerator(
             gradient_accumulation_steps=config.gradient_accumulation_steps,
             mixed_precision=config.precision,
@@ -147,11 +147,13 @@ class Run:
             if config.validation_prompt and self.step % every == 0:
                 with or_a_warning("validation"):
                     if accelerator.is_main_process:
-                        validate(self.pipe, config.validation_prompt, config, accelerator, self.step)
+                        validate(
+                            self.pipe, config.validation_prompt, config, accelerator, self.step, self._bar
+                        )
                 accelerator.wait_for_everyone()
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            finish(self.pipe, self.modules, self.handle, config, accelerator, self.repository)
+            finish(self.pipe, self.modules, self.handle, config, accelerator, self.repository, self._bar)
         with or_a_warning("the tracker"):
             accelerator.end_training()
         return config.output_dir

@@ -15,6 +15,7 @@ from rich.console import Console
 from agentsd import Recipe, StepCache, apply_agentsd
 from agentsd.hosts import find_attention_layers
 from agentsd.plan import FULL, OPERATOR, plan_run
+from agentsd.progress import progress
 from agentsd.recipe import MODES, Phases, stages_of
 
 from ..cost.architectures import normal
@@ -25,7 +26,7 @@ from ..files import check_writable
 from ..images.methods import Method, check_schedulers, expand
 from ..images.sampling import Seconds, Stopwatch
 from ..pages.cost_table import tables_of
-from ..pages.rows import Row, progress, show, write_rows
+from ..pages.rows import Row, show, write_rows
 from .settings import PricedSettings
 
 PROBED = 8

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.special import entr
 
 from agentsd.hosts import EVERY_LEVEL, find_attention_layers
+from agentsd.progress import progress
 
 from ..environment import describe_environment, describe_run
 from ..files import check_writable, write_bytes
@@ -29,7 +30,7 @@ from ..images.methods import parse_method
 from ..images.models import load_pipeline
 from ..images.prompts import ImageSpec, specs_to_show
 from ..images.sampling import sample
-from ..pages.rows import Column, Row, figure, progress, show, write_rows
+from ..pages.rows import Column, Row, figure, show, write_rows
 from .settings import RedundancySettings
 
 PAIRS = 2000

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from agentsd.dreambooth.checkpoints import list_checkpoints
+from agentsd.progress import progress
 
 from ..environment import describe_environment
 from ..errors import EvalError
@@ -26,7 +27,6 @@ from ..images.sampling import size_of
 from ..images.store import Store
 from ..pages import rows as results
 from ..pages.grid import draw_grid
-from ..pages.rows import progress
 from .settings import SubjectSettings
 from .subject_plan import TRAININGS, Variant, as_trained, specs_of, training_config, variants_of, views_of
 from .subject_scores import Score, load_scores, rows_of, similarity, similarity_among

@@ -10,13 +10,15 @@ from typing import Any
 from PIL import Image
 from rich.console import Console
 
+from agentsd.progress import progress
+
 from ..files import check_own_image, check_writable, save_image
 from ..images.methods import Method, check_schedulers, expand, fewer
 from ..images.models import load_pipeline
 from ..images.prompts import ImageSpec, note_unknown_words, specs_to_show
 from ..images.sampling import Seconds, sample, warm_up
 from ..pages.grid import STRONGER, difference, draw_grid
-from ..pages.rows import Column, Row, figure, progress, to_terminal
+from ..pages.rows import Column, Row, figure, to_terminal
 from ..quality import fidelity
 from ..settings import CompareSettings
 

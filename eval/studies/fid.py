@@ -8,9 +8,11 @@ import torch
 from rich.console import Console
 from torchmetrics.image.fid import FrechetInceptionDistance
 
+from agentsd.progress import progress
+
 from ..images.models import find_device
 from ..intervals import FEWEST
-from ..pages.rows import Column, Row, distance_name, figure, progress, to_terminal
+from ..pages.rows import Column, Row, distance_name, figure, to_terminal
 from ..quality import metrics
 from ..quality.features import features_of, image_files, load_network, pytorch_fid, user_cache
 from ..settings import FidSettings

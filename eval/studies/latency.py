@@ -2,6 +2,8 @@
 
 from rich.console import Console
 
+from agentsd.progress import progress
+
 from ..cost.latency import cases_of, load, measure, methods_of
 from ..environment import describe_environment, describe_run
 from ..files import check_writable
@@ -21,7 +23,7 @@ def command(settings: LatencySettings, console: Console) -> None:
     cases = cases_of(settings, pipe)
     run = describe_run(settings, describe_environment(pipe.unet.device))
     rows: list[Row] = []
-    with results.progress(console) as bars:
+    with progress(console) as bars:
         task = bars.add_task("rounds", total=len(cases) * (settings.repeats + 1))
         for row in measure(pipe, cases, methods, settings, lambda: bars.advance(task)):
             rows.append(row)

@@ -12,6 +12,8 @@ import torch
 from accelerate import PartialState
 from rich.console import Console
 
+from agentsd.progress import progress
+
 from .. import run_file
 from ..cost.macs import macs
 from ..cost.memory import growth
@@ -27,7 +29,7 @@ from ..intervals import captions_of
 from ..pages import rows as results
 from ..pages.plots import plot_bytes, plot_of
 from ..pages.quality_table import disturbed, note, tables_of, verdict
-from ..pages.rows import Row, distance_name, is_baseline, progress
+from ..pages.rows import Row, distance_name, is_baseline
 from ..quality.gain import gain
 from ..quality.measure import Judge, Shown, row_of
 from ..quality.real import load_real
