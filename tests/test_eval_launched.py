@@ -15,7 +15,7 @@ from commands import invoke
 
 SHARED = {"table", "check", "metric-validation"}
 ALL = dict.fromkeys(COMMANDS, main) | dict.fromkeys(STUDIES, studies)
-ARGUMENTS = {"calibrate": ["--speedup", "1.2"], "fid": [".", "."], "report": ["."]}
+ARGUMENTS = {"calibrate": ["--speedup", "1.2"], "fid": [".", "."], "report": ["."], "intervals": ["."]}
 SIZES = "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"
 
 
