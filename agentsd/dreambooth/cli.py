@@ -34,6 +34,7 @@ GROUPS = {
 def _run(kind: type[DreamBoothConfig], config: str | None, dry_run: bool, **options: Any) -> None:
     """Train, or say what it takes; what is wrong ends the command with a line and an exit code."""
     given, path = settings_of(options), Path(config) if config else None
+    settings = None
     try:
         settings = kind.model_validate((read_mapping(path) if path else {}) | given)
         for line in _dry(settings) if dry_run else _train(settings):
@@ -53,7 +54,7 @@ def _run(kind: type[DreamBoothConfig], config: str | None, dry_run: bool, **opti
             "run with a checkpoint goes on with --resume_from_checkpoint latest"
         ]
     except KeyboardInterrupt:
-        click.echo(_stopped(Path(options["output_dir"] or settings.output_dir)), err=True)
+        click.echo("stopped" if dry_run or settings is None else _stopped(settings.output_dir), err=True)
         raise SystemExit(130) from None
     for line in lines:
         click.echo(f"error: {line}", err=True)

@@ -86,9 +86,10 @@ def _class_image(folder: Path, number: int) -> Path:
 def _write_new(image: Image.Image, path: Path) -> None:
     """Write a PNG file whole, or not at all; not where there is one by now.
 
-    It gets its name when it is complete: a process that is killed leaves no broken image behind.
+    It gets its name when it is complete: a process that is killed leaves no broken image behind. Until then
+    its name is this process's own, as another run may draw into the same folder.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         image.save(partial, format="PNG")
         if not os.path.lexists(path):
