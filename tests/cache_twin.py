@@ -1,7 +1,5 @@
 """What caching has to give, the long way: each call in whole, then its parts put in place by hand."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from typing import Any
@@ -10,7 +8,7 @@ import torch
 from tiny import training_sigma as sigma
 
 
-def entrance(unet: Any, layers: int = 1) -> Any:
+def entrance(unet, layers=1):
     """The module whose output enters the last layers of the last up block."""
     last = unet.up_blocks[-1]
     if layers == len(last.resnets):
@@ -28,7 +26,7 @@ class Twin:
     ones before them.
     """
 
-    def __init__(self, unet: Any, symbols: str, layers: int = 1, scheduler: Any = None) -> None:
+    def __init__(self, unet, symbols, layers=1, scheduler=None):
         self.left = list(symbols)
         self.wrong: dict[int, Any] = {}  # by call: what it gave less what was right
         self.call = -1
@@ -47,7 +45,7 @@ class Twin:
             unet.register_forward_hook(self.give, with_kwargs=True),
         ]
 
-    def begin(self, module: Any, args: Any, kwargs: Any) -> None:
+    def begin(self, module, args, kwargs):
         if self.entering is None:
             self.kind = self.left.pop(0)
             timestep = args[1] if len(args) > 1 else kwargs["timestep"]
@@ -55,14 +53,14 @@ class Twin:
             if self.scheduler is not None:
                 self.begin_run()
 
-    def begin_run(self) -> None:
+    def begin_run(self):
         """Note a scheduler as it is before its run's first step."""
         levels = [float(t) for t in self.scheduler.timesteps]
         if self.call < 0 or self.call >= len(levels):
             self.fresh, self.wrong = copy.deepcopy(self.scheduler), {}
             self.first = self.call = levels.index(self.timestep)
 
-    def enter(self, module: Any, args: Any, output: Any) -> Any:
+    def enter(self, module, args, output):
         state = output[0] if isinstance(output, tuple) else output
         if self.entering is not None:
             state = self.entering.clone()
@@ -77,13 +75,13 @@ class Twin:
             state = self.known[-1][1].clone()
         return (state,) if isinstance(output, tuple) else state
 
-    def line(self, level: float) -> Any:
+    def line(self, level):
         """The state between the last two."""
         (before, start), (last, end) = self.known[-2:] if len(self.known) > 1 else 2 * self.known
         share = (level - before) / ((last - before) or 1.0)
         return start + share * (end - start)
 
-    def give(self, module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+    def give(self, module, args, kwargs, output):
         if self.entering is not None:
             return None
         out = output[0] if isinstance(output, tuple) else output.sample
@@ -92,13 +90,13 @@ class Twin:
             self.call += 1
         return (out,) if isinstance(output, tuple) else type(output)(sample=out)
 
-    def cached_call(self, args: Any, kwargs: Any, out: Any) -> Any:
+    def cached_call(self, args, kwargs, out):
         """A cached call's output makes up for what multistep samplers have kept of those before it."""
         given = out + self.change(out)
         self.cached.append((self.call, self.timestep, args, kwargs, out, given))
         return given
 
-    def computed_call(self, unet: Any, out: Any) -> Any:
+    def computed_call(self, unet, out):
         """A full call's output is changed by what takes its step to where the run would have been."""
         if self.cached:
             change = self.change_of_the_last(unet)
@@ -113,7 +111,7 @@ class Twin:
         change = self.wrong[self.call] = self.change(best)
         return best + change
 
-    def change_of_the_last(self, unet: Any) -> Any:
+    def change_of_the_last(self, unet):
         """How the last cached call's output changes on the state between those that are known now."""
         call, timestep, args, kwargs, out, _ = self.cached[-1]
         self.entering = self.line(self.level(call, timestep))
@@ -121,19 +119,19 @@ class Twin:
         self.entering = None
         return (again[0] if isinstance(again, tuple) else again.sample) - out
 
-    def right(self, call: int, timestep: float, out: Any) -> Any:
+    def right(self, call, timestep, out):
         """An output on the right latent: as Gaussian data of unit variance answer to a latent."""
         level, off = self.level(call, timestep), self.latent_error(call, out, scaled=True)
         slope = {"epsilon": level, "sample": 1.0, "v_prediction": 0.0}[self.scheduler.config.prediction_type]
         return out - slope / (1 + level**2) ** 0.5 * off
 
-    def change(self, out: Any) -> Any:
+    def change(self, out):
         """What takes the next latent to where right outputs would have taken it."""
         off = self.latent_error(self.call + 1, out)
         unit = self.latent_error(self.call + 1, out, {self.call: torch.ones_like(out)})
         return torch.where(unit == 0, torch.zeros_like(out), -off / unit)
 
-    def latent_error(self, at: int, like: Any, wrong: Any = None, scaled: bool = False) -> Any:
+    def latent_error(self, at, like, wrong=None, scaled=False):
         """How far wrong outputs move the latent of a call, or what the model sees of it.
 
         By the sampler itself, stepped twice.
@@ -151,12 +149,12 @@ class Twin:
             ends.append(scheduler.scale_model_input(latent, scheduler.timesteps[at]) if scaled else latent)
         return ends[0] - ends[1]
 
-    def level(self, call: int, timestep: float) -> float:
+    def level(self, call, timestep):
         """Its noise level."""
         own = getattr(self.scheduler, "sigmas", None)
         known = own is not None and len(own) == len(self.scheduler.timesteps) + 1
         return float(own[call]) if known else sigma(timestep)
 
-    def remove(self) -> None:
+    def remove(self):
         for hook in self.hooks:
             hook.remove()

@@ -1,7 +1,5 @@
 """What the tests of calibration share: settings, runs and their cost."""
 
-from __future__ import annotations
-
 import torch
 from agentsd_eval.cost.macs import macs
 

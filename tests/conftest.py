@@ -3,21 +3,17 @@
 Libraries are imported where they are used: the process that hands out tests under `-n` needs none of them.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import os
 import shutil
-from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
-    from transformers import CLIPTokenizer
+    pass
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors; read when torch is imported, children too
 
@@ -25,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors; read when torch 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+def pytest_ignore_collect(collection_path, config):
     """Under `-m gpu` read only files with such tests: others import what a machine with a GPU may lack."""
     if config.option.markexpr != "gpu" or not collection_path.name.startswith("test_"):
         return None
@@ -33,7 +29,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> CLIPTokenizer:
+def tokenizer(tmp_path_factory):
     """A CLIP tokenizer that spells words letter by letter."""
     from tiny import make_tokenizer
 
@@ -41,12 +37,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> CLIPTokenizer:
 
 
 @pytest.fixture(scope="session")
-def make_pipeline(tokenizer: CLIPTokenizer) -> Callable[..., Any]:
+def make_pipeline(tokenizer):
     """Build a tiny pipeline, StableDiffusionPipeline by default, with parts of one's own if given."""
     from diffusers import StableDiffusionPipeline
     from tiny import make_scheduler, make_text_encoder, make_unet, make_vae
 
-    def build(unet: Any = None, scheduler: Any = None, cls: Any = None, **parts: Any) -> Any:
+    def build(unet=None, scheduler=None, cls=None, **parts):
         own = copy.deepcopy(tokenizer)  # textual inversion adds words to it
         common = {
             "vae": make_vae(),
@@ -66,18 +62,18 @@ def make_pipeline(tokenizer: CLIPTokenizer) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def pipe(make_pipeline: Callable[..., Any]) -> Any:
+def pipe(make_pipeline):
     """A fresh tiny pipeline."""
     return make_pipeline()
 
 
 @pytest.fixture(scope="session")
-def sample() -> Callable[..., Any]:
+def sample():
     """`draw`, of which agentsd has nothing to say."""
     from callers import draw
     from logs import silent
 
-    def run(pipe: Any, seed: int = 0, **changes: Any) -> Any:
+    def run(pipe, seed=0, **changes):
         with silent():
             return draw(pipe, seed, **changes)
 
@@ -85,7 +81,7 @@ def sample() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def model_folder(make_pipeline: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> str:
+def model_folder(make_pipeline, tmp_path_factory):
     """A tiny pipeline on disk, as `--model` takes it."""
     folder = tmp_path_factory.mktemp("model")
     make_pipeline().save_pretrained(folder)
@@ -93,7 +89,7 @@ def model_folder(make_pipeline: Callable[..., Any], tmp_path_factory: pytest.Tem
 
 
 @pytest.fixture(scope="session")
-def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def photographs(tmp_path_factory):
     """Nine images of noise, of two sizes."""
     import numpy as np
     from PIL import Image
@@ -107,11 +103,11 @@ def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def run_config_in(model_folder: str, photographs: Path) -> Callable[..., Any]:
+def run_config_in(model_folder, photographs):
     """Settings of a DreamBooth run of two steps in a folder, changed by keywords."""
     from agentsd.dreambooth.config import DreamBoothConfig
 
-    def make(folder: Path, **changes: Any) -> Any:
+    def make(folder, **changes):
         base = {
             "pretrained_model_name_or_path": model_folder,
             "instance_data_dir": photographs,
@@ -133,13 +129,13 @@ def run_config_in(model_folder: str, photographs: Path) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def run_config(run_config_in: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+def run_config(run_config_in, tmp_path):
     """The same in a folder of the test's own."""
     return partial(run_config_in, tmp_path)
 
 
 @pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
+def browser():
     """The system's Chromium."""
     from playwright.sync_api import sync_playwright
 
@@ -153,19 +149,19 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(params=[(1280, 900), (390, 844)], ids=["desktop", "phone"])
-def screen(request: pytest.FixtureRequest) -> dict[str, int]:
+def screen(request):
     """How large a browser's window is."""
     width, height = request.param
     return {"width": width, "height": height}
 
 
 @pytest.fixture(scope="session")
-def make_plain(make_pipeline: Callable[..., Any]) -> Callable[..., Any]:
+def make_plain(make_pipeline):
     """Makes a pipeline of three self-attention layers, with one U-Net call in each step."""
     from diffusers import DDIMScheduler
     from tiny import BETAS, make_unet
 
-    def make(**parts: Any) -> Any:
+    def make(**parts):
         unet = make_unet(
             down_block_types=("CrossAttnDownBlock2D", "DownBlock2D", "DownBlock2D"),
             up_block_types=("UpBlock2D", "UpBlock2D", "CrossAttnUpBlock2D"),
@@ -178,13 +174,13 @@ def make_plain(make_pipeline: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def plain(make_plain: Callable[..., Any]) -> Any:
+def plain(make_plain):
     """One of them."""
     return make_plain()
 
 
 @pytest.fixture(scope="session")
-def calibrated(make_plain: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def calibrated(make_plain, tmp_path_factory):
     """The file of a calibration, and its recipe."""
     from agentsd_eval import calibrate
     from calibrating import COUNTED
@@ -194,6 +190,6 @@ def calibrated(make_plain: Callable[..., Any], tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture
-def figures(calibrated: tuple[Path, Any], tmp_path: Path) -> Path:
+def figures(calibrated, tmp_path):
     """A copy of that file."""
     return shutil.copy(calibrated[0], tmp_path / "figures.jsonl")

@@ -1,9 +1,5 @@
 """Devices that are not at hand, played by the CPU."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,7 +10,7 @@ MISSING = {"_embedding_bag", "_embedding_bag_forward_only", "index_copy", "index
 class LikeMPS(TorchDispatchMode):
     """A device without float64, pinned memory and some operators; all tensors in it are taken to be there."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         if name in MISSING:
             raise NotImplementedError(f"The operator 'aten::{name}' is not implemented for the MPS device")

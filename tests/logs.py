@@ -1,16 +1,13 @@
 """What agentsd logs while a block runs."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 from agentsd_eval.log import captured as logged
 
 
 @contextmanager
-def warned(match: str) -> Iterator[list[str]]:
+def warned(match):
     """At least one message matches."""
     with logged() as messages:
         yield messages
@@ -18,7 +15,7 @@ def warned(match: str) -> Iterator[list[str]]:
 
 
 @contextmanager
-def silent(*but: str) -> Iterator[None]:
+def silent(*but):
     """There is none but those that match."""
     with logged() as messages:
         yield

@@ -1,18 +1,13 @@
 """U-Nets with quantised linear layers: those of torchao and bitsandbytes, and a stand-in of this file."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from tiny import make_unet
-from torch import Tensor, nn
+from torch import nn
 
 BLOCK = 64  # bitsandbytes' 4 bit kernel on a CPU takes layers of so many inputs or a multiple
 
 
-def wide_unet(**changes: Any) -> Any:
+def wide_unet(**changes):
     """A U-Net whose self-attention has so many inputs."""
     return make_unet(block_out_channels=(BLOCK,) * 3, **changes)
 
@@ -22,7 +17,7 @@ class PackedLinear(nn.Module):
 
     agentsd_may_skip = True
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         weight = linear.weight.detach()
@@ -32,14 +27,14 @@ class PackedLinear(nn.Module):
         self.register_buffer("scale", scale)
         self.bias = linear.bias
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         whole = torch.cat([self.weight // 16, self.weight % 16], dim=1).float() - 8
         weight = self.scale * whole.view(self.out_features, self.in_features)
         out = torch.from_numpy(x.detach().numpy() @ weight.T.numpy())
         return out if self.bias is None else out + self.bias
 
 
-def replaced(unet: Any, make: Callable[[nn.Linear], nn.Module]) -> Any:
+def replaced(unet, make):
     """A U-Net whose linear layers of enough inputs are others."""
     for name, layer in list(unet.named_modules()):
         if type(layer) is nn.Linear and layer.in_features % BLOCK == 0:
@@ -48,10 +43,10 @@ def replaced(unet: Any, make: Callable[[nn.Linear], nn.Module]) -> Any:
     return unet.to("cpu").eval()  # where bitsandbytes quantises
 
 
-def bitsandbytes(kind: str, **settings: Any) -> Callable[[Any], Any]:
+def bitsandbytes(kind, **settings):
     """Layers as diffusers' BitsAndBytesConfig puts them in, which asks for a GPU."""
 
-    def make(linear: nn.Linear) -> nn.Module:
+    def make(linear):
         from bitsandbytes import nn as layers
 
         sizes = linear.in_features, linear.out_features, linear.bias is not None
@@ -62,10 +57,10 @@ def bitsandbytes(kind: str, **settings: Any) -> Callable[[Any], Any]:
     return lambda unet: replaced(unet, make)
 
 
-def torchao(config: str, **settings: Any) -> Callable[[Any], Any]:
+def torchao(config, **settings):
     """torchao's quantisation in place."""
 
-    def quantize(unet: Any) -> Any:
+    def quantize(unet):
         from torchao import quantization
 
         quantization.quantize_(unet, getattr(quantization, config)(**settings))
@@ -74,7 +69,7 @@ def torchao(config: str, **settings: Any) -> Callable[[Any], Any]:
     return quantize
 
 
-def by_group(unet: Any) -> Any:
+def by_group(unet):
     """torchao's 4 bits of weights, a scale for each 16 of them."""
     from torchao.quantization import PerGroup
 
@@ -92,7 +87,7 @@ PACKAGES = {
 """Ways to quantise a U-Net in place; each returns it."""
 
 
-def dequantized(unet: Any) -> Any:
+def dequantized(unet):
     """A U-Net of plain layers with the weights that a quantised one computes with.
 
     Where a quantised layer rounds its input too, this one does not.

@@ -1,9 +1,6 @@
 """The user's random state: not drawn from, and not set for a moment that another thread could see."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
@@ -23,7 +20,7 @@ _SETTERS = [
 
 
 @contextmanager
-def untouched() -> Iterator[None]:
+def untouched():
     """Fail if anything in the block seeds, sets or draws from a global generator.
 
     Calls are noted, not refused: what is refused may be caught on its way (accelerate does).
@@ -46,6 +43,6 @@ def untouched() -> Iterator[None]:
     assert _states() == before
 
 
-def _states() -> tuple[object, ...]:
+def _states():
     kind, keys, *rest = np.random.get_state()
     return bytes(torch.get_rng_state().numpy()), kind, keys.tobytes(), rest, random.getstate()

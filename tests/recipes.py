@@ -1,7 +1,5 @@
 """Recipes of many tests."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from agentsd import Agents, Downsample, Phases, Recipe, ResidualSharing, StepCache

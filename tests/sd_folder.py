@@ -1,16 +1,11 @@
 """Stable Diffusion's pipelines as users have them on disk: every part and file, at tiny widths."""
 
-from __future__ import annotations
-
 import sys
 import types
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from diffusers import (
-    AutoencoderKL,
     DDIMScheduler,
     EulerDiscreteScheduler,
     StableDiffusionPipeline,
@@ -42,12 +37,12 @@ SD15_UNET = {
 }
 
 
-def make_sd_vae() -> AutoencoderKL:
+def make_sd_vae():
     """An autoencoder that takes eight pixels to one."""
     return make_vae(levels=4, sample_size=512)
 
 
-def make_safety_checker() -> StableDiffusionSafetyChecker:
+def make_safety_checker():
     """A checker that calls every image unsafe: where it is not left out, images are black."""
     vision = make_image_encoder().config.to_dict()
     torch.manual_seed(0)
@@ -56,12 +51,12 @@ def make_safety_checker() -> StableDiffusionSafetyChecker:
     return checker
 
 
-def _parts(tokenizer: Any, unet: Any, scheduler: Any) -> dict[str, Any]:
+def _parts(tokenizer, unet, scheduler):
     models = {"vae": make_sd_vae(), "text_encoder": make_text_encoder(tokenizer), "unet": unet}
     return models | {"tokenizer": tokenizer, "scheduler": scheduler}
 
 
-def save_sd15(folder: Path, tokenizer: Any, variant: str | None = None) -> Path:
+def save_sd15(folder, tokenizer, variant=None):
     """Write a pipeline of Stable Diffusion 1.5's parts; "fp16" as half-precision files alone."""
     parts = _parts(tokenizer, make_unet(**SD15_UNET), make_scheduler())
     pipe = StableDiffusionPipeline(
@@ -70,7 +65,7 @@ def save_sd15(folder: Path, tokenizer: Any, variant: str | None = None) -> Path:
     return _save(pipe, folder, variant)
 
 
-def save_sd21(folder: Path, tokenizer: Any) -> Path:
+def save_sd21(folder, tokenizer):
     """Write a pipeline as SD 2.1's: v-prediction, upcast attention, linear projections, no checker."""
     linear = {"attention_head_dim": (2, 2, 4, 4), "upcast_attention": True, "use_linear_projection": True}
     v = {
@@ -84,13 +79,13 @@ def save_sd21(folder: Path, tokenizer: Any) -> Path:
     return _save(StableDiffusionPipeline(**parts, **unsafe, feature_extractor=make_image_processor()), folder)
 
 
-def save_sdxl(folder: Path, tokenizer: Any, variant: str | None = None) -> Path:
+def save_sdxl(folder, tokenizer, variant=None):
     """Write a pipeline of SDXL's parts."""
     parts = _parts(tokenizer, sdxl_unet(), EulerDiscreteScheduler(**BETAS)) | sdxl_parts(tokenizer)
     return _save(StableDiffusionXLPipeline(**parts, add_watermarker=False), folder, variant)
 
 
-def save_clip(folder: Path, tokenizer: Any) -> Path:
+def save_clip(folder, tokenizer):
     """Write a CLIP model."""
     parts = make_text_encoder(tokenizer, projection=True).config, make_image_encoder().config
     text, vision = (part.to_dict() for part in parts)
@@ -100,7 +95,7 @@ def save_clip(folder: Path, tokenizer: Any) -> Path:
     return folder
 
 
-def save_dino(folder: Path) -> Path:
+def save_dino(folder):
     """Write a ViT as DINO's are."""
     sizes = {name: size for name, size in TRANSFORMER.items() if name != "projection_dim"}
     torch.manual_seed(0)
@@ -109,7 +104,7 @@ def save_dino(folder: Path) -> Path:
     return folder
 
 
-def _save(pipe: Any, folder: Path, variant: str | None = None) -> Path:
+def _save(pipe, folder, variant=None):
     if variant == "fp16":
         pipe.to(torch.float16)
     pipe.save_pretrained(folder, variant=variant)
@@ -120,18 +115,18 @@ def _save(pipe: Any, folder: Path, variant: str | None = None) -> Path:
     return folder
 
 
-def stand_in_for_inception(monkeypatch: pytest.MonkeyPatch) -> None:
+def stand_in_for_inception(monkeypatch):
     """Put a module in the place of pytorch-fid's, which needs torchvision."""
     projection = torch.randn(3, 2048, generator=torch.Generator().manual_seed(0))
     inception: Any = types.ModuleType("pytorch_fid.inception")
 
     class InceptionV3(torch.nn.Module):
-        def __init__(self, blocks: list[int]) -> None:
+        def __init__(self, blocks):
             super().__init__()
             assert blocks == [3]  # the block that FID is computed on
             self.projection = projection
 
-        def forward(self, pixels: torch.Tensor) -> list[torch.Tensor]:
+        def forward(self, pixels):
             assert 0 <= pixels.min() <= pixels.max() <= 1
             return [(pixels.mean((2, 3)) @ self.projection)[..., None, None]]
 

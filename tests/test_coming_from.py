@@ -1,7 +1,5 @@
 """What the page for users of other packages says."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -19,13 +17,13 @@ PAGE = (Path(__file__).parents[1] / "docs/how_to/coming_from.md").read_text(enco
 FIRST, *BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
-def made(pipe: Any, steps: int = 9) -> np.ndarray:
+def made(pipe, steps=9):
     seed = torch.Generator().manual_seed(0)
     return pipe("a cat", num_inference_steps=steps, generator=seed, output_type="np").images[0]
 
 
 @pytest.mark.parametrize("name", ["apply_patch", "remove_patch"])
-def test_a_name_of_the_authors_says_what_it_is_here(name: str) -> None:
+def test_a_name_of_the_authors_says_what_it_is_here(name):
     call = name.replace("patch", "agentsd")
     with pytest.raises(AttributeError, match=rf"{name}'.*call agentsd\.{call}\(pipe\)"):
         getattr(agentsd, name)
@@ -33,7 +31,7 @@ def test_a_name_of_the_authors_says_what_it_is_here(name: str) -> None:
         _ = agentsd.anything
 
 
-def applied(pipe: Any, block: str, steps: int = 9) -> np.ndarray:
+def applied(pipe, block, steps=9):
     names: dict[str, Any] = {"pipe": pipe}
     exec(FIRST + block, names)
     image = made(pipe, steps)
@@ -41,7 +39,7 @@ def applied(pipe: Any, block: str, steps: int = 9) -> np.ndarray:
     return image
 
 
-def test_each_call_of_the_page_does_what_the_other_package_does(pipe: Any) -> None:
+def test_each_call_of_the_page_does_what_the_other_package_does(pipe):
     pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config)  # DeepCache mistakes repeated timesteps
     merging, downsampling, caching = BLOCKS
     tomesd.apply_patch(pipe, ratio=0.5, use_rand=False)

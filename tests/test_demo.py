@@ -1,11 +1,14 @@
 """The bundled toy model, its images, and the emoji that it learns: their captions, and which are held out."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from agentsd_demo import load_pipeline, load_references
-from agentsd_demo.data import STYLES, caption_of, split_of, trained_concepts
+from agentsd_demo.data import REFERENCES, STYLES, caption_of, split_of, trained_concepts
 from agentsd_demo.training.accuracy import accuracy, autoencoded, generate, nearest
+from PIL import Image
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +38,7 @@ def test_one_seed_makes_one_image(pipe):
     prompt = load_references()[0].caption
     first, again = (np.asarray(generate(pipe, [prompt], steps=2)[0]) for _ in range(2))
     other = np.asarray(generate(pipe, [prompt], steps=2, seed=1)[0])
-    assert first.shape == (64, 64, 3)
+    assert first.shape == (128, 128, 3)
     assert (first == again).all()
     assert (first != other).any()
 
@@ -69,13 +72,37 @@ def test_the_references_are_labelled():
     references = load_references(trained_only=False)
     assert len(references) == 1706
     assert len({(r.concept, r.style) for r in references}) == len(references)
-    assert all(r.image.size == (64, 64) and r.image.mode == "RGB" for r in references)
+    assert all(r.image.size == (128, 128) and r.image.mode == "RGB" for r in references)
+    sides = {(r.style, r.concept in trained_concepts()): r.sprite.size for r in references}
+    assert sides == {
+        ("3d", True): (256, 256),
+        ("noto", True): (128, 128),
+        ("3d", False): (64, 64),
+        ("noto", False): (64, 64),
+    }
     assert all(r.caption == caption_of(r.concept, r.style) for r in references)
     for concept, words in {"kite": "a kite", "axe": "an axe", "peas": "peas"}.items():
         assert caption_of(concept, "3d") == f"a 3d emoji of {words}"
     assert {r.concept for r in load_references()} == set(trained_concepts())
     with pytest.raises(ValueError, match=r"no reference images of .'a word of nonsense'."):
         load_references(concepts=["a word of nonsense"])
+
+
+def test_a_large_sprite_is_the_one_of_its_name():
+    """The oracle is the small grid, made from other files for one of the styles."""
+    rows = [
+        json.loads(line) for line in (REFERENCES / "index.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    small = {style: Image.open(REFERENCES / f"{style}.webp").convert("RGBA") for style in STYLES}
+    cells = {(row["concept"], row["style"]): row["cell"] for row in rows}
+    for reference in load_references():
+        cell = cells[reference.concept, reference.style]
+        left, top = 64 * (cell % 32), 64 * (cell // 32)
+        whole = reference.sprite.resize((64, 64), Image.Resampling.LANCZOS)
+        images = [small[reference.style].crop((left, top, left + 64, top + 64)), whole]
+        shown = [Image.alpha_composite(Image.new("RGBA", (64, 64), "white"), image) for image in images]
+        difference = np.abs(np.subtract(*(np.asarray(image, float) for image in shown)))
+        assert difference.mean() < 4
 
 
 def test_a_tenth_of_the_pairs_is_held_out_and_never_a_whole_concept():

@@ -22,6 +22,7 @@ from agentsd_demo.training.config import (
 )
 from agentsd_demo.training.diffusion import shared_suffix, tokenize
 from agentsd_demo.training.loop import CHECKPOINT, lr_factor, train_loop
+from PIL import Image
 from torch import nn
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -33,10 +34,11 @@ def pipe():
 
 
 @pytest.fixture(scope="module")
-def micro(tmp_path_factory) -> DemoConfig:
+def micro(tmp_path_factory):
     """Two concepts and networks of a few channels."""
     names = sorted({reference.concept for reference in load_references()})[:2]
     loop = {"batch": 2, "bf16": False, "compile": False, "log_every": 1, "warmup": 1, "lr": 1e-3}
+    loop["stages"] = [{"until": 1.0, "sizes": {32: 1.0}}]
     sizes = {"channels": (8, 8), "text_width": 16, "text_layers": 1, "text_heads": 2, "vocab_size": 600}
     folder = tmp_path_factory.mktemp("micro")
     return DemoConfig.model_validate(
@@ -64,7 +66,7 @@ def test_the_learning_rate_rises_and_falls_to_nothing():
     assert lr_factor(10, 1.0, 10) == pytest.approx(0, abs=1e-12)
 
 
-def _train_line(folder: Path, steps: int, stop: int | None = None) -> torch.Tensor:
+def _train_line(folder, steps, stop=None):
     """Fit a line; `stop` interrupts it at that step."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
@@ -131,6 +133,15 @@ def test_the_recipe_runs_from_images_to_a_pipeline(micro, tmp_path, monkeypatch)
     assert pipe.tokenizer.get_vocab() == again.tokenizer.get_vocab()
     assert not torch.equal(pipe.unet.conv_in.weight, again.unet.conv_in.weight)
 
+    # An autoencoder of another factor can take the place of the start's.
+    deeper = micro.autoencoder.model_copy(update={"channels": (8, 8, 8), "teacher": micro.export_dir})
+    second = second.model_copy(update={"run_dir": tmp_path / "deeper", "autoencoder": deeper})
+    path.write_text(yaml.safe_dump(second.model_dump(mode="json")))
+    recipe.main(path)
+    third = load_pipeline(folder=second.export_dir)
+    assert (pipe.vae_scale_factor, third.vae_scale_factor) == (2, 4)
+    assert Image.open(second.run_dir / "diffusion" / "grid_000004.png").height == 32
+
 
 def test_a_caption_shares_its_words_after_the_style(pipe):
     """The oracle finds them by the text: what follows the style reads the same at both positions."""
@@ -158,6 +169,50 @@ def test_normalised_latents_decode_to_the_same_images():
     torch.testing.assert_close(latents.std((0, 2, 3)), torch.ones(4), atol=1e-3, rtol=0)
     torch.testing.assert_close(autoencoder.decode(vae, latents), before, atol=1e-4, rtol=0)
     torch.testing.assert_close(vae.encode(pixels).latent_dist.std, std, atol=1e-4, rtol=1e-3)
+
+
+def test_an_autoencoder_of_one_level_more_starts_with_its_teachers_deep_levels():
+    teacher = autoencoder.build_autoencoder(AutoencoderConfig(channels=(32, 64)))
+    teacher.register_to_config(scaling_factor=0.9)
+    larger = autoencoder.build_autoencoder(AutoencoderConfig(channels=(32, 32, 64)))
+    autoencoder.inherit_weights(larger, teacher)
+    assert larger.config.scaling_factor == 0.9
+    features, latents = torch.randn(1, 32, 16, 16), torch.randn(1, 4, 8, 8)
+    with torch.no_grad():
+        for level in (0, 1):
+            expected = teacher.encoder.down_blocks[level](features)
+            assert torch.equal(larger.encoder.down_blocks[level + 1](features), expected)
+            features = expected
+        hidden = [vae.decoder.mid_block(vae.decoder.conv_in(latents)) for vae in (teacher, larger)]
+        blocks = (vae.decoder.up_blocks[0] for vae in (teacher, larger))
+        assert torch.equal(*(block(h) for block, h in zip(blocks, hidden, strict=True)))
+
+
+def test_a_teachers_latents_are_those_of_the_smaller_image():
+    """The oracle averages blocks of 2 x 2 pixels by hand; the posterior's noise is left out."""
+    torch.manual_seed(0)
+    config = AutoencoderConfig(channels=(8, 8, 8), latent_weight=0.3)
+    teacher = autoencoder.build_autoencoder(AutoencoderConfig(channels=(8, 8))).eval()
+    larger = autoencoder.build_autoencoder(config).eval()
+    pixels, noise = torch.rand(2, 3, 32, 32) * 2 - 1, torch.zeros(2, 4, 8, 8)
+    smaller = pixels.unflatten(3, (16, 2)).unflatten(2, (16, 2)).mean((3, 5))
+    with torch.no_grad():
+        plain = autoencoder.AutoencoderLoss(larger, config)(pixels, noise)
+        taught = autoencoder.AutoencoderLoss(larger, config, teacher)(pixels, noise)
+        distance = autoencoder.encode(larger, pixels) - autoencoder.encode(teacher, smaller)
+    torch.testing.assert_close(taught - plain, 0.3 * distance.square().mean())
+
+
+def test_crops_are_pieces_of_scenes_and_a_pure_function_of_their_seed():
+    fox, star = (triples(concepts=[concept]) for concept in ("fox face", "star"))
+    once, again = (autoencoder.draw_crops("a", 4, 64, fox, star, share=0.5) for _ in range(2))
+    assert once.shape == (4, 3, 64, 64)
+    assert torch.equal(once, again)
+    for share, among in ((0.0, fox), (1.0, star)):
+        crops = autoencoder.draw_crops("a", 12, 128, fox, star, share)
+        scenes = autoencoder.to_pixels([random_scene(f"a/{i}", 128, among=among).image for i in range(12)])
+        whole = (crops == scenes).all((1, 2, 3)).sum()
+        assert 1 <= whole <= 8  # those on the smallest canvas
 
 
 def test_the_loss_weights_bound_the_signal_to_noise_ratio(pipe):

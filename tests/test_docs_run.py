@@ -1,8 +1,7 @@
 """Every Python block of README and docs runs, on tiny pipelines; every command of ours in them parses."""
 
-from __future__ import annotations
-
 import functools
+import importlib.util
 import json
 import re
 import shlex
@@ -10,8 +9,7 @@ import shutil
 import sys
 import tomllib
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import SimpleNamespace
 
 import agentsd_eval
 import click
@@ -43,7 +41,7 @@ ELSEWHERE = {  # pages whose blocks another test runs, and holds to more
 STEPS, SIDE = 8, 32  # of each image; what the pages ask for would take minutes
 
 
-def fenced(page: str, language: str) -> list[str]:
+def fenced(page, language):
     """A page's blocks of a language."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
@@ -57,7 +55,7 @@ RUN_HERE = [
 
 
 @pytest.fixture
-def workplace(make_pipeline: Any, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workplace(make_pipeline, model_folder, tmp_path, monkeypatch):
     """A folder with the models, LoRA weights and recipes that the pages name; no GPU, and short runs."""
     monkeypatch.chdir(tmp_path)
     for name in ("stable-diffusion-v1-5/stable-diffusion-v1-5", "dreambooth-sd15"):
@@ -68,38 +66,33 @@ def workplace(make_pipeline: Any, model_folder: str, tmp_path: Path, monkeypatch
         StableDiffusionPipeline.save_lora_weights(name, unet_lora_layers=weights)
     for name in ("dreambooth-sd15", "dreambooth-lora"):
         AGENTSD.save(Path(name))
-    demo = ModuleType("agentsd_demo")
-    demo.load_pipeline = make_pipeline  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "agentsd_demo", demo)
+    monkeypatch.setitem(sys.modules, "agentsd_demo", SimpleNamespace(load_pipeline=make_pipeline))
     monkeypatch.setattr(DiffusionPipeline, "to", lambda pipe, *args, **more: pipe)
     monkeypatch.setattr(agentsd_eval, "calibrate", short_calibration, raising=False)
     monkeypatch.setattr(StableDiffusionPipeline, "__call__", shortened(StableDiffusionPipeline.__call__))
     return tmp_path
 
 
-def shortened(call: Any) -> Any:
+def shortened(call):
     """A pipeline's call of few steps and small images."""
 
     @functools.wraps(call)
-    def run(pipe: Any, *args: Any, **more: Any) -> Any:
+    def run(pipe, *args, **more):
         return call(pipe, *args, **more | {"num_inference_steps": STEPS, "height": SIDE, "width": SIDE})
 
     return run
 
 
-def short_calibration(*args: Any, **more: Any) -> Any:
+def short_calibration(*args, **more):
     """`calibrate` of two recipes in place of 40, in few steps."""
     few = {"candidates": CANDIDATES[:2], "num_inference_steps": STEPS, "speedup": 1.1}
     return calibrate(*args, **more | few)
 
 
 @pytest.mark.parametrize("page", RUN_HERE)
-def test_the_blocks_of_a_page_run(
-    page: str, workplace: Path, make_pipeline: Any, make_plain: Any, tokenizer: Any
-) -> None:
+def test_the_blocks_of_a_page_run(page, workplace, make_pipeline, make_plain, tokenizer):
     """In turn, with what earlier ones made; each gets a new `pipe`, unless the page itself makes one."""
-    names: dict[str, Any] = {}
-    blocks = fenced(page, "python")
+    names, blocks = {}, fenced(page, "python")
     own = any(re.search(r"^pipe = ", block, re.MULTILINE) for block in blocks)
     for block in blocks:
         if "pipe.controlnet" in block:
@@ -113,11 +106,11 @@ def test_the_blocks_of_a_page_run(
 
 
 @pytest.mark.parametrize("page", ELSEWHERE)
-def test_the_other_pages_are_run_by_the_tests_that_are_named(page: str) -> None:
+def test_the_other_pages_are_run_by_the_tests_that_are_named(page):
     assert Path(page).name in (ROOT / "tests" / ELSEWHERE[page]).read_text(encoding="utf-8")
 
 
-def commands(page: str) -> list[list[str]]:
+def commands(page):
     """The commands of a page's blocks, and those within its sentences."""
     text = (ROOT / page).read_text(encoding="utf-8")
     inline = re.findall(
@@ -136,12 +129,7 @@ COMMANDS = sorted({shlex.join(words): words for page in PAGES for words in comma
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
-def parsed(command: click.Command, words: list[str]) -> dict[str, Any]:
-    """What a command is given, with its callback left out; it fails for an unknown option."""
-    return command.make_context(command.name, list(words)).params
-
-
-def check_command(words: list[str]) -> None:
+def check_command(words):
     """A command of ours has such options and settings; others name files and extras that are there."""
     words = [word.removeprefix(".venv/bin/") for word in words if word != "--help"]
     for extra in re.findall(r"\.\[([\w,]+)\]", " ".join(words)):
@@ -156,33 +144,21 @@ def check_command(words: list[str]) -> None:
     scripts = dict.fromkeys(["agentsd-dreambooth", "agentsd.dreambooth"], dreambooth)
     scripts |= dict.fromkeys(["agentsd-dreambooth-lora", "agentsd.dreambooth.lora"], dreambooth_lora)
     if program in scripts:
-        parsed(scripts[program], options)
+        scripts[program].make_context(program, options)  # it fails for an unknown option
     elif program in groups and options and options[0] in ("COMMAND", "NAME", "--list-configs"):
         assert len(options) == 1
     elif program in groups and options:
         command = groups[program].commands[options[0]]
-        given = parsed(command, options[1:])
+        given = command.make_context(command.name, options[1:]).params
         if len(options) > 1:  # else a command's name in a sentence
             config = given.pop("config", None)
-            load_settings(command.kind, config, settings_of(given))  # type: ignore[attr-defined]
-    else:
-        assert not program.startswith("agentsd") or importable(program), program
-
-
-def importable(module: str) -> bool:
-    """Whether there is such a module of ours to run, or a program without options."""
-    path = (
-        module.replace("agentsd_eval", "eval").replace("agentsd_demo", "demo/agentsd_demo").replace(".", "/")
-    )
-    return module.startswith("agentsd-") or any(
-        (ROOT / f"{path}{end}").exists() for end in (".py", "/__init__.py")
-    )
+            load_settings(command.kind, config, settings_of(given))
+    elif program.startswith("agentsd") and "-" not in program:
+        assert importlib.util.find_spec(program), program  # a module of ours to run
 
 
 @pytest.mark.parametrize("words", [words for _, words in COMMANDS], ids=[line[:60] for line, _ in COMMANDS])
-def test_a_command_of_a_page_parses(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_of_a_page_parses(words, tmp_path, monkeypatch):
     """Folders and files that it names as examples are made."""
     monkeypatch.chdir(tmp_path)
     results = "agentsd-results/mine", "agentsd-results/first"
@@ -195,7 +171,7 @@ def test_a_command_of_a_page_parses(
     check_command(words)
 
 
-def test_commands_are_found_and_wrong_ones_are_told() -> None:
+def test_commands_are_found_and_wrong_ones_are_told():
     assert sum(words[0].startswith("agentsd-eval") for _, words in COMMANDS) >= 8
     with pytest.raises(click.UsageError):
         check_command(["agentsd-eval", "table", "--metods", "fast"])

@@ -91,7 +91,7 @@ def test_times_that_do_not_follow_the_steps_are_told_and_nothing_is_said_by_time
 
 
 def test_the_rows_are_those_of_the_readmes_table():
-    benchmark, check = load_settings(RunSettings, "benchmark_64", {}), CheckSettings()
+    benchmark, check = load_settings(RunSettings, "benchmark", {}), CheckSettings()
     assert [m.key for m in table.table_methods(check)] == [m.key for m in table.table_methods(benchmark)]
     alike = {"reference_steps", "guidance_scale"}
     assert check.model_dump(include=alike) == benchmark.model_dump(include=alike)

@@ -149,14 +149,18 @@ def test_the_papers_presets_are_the_papers():
         assert [m.recipe for m in table.table_methods(settings)] == [None, *expected]
 
 
-LISTED = [(name, command) for name, preset in presets().items() for command in preset["commands"]]
 STUDIES = sorted((Path(__file__).parents[1] / "eval/research/presets").glob("*.yaml"))
+OTHERS = {"latency_sd15_priced": PricedSettings, "subject": SubjectSettings}
+LISTED = [
+    *((COMMANDS[command][0], name) for name, preset in presets().items() for command in preset["commands"]),
+    *((OTHERS.get(path.stem, RunSettings), path) for path in STUDIES),
+]
 
 
-@pytest.mark.parametrize(("name", "command"), LISTED)
-def test_each_preset_is_valid_for_each_of_its_commands(name, command, monkeypatch):
+@pytest.mark.parametrize(("kind", "preset"), LISTED)
+def test_each_preset_is_valid_for_each_of_its_commands(kind, preset, monkeypatch):
     monkeypatch.setattr("agentsd_eval.settings.DRIVERS", (Path("/"),))  # as if there were a GPU
-    settings = load_settings(COMMANDS[command][0], name, {})
+    settings = load_settings(kind, preset, {})
     for method in (*getattr(settings, "methods", ()), "baseline"):
         assert parse_method(method, 0.4, settings).name == method
 
@@ -171,11 +175,3 @@ def test_commands_sample_alike():
     every = CompareSettings(), RunSettings(), CheckSettings(), CalibrateSettings(speedup=2)
     first, *others = (settings.model_dump(include=keys) for settings in every)
     assert others == [first] * 3
-
-
-@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
-def test_each_preset_of_a_study_is_valid(path):
-    others = {"latency_sd15_priced": PricedSettings, "subject": SubjectSettings}
-    settings = load_settings(others.get(path.stem, RunSettings), path, {})
-    for method in getattr(settings, "methods", ()):
-        assert parse_method(method, 0.4, settings).name == method

@@ -1,14 +1,11 @@
 """Time, MACs and memory: of the same weights in the same rounds, of what runs, and for what fits."""
 
-import sys
 from functools import partialmethod
 
 import pytest
 import torch
-from agentsd_eval import cost
 from agentsd_eval.cost import latency
 from agentsd_eval.cost.macs import macs
-from agentsd_eval.cost.memory import memory_per_image
 from agentsd_eval.images import other_packages
 from agentsd_eval.images.methods import parse_method
 from agentsd_eval.images.prompts import from_prompts
@@ -84,7 +81,7 @@ def test_a_method_that_memory_does_not_do_for_costs_no_others_figures(measured, 
         raise torch.OutOfMemoryError("unfused attention's score matrix")
 
     monkeypatch.setattr(other_packages._NoCore, "__call__", too_much)
-    monkeypatch.setattr(cost.latency, "memory_per_image", too_much)  # what fits, but not with one image more
+    monkeypatch.setattr(latency, "memory_per_image", too_much)  # what fits, but not with one image more
     rows, _ = measured("--methods", "agentsd,no-attention", "--scopes", "forward")
     for key in ("seconds", "macs", "speedup"):
         assert [row[key] is None for row in rows] == [False, False, True] * 2
@@ -104,18 +101,16 @@ def test_compiled_each_kind_of_call_is_one_graph(measured, monkeypatch):
 
 
 def test_memory_is_that_of_the_compiled_unet_that_was_timed(pipe, monkeypatch):
-    ran, sizes, measuring = [], [], False
+    ran, found = [], []
 
     def compiled(self):
         call = self._call_impl
-        self._compiled_call_impl = lambda *args, **more: ran.append(measuring) or call(*args, **more)
+        self._compiled_call_impl = lambda *args, **more: ran.append(1) or call(*args, **more)
 
-    def memory(call, batch, device, warm=False):
-        nonlocal measuring
-        measuring = True
+    def memory(call, batch, device, warm):
+        ran.clear()
         call(batch + 1)
-        sizes.append((batch, warm))
-        measuring = False
+        found.append((len(ran), batch, warm))
         return 1.5
 
     monkeypatch.setattr(torch.nn.Module, "compile", compiled)
@@ -124,26 +119,7 @@ def test_memory_is_that_of_the_compiled_unet_that_was_timed(pipe, monkeypatch):
     cases, methods = latency.cases_of(settings, pipe), latency.methods_of(settings)
     rows = list(latency.measure(pipe, cases, methods, settings, lambda: None))
     assert [row["memory_per_image"] for row in rows] == [1.5] * 4
-    assert sum(ran) == len(rows)
-    assert sizes == [(3, True)] * 4
-
-
-def test_what_the_first_call_of_a_size_compiles_is_no_images_memory(monkeypatch):
-    memory = sys.modules[memory_per_image.__module__]
-    peak, known = 0.0, {2}  # the size that was timed is compiled
-
-    def call(batch):
-        nonlocal peak
-        peak = max(peak, 0.5 * batch + 100 * (batch not in known))
-        known.add(batch)
-
-    def reset(device):
-        nonlocal peak
-        peak = 0.0
-
-    monkeypatch.setattr(memory, "_reset", reset)
-    monkeypatch.setattr(memory, "_peak", lambda device: peak)
-    assert memory_per_image(call, 2, torch.device("cuda"), warm=True) == 0.5
+    assert found == [(1, 3, True)] * 4
 
 
 @pytest.mark.parametrize(("guidance", "rows"), [(0.0, 2), (1.0, 2), (1.01, 4), (7.5, 4)])

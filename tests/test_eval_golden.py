@@ -9,7 +9,7 @@ from agentsd_eval import run_file
 from agentsd_eval.pages import cost_table, quality_table, report, rows
 
 GOLDEN = Path(__file__).parent / "golden"
-RUNS = {"table": Path(__file__).parents[1] / "eval/results/benchmark-64-demo", "latency": GOLDEN / "latency"}
+RUNS = {"table": Path(__file__).parents[1] / "eval/results/benchmark-demo", "latency": GOLDEN / "latency"}
 SHOWN = ("baseline", "baseline@12", "fast", "paper", "agentsd", "tomesd", "real/real")
 """Methods of those runs that the golden files hold."""
 

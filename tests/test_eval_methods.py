@@ -126,12 +126,6 @@ def test_unknown_methods_are_named(name, message):
         parse_method(name, 0.4, SETTINGS)
 
 
-def test_rows_of_a_table():
-    methods = expand(["agentsd", "deepcache"], [0.2, 0.4], SETTINGS)
-    assert [m.label for m in methods] == ["baseline", "agentsd r=0.2", "agentsd r=0.4", "deepcache"]
-    assert len({m.key for m in methods}) == 4
-
-
 def test_deepcache_is_refused_where_it_would_mistake_its_step():
     three, two = (parse_method(name, None, SETTINGS) for name in ("deepcache", "deepcache-2"))
     assert (three.interval, two.interval) == (3, 2)
@@ -179,9 +173,11 @@ def test_rows_of_fewer_steps():
     assert counts(12, 0.8, 0.6, 0.4) == ["baseline@10", "baseline@7", "baseline@5"]
     assert counts(2, 0.8, 0.6, 0.4) == ["baseline@1"]  # 1.6 is 2 again, 0.8 is 1 as 1.2
     assert counts(1, 0.5) == counts(50) == []
-    methods = expand(["baseline@20", "agentsd", "fast"], [0.4], CompareSettings(steps=50), (0.4,))
-    assert [method.label for method in methods] == ["baseline", "baseline@20", "agentsd r=0.4", "fast"]
-    assert [method.is_baseline for method in methods] == [True, False, False, False]
+    methods = expand(["baseline@20", "agentsd", "fast"], [0.2, 0.4], CompareSettings(steps=50), (0.4,))
+    agentsd = ["agentsd r=0.2", "agentsd r=0.4"]
+    assert [method.label for method in methods] == ["baseline", "baseline@20", *agentsd, "fast"]
+    assert [method.is_baseline for method in methods] == [True, False, False, False, False]
+    assert len({method.key for method in methods}) == 5
 
 
 def test_what_saves_whole_calls_is_known(monkeypatch):

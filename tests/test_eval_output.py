@@ -71,7 +71,7 @@ def test_a_methods_name_is_escaped_in_markdown():
     assert text.splitlines()[2] == "| a \\| b &lt;img src=x> | 1.00 |"
 
 
-RESULTS = Path(__file__).parents[1] / "eval/results/benchmark-128-demo"
+RESULTS = Path(__file__).parents[1] / "eval/results/benchmark-4096-demo"
 DAMAGE = {
     "a line cut": ("table.jsonl", lambda text: text[: len(text) // 2]),
     "no rows": ("table.jsonl", lambda text: None),

@@ -1,7 +1,6 @@
 """What would end a run after hours is said before its first image; memory is looked at first."""
 
 import shutil
-from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,12 +39,12 @@ def test_inception_without_real_images_is_refused_before_the_model_is_loaded(tmp
 
 def test_a_trial_takes_the_first_images_and_a_folder_of_its_own(classes, tmp_path):
     whole = RunSettings(classes=classes, out=tmp_path / "run")
-    trial = RunSettings.model_validate({"classes": classes, "out": tmp_path / "run", "limit": 3})
+    trial = RunSettings(classes=classes, out=tmp_path / "run", limit=3)
     assert [p.prompt for p in specs_of(trial)] == [p.prompt for p in specs_of(whole)[:3]]
     assert trial.out == tmp_path / "run-limit-3"
     assert RunSettings.model_validate(trial.model_dump()).out == trial.out
-    assert RunSettings.model_validate({"limit": 4}).out == Path("agentsd-results/table-limit-4")
-    assert len(specs_of(RunSettings.model_validate({"images": 9, "limit": 5}))) == 5
+    assert RunSettings(limit=4).out == Path("agentsd-results/table-limit-4")
+    assert len(specs_of(RunSettings(images=9, limit=5))) == 5
 
 
 def test_images_that_classes_decide_are_refused(classes):
@@ -65,8 +64,7 @@ def test_a_forecast_counts_steps_and_images(tmp_path, monkeypatch, pipe):
     """By hand: at 0.1 s a step 25 steps are 2.5 s and 100 steps 10 s, which 1,800 images of each make 6.25 h.
     Of the 3 and 3 images of the trial 2 are there, which leaves 32.5 s."""
     (tmp_path / "classes.txt").write_text("\n".join(map(str, range(900))))
-    given = {"classes": tmp_path / "classes.txt", "limit": 3, "steps": 25, "out": tmp_path / "run"}
-    settings = RunSettings.model_validate(given)
+    settings = RunSettings(classes=tmp_path / "classes.txt", limit=3, steps=25, out=tmp_path / "run")
     store = Store(settings.out)
     make_empty(store, BASELINE, (0, 2))
     taken = iter([99.0, 0.4])  # the first is to warm up, and the other four steps
@@ -99,8 +97,7 @@ def test_too_few_images_are_said_before_the_first(images, prompts, told, model_f
 
 
 def test_a_disk_without_room_is_named(tmp_path, monkeypatch):
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, 10**9))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))
     store = Store(tmp_path)
     preflight.check_disk(store, [BASELINE], 2000, 512, 512)
     told = r"28,000 images of 512x512 need about 13\.2 GB, and 1\.0 GB are free"
@@ -112,37 +109,34 @@ def test_a_disk_without_room_is_named(tmp_path, monkeypatch):
 
 
 def test_too_little_memory_to_measure_is_named(monkeypatch):
-    available = SimpleNamespace(available=6e9)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=6e9))
     preflight.check_memory(2000, 3)
     with pytest.raises(EvalError, match=r"20,000 images a row needs about \d+\.\d GB of memory, and 6\.0 GB"):
         preflight.check_memory(20_000, 3)
+
+
+WEIGHTS = 2.0  # GB
 
 
 class Gpu:
     """A GPU that holds what a run allocates; `pipe` denoises, then decodes."""
 
     def __init__(self, monkeypatch, total=24.0):
-        self.peak = self.now = 0.0
-        monkeypatch.setattr(memory, "_reset", lambda device: setattr(self, "peak", self.now))
+        self.peak = WEIGHTS
+        monkeypatch.setattr(memory, "_reset", lambda device: setattr(self, "peak", WEIGHTS))
         monkeypatch.setattr(memory, "_peak", lambda device: self.peak)
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         properties = SimpleNamespace(total_memory=total * 1e9)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        vae = SimpleNamespace(decode=self.decode)
+        vae = SimpleNamespace(decode=lambda count: self.hold(0.5 * count))
         self.pipe = SimpleNamespace(_execution_device=torch.device("cuda"), vae=vae)
-        self.weights, self.denoising, self.decoding = 2.0, 0.3, 0.5
 
     def hold(self, gigabytes):
-        self.now = self.weights + gigabytes
-        self.peak = max(self.peak, self.now)
-        self.now = self.weights
-
-    def decode(self, count):
-        self.hold(self.decoding * count)
+        """So many beside the weights, for a moment."""
+        self.peak = max(self.peak, WEIGHTS + gigabytes)
 
     def call(self, count):
-        self.hold(1 + self.denoising * count)
+        self.hold(1 + 0.3 * count)
         self.pipe.vae.decode(count)
 
 
@@ -163,6 +157,16 @@ def test_memory_per_image_is_what_one_more_takes(monkeypatch):
         found = memory.memory_per_image(gpu.call, batch, torch.device("cuda"))
         assert found == pytest.approx(expected)
     assert memory.memory_per_image(gpu.call, 1, torch.device("cpu")) is None
+
+
+def test_what_the_first_call_of_a_size_compiles_is_no_images_memory(monkeypatch):
+    gpu, known = Gpu(monkeypatch), {2}  # the size that was timed is compiled
+
+    def call(count):
+        gpu.hold(0.5 * count + 100 * (count not in known))
+        known.add(count)
+
+    assert memory.memory_per_image(call, 2, torch.device("cuda"), warm=True) == pytest.approx(0.5)
 
 
 def measured(gpu, call, batch_size, monkeypatch):

@@ -78,15 +78,6 @@ def test_images_are_not_black(table10):
     assert all(np.asarray(Image.open(path)).std() > 0 for path in paths)
 
 
-def test_a_report_of_it(table10):
-    folder, _ = table10
-    invoke("report", folder, "--images", 2)
-    page = (folder / "report.html").read_text()
-    heads = re.findall(r"<th><button>(.*?)</button></th>", page)
-    assert heads[:5] == ["method", "ratio", "FID", "s/img", "GB/img"]
-    assert page.index("the paper&#39;s table") < page.index("distance of distributions")
-
-
 COMPARE = ("compare", "--steps", 2, *SMALL, "--images", 2, "--methods", "agentsd,tomesd")
 LATENCY = ("latency", "--steps", 2, "--sizes", 64, "--repeats", 1, "--methods", "agentsd")
 HALF = ("--dtype", "float16")
@@ -116,14 +107,11 @@ def test_sd21_keeps_its_prediction_and_its_upcast(tokenizer, tmp_path):
     assert pipe.unet.config.upcast_attention
 
 
-def test_dreambooth_takes_half_precision_files(sd15, photographs, tmp_path):
-    from agentsd.dreambooth.config import DreamBoothConfig
+def test_dreambooth_takes_half_precision_files(sd15, run_config, tmp_path):
     from agentsd.dreambooth.training import Run
 
-    given = {"instance_data_dir": photographs, "instance_prompt": "a sks cat", "output_dir": tmp_path}
-    short = {"resolution": 64, "max_train_steps": 1, "num_inference_steps": 2, "num_validation_images": 1}
-    plain = {"use_8bit_adam": False, "report_to": None}
-    Run(DreamBoothConfig(pretrained_model_name_or_path=str(sd15), **given, **short, **plain)).train()
+    given = {"pretrained_model_name_or_path": str(sd15), "class_data_dir": None, "resolution": 64}
+    Run(run_config(**given, max_train_steps=1, output_dir=tmp_path)).train()
     pipe = load_pipeline(Settings(model=str(tmp_path), device="cpu", scheduler="model"))
     assert pipe.unet.dtype == torch.float32
 
@@ -170,34 +158,36 @@ def test_offloading_is_that_of_diffusers(monkeypatch):
 
 
 PARTS = ("model.diffusion_model.a", "first_stage_model.a")
+KINDS = "StableDiffusionPipeline", "StableDiffusionXLPipeline"
 
 
 @pytest.mark.parametrize(
     ("names", "kind"),
     [
-        ((*PARTS, "cond_stage_model.a"), "StableDiffusionPipeline"),
-        ((*PARTS, "conditioner.embedders.0.a"), "StableDiffusionXLPipeline"),
+        ((*PARTS, "cond_stage_model.a"), KINDS[0]),
+        ((*PARTS, "conditioner.embedders.0.a"), KINDS[1]),
         ((PARTS[0], "cond_stage_model.a"), None),
         (PARTS, None),
         ((), None),
     ],
 )
 def test_a_model_may_be_one_file(names, kind, pipe, tmp_path, monkeypatch):
-    path, loaded = tmp_path / "model.safetensors", []
+    path = tmp_path / "model.safetensors"
     if names:
         save_file({name: torch.zeros(1) for name in names}, path)
     else:
         path.write_bytes(b"no weights")
-    for one in ("StableDiffusionPipeline", "StableDiffusionXLPipeline"):
-        load = lambda path, torch_dtype, one=one: loaded.append((one, path, torch_dtype)) or pipe  # noqa: E731
-        monkeypatch.setattr(f"diffusers.{one}.from_single_file", load)
+    loads = {name: MagicMock(return_value=pipe) for name in KINDS}
+    for name, load in loads.items():
+        monkeypatch.setattr(f"diffusers.{name}.from_single_file", load)
     settings = Settings(model=str(path), device="cpu")
     if kind is None:
         with pytest.raises(EvalError, match=r"can't load the model .*; give 'demo', "):
             load_pipeline(settings)
     else:
         assert load_pipeline(settings) is pipe
-    assert loaded == ([(kind, str(path), torch.float32)] if kind else [])
+        loads[kind].assert_called_once_with(str(path), torch_dtype=torch.float32)
+    assert sum(load.call_count for load in loads.values()) == (kind is not None)
 
 
 @pytest.mark.slow

@@ -12,13 +12,13 @@ from commands import rows_of
 from PIL import Image
 
 pytestmark = pytest.mark.slow
-RESULTS = Path(__file__).parents[1] / "eval/results/benchmark-64-demo"
+RESULTS = Path(__file__).parents[1] / "eval/results/benchmark-demo"
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     """That of the committed results, with images of one colour for each method and seed."""
-    folder = tmp_path_factory.mktemp("report") / "benchmark-64-demo"
+    folder = tmp_path_factory.mktemp("report") / "benchmark-demo"
     shutil.copytree(RESULTS, folder, ignore=shutil.ignore_patterns("features"))
     keys = [row["key"] for row in rows_of(folder / "table.jsonl") if "key" in row]
     singles = [{"method": keys[0], "index": i, "seed": i, "prompt": "an apple"} for i in range(64)]

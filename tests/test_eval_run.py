@@ -1,6 +1,5 @@
 """Runs: seeds, resuming, damage, a full disk, several processes; all end in the same table."""
 
-import csv
 import errno
 import json
 import shutil
@@ -24,6 +23,7 @@ from agentsd_eval.images.store import Store
 from agentsd_eval.pages import quality_table
 from agentsd_eval.settings import RunSettings
 from agentsd_eval.studies import table
+from commands import rows_of
 from logs import warned
 from PIL import Image
 
@@ -52,10 +52,6 @@ def fill(pipe, folder, share=Share(), stop_after=10**9, settings=SETTINGS, maker
     store.claim(fingerprint(pipe, IMAGES, settings), maker)
     generate(pipe, store, METHODS, IMAGES, settings, share, tick)
     return store
-
-
-def row_folder(folder, method):
-    return Store(folder).path(method, 0).parent
 
 
 def contents(folder):
@@ -93,7 +89,7 @@ def test_a_row_that_joins_later_has_baseline_timed_again(pipe, tmp_path, monkeyp
     monkeypatch.setattr("agentsd_eval.images.generate.RETIMED", 2)
     fill(pipe, tmp_path)
     whole = contents(tmp_path)
-    shutil.rmtree(row_folder(tmp_path, METHODS[1]))
+    shutil.rmtree(Store(tmp_path).path(METHODS[1], 0).parent)
     store = fill(pipe, tmp_path, maker={"commit": "b"})
     assert contents(tmp_path) == whole
     baseline, later, first = (set(store.timings(method)) for method in METHODS)
@@ -218,7 +214,7 @@ ODD += [json.dumps(WHOLE | change).encode() for change in ({"index": "0"}, {"bat
 def test_odd_lines_of_a_manifest_are_passed_over(pipe, tmp_path):
     store = fill(pipe, tmp_path)
     entries, times = store.intact(METHODS[0]), store.timings(METHODS[0])
-    manifest = row_folder(tmp_path, METHODS[0]) / "manifest-0.jsonl"
+    manifest = store.path(METHODS[0], 0).with_name("manifest-0.jsonl")
     manifest.write_bytes(b"\n".join(ODD) + b"\n" + manifest.read_bytes())
     assert store.intact(METHODS[0]) == entries
     assert store.timings(METHODS[0]) == times
@@ -266,16 +262,15 @@ QUALITY = ("method", "ratio", "fd", "kid", "kid_error", "psnr", "baseline_distan
 
 
 def quality(folder):
-    with (folder / "table.csv").open(newline="") as file:
-        return [[row[key] for key in QUALITY] for row in csv.DictReader(file)]
+    return [[row.get(key) for key in QUALITY] for row in rows_of(folder / "table.jsonl")]
 
 
 @pytest.fixture
 def command(model_folder, photographs):
     """A small table with real images, without the folder of --out."""
-    words = ["table", "--model", model_folder, "--reference", photographs, "--steps", 2, "--images", 6]
-    words += ["--batch-size", 2, "--methods", "agentsd", "--fewer-steps", 0.5, "--samplers", "none"]
-    return [*map(str, words), "--reference-steps", "none", "--out"]
+    more = "--steps 2 --images 6 --batch-size 2 --methods agentsd --fewer-steps 0.5 --samplers none"
+    words = ["table", "--model", model_folder, "--reference", str(photographs), *more.split()]
+    return [*words, "--reference-steps", "none", "--out"]
 
 
 @pytest.mark.slow

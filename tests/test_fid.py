@@ -1,31 +1,25 @@
 """Real FID beside pytorch-fid's own code, on seeded random weights; run with -m fid."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from agentsd_eval.cli import main
 from agentsd_eval.quality import features, metrics
 from agentsd_eval.studies.fid import frechet_distance
-from click.testing import CliRunner
+from commands import invoke
 from PIL import Image
 
 pytestmark = pytest.mark.fid
 
 
 @pytest.fixture(scope="module")
-def fid_score() -> Any:
+def fid_score():
     from pytorch_fid import fid_score
 
     return fid_score
 
 
 @pytest.fixture(scope="module")
-def network(fid_score: Any) -> Any:
+def network(fid_score):
     """Ours and pytorch-fid's network on random weights, which are the ones that are downloaded."""
     from pytorch_fid import inception
 
@@ -40,9 +34,7 @@ def network(fid_score: Any) -> Any:
         yield features.load_network("inception", torch.device("cpu")), theirs
 
 
-def test_features_are_those_of_pytorch_fid(
-    fid_score: Any, network: Any, photographs: Path, tmp_path: Path
-) -> None:
+def test_features_are_those_of_pytorch_fid(fid_score, network, photographs, tmp_path):
     ours, theirs = network
     for size in ((50, 40), (51, 40)):  # pytorch-fid takes images of one size at a time
         paths = [path for path in sorted(photographs.glob("*.png")) if Image.open(path).size == size]
@@ -55,7 +47,7 @@ def test_features_are_those_of_pytorch_fid(
         assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
 
 
-def test_the_distance_is_pytorch_fids(fid_score: Any, network: Any) -> None:
+def test_the_distance_is_pytorch_fids(fid_score, network):
     """On features of fewer dimensions: a root of a 2048 x 2048 product takes SciPy half a minute."""
     random = np.random.default_rng(0)
     first, second = random.normal(size=(60, 24)), 1.3 * random.normal(size=(80, 24)) + 0.2
@@ -65,15 +57,11 @@ def test_the_distance_is_pytorch_fids(fid_score: Any, network: Any) -> None:
     assert [sample, frechet_distance(first, second)] == pytest.approx([theirs] * 2, rel=1e-6)
 
 
-def test_the_command_prints_fid(
-    network: Any, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_prints_fid(network, photographs, tmp_path, monkeypatch):
     ours, _ = network
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("agentsd_eval.studies.fid.load_network", lambda name, device: ours)
-    done = CliRunner().invoke(main, ["fid", str(photographs), str(photographs)], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    assert "FID" in done.output
+    assert "FID" in invoke("fid", photographs, photographs)
     kept = np.load(next(tmp_path.rglob("inception-*.npy")))
     paths = sorted(photographs.glob("*.png"))
     assert np.array_equal(kept, features.features_of(ours, paths, tmp_path / "again"))

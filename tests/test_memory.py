@@ -18,7 +18,7 @@ from agentsd.recipe import AGENTSD
 class Peak(TorchDispatchMode):
     """The most bytes of tensors, beside the weights, that are alive at once."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model):
         super().__init__()
         self.now = self.bytes = 0
         self._alive = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
@@ -35,7 +35,7 @@ class Peak(TorchDispatchMode):
         self.bytes = max(self.bytes, self.now)
         return out
 
-    def _free(self, key: int, size: int) -> None:
+    def _free(self, key, size):
         self._alive.discard(key)
         self.now -= size
 
@@ -64,7 +64,7 @@ def fake(monkeypatch):
     downsample._first_of_cells.cache_clear()
 
 
-def peak(unet, side: int, t: int) -> int:
+def peak(unet, side, t):
     latents, embeds = torch.randn(2, 4, side, side), torch.randn(2, 77, 768)
     with Peak(unet) as mode:
         unet(latents, t, encoder_hidden_states=embeds)

@@ -1,13 +1,10 @@
 """What the three wheels hold."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 from agentsd_eval.cli import main
@@ -24,14 +21,14 @@ PLUGIN, EVAL, DEMO = (tomllib.loads((ROOT / f / "pyproject.toml").read_text()) f
     ("project", "name", "folder", "beside"),
     [(PLUGIN, "agentsd", "agentsd", []), (EVAL, "agentsd_eval", "eval", ["agentsd_eval.configs"])],
 )
-def test_every_package_is_in_the_wheel(project: Any, name: str, folder: str, beside: list[str]) -> None:
+def test_every_package_is_in_the_wheel(project, name, folder, beside):
     """An editable install would hide one that is not."""
     inside = (path.parent.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("__init__.py"))
     found = [".".join((name, *path.parts)) for path in inside if path.parts[:1] != ("research",)]
     assert sorted(project["tool"]["setuptools"]["packages"]) == sorted([*found, *beside])
 
 
-def test_every_file_of_the_evaluation_is_in_its_wheel() -> None:
+def test_every_file_of_the_evaluation_is_in_its_wheel():
     """All that git has of `eval/` and `configs/`, but for the results and research."""
     setup = EVAL["tool"]["setuptools"]
     held = {ROOT / "eval/pyproject.toml", ROOT / "eval/LICENSE"}
@@ -45,14 +42,14 @@ def test_every_file_of_the_evaluation_is_in_its_wheel() -> None:
     assert held == {ROOT / file for file in files}
 
 
-def test_all_have_one_version() -> None:
+def test_all_have_one_version():
     assert {project["project"]["version"] for project in (PLUGIN, EVAL, DEMO)} == {agentsd.__version__}
     assert f"agentsd=={agentsd.__version__}" in EVAL["project"]["dependencies"]
     cited = (ROOT / "CITATION.cff").read_text().split("\nversion: ")[1].split()[0]
     assert cited == agentsd.__version__
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
+def run(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
@@ -62,7 +59,7 @@ EXTRAS = ["pydantic", "click", "rich", "matplotlib", "tomesd", "DeepCache", "tor
 EXTRAS += ["agentsd_eval", "agentsd_demo"]
 
 
-def test_the_plugin_runs_without_the_extras() -> None:
+def test_the_plugin_runs_without_the_extras():
     code = HIDE.format(hidden=EXTRAS) + (
         "import agentsd, agentsd.modules, agentsd.plan\n"
         "from agentsd.recipe import MODES\n"
@@ -73,7 +70,7 @@ def test_the_plugin_runs_without_the_extras() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_missing_embedded_model_says_how_to_get_it(monkeypatch, tmp_path) -> None:
+def test_a_missing_embedded_model_says_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "agentsd_demo", None)
     monkeypatch.delitem(sys.modules, "agentsd.demo", raising=False)
     with pytest.raises(ImportError) as error:
@@ -85,7 +82,7 @@ def test_a_missing_embedded_model_says_how_to_get_it(monkeypatch, tmp_path) -> N
         assert "pip install ./demo" in said
 
 
-def test_dreambooth_without_its_extra_says_how_to_get_it() -> None:
+def test_dreambooth_without_its_extra_says_how_to_get_it():
     code = (
         "for missing in ('pydantic', 'click'):\n"
         "    sys.modules[missing] = None\n"

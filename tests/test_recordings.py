@@ -1,7 +1,5 @@
 """Images do not change: every kind of settings gives what it gave at commit b2348a6."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,23 +25,23 @@ POOLED = {"k": 0.075, "scale": -0.15}
 """AgentSD's formula, of pooled agents."""
 
 
-def paper(late: Any = MERGE, early_frac: float = 0.4, **settings: Any) -> Recipe:
+def paper(late=MERGE, early_frac=0.4, **settings):
     """The paper's mode with other settings."""
     if late is MERGE and "ratio" in settings:
         late = replace(MERGE, ratio=settings["ratio"])
     return Recipe(Phases(Agents(**PAPER | settings), late, early_frac), levels=1)
 
 
-def agents(late: Any = Downsample(), early: Any = Agents(), **more: Any) -> Recipe:  # noqa: B008
+def agents(late=Downsample(), early=Agents(), **more):  # noqa: B008
     """Agents, then downsampled keys, with other settings."""
     return Recipe(Phases(early, late), **more)
 
 
-def pooled(*counts: int | None) -> list[PooledAgents]:
+def pooled(*counts):
     return [PooledAgents(count, at_most=None, **POOLED) for count in counts]
 
 
-def mediators(*stages: Any) -> Recipe:
+def mediators(*stages):
     return Recipe(ByDistance(stages, (0.98, 0.9)), levels=1)
 
 
@@ -102,7 +100,7 @@ CASES = {
 
 
 @torch.no_grad()
-def run(case: Case) -> torch.Tensor:
+def run(case):
     """Denoise from a fixed start: the last latents."""
     kind = DDPMScheduler if case.noisy else DDIMScheduler
     host = Host(case.unet(), kind(**BETAS, clip_sample=False))

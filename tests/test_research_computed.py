@@ -1,10 +1,7 @@
 """Memory that is computed from shapes: against what is allocated, and by hand."""
 
-from __future__ import annotations
-
 import json
 from itertools import accumulate
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +26,7 @@ TINY = {
 METHODS = ["baseline", "agentsd", "fast"]
 
 
-def counted(method: str) -> int:
+def counted(method):
     """The peak above the weights of a run on shapes."""
     with Storages("meta") as storages, fused_attention():
         model = in_dtype(lambda: unet(TINY), torch.float32, "meta")
@@ -38,7 +35,7 @@ def counted(method: str) -> int:
     return storages.peak - weights
 
 
-def test_a_storage_counts_once_and_until_it_is_freed() -> None:
+def test_a_storage_counts_once_and_until_it_is_freed():
     with Storages("cpu") as storages:
         whole = torch.zeros(1000)
         part = whole[10:20]
@@ -51,7 +48,7 @@ def test_a_storage_counts_once_and_until_it_is_freed() -> None:
         assert (storages.live, storages.peak) == (0, 4040)
 
 
-def allocated(method: str, path: Path) -> int:
+def allocated(method, path):
     """The peak of what PyTorch's allocator gave out in the same run on a CPU, from its profiler's trace."""
     model, parsed = unet(TINY), parse_method(method, 0.4, Settings())
     denoise(parsed, model, 64, 1, 8)
@@ -64,18 +61,18 @@ def allocated(method: str, path: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_as_much_is_counted_as_is_allocated(method: str, tmp_path: Path) -> None:
+def test_as_much_is_counted_as_is_allocated(method, tmp_path):
     assert counted(method) == pytest.approx(allocated(method, tmp_path / "trace.json"), rel=0.02)
 
 
-def test_residuals_and_features_are_counted() -> None:
+def test_residuals_and_features_are_counted():
     baseline, agentsd = counted("baseline"), counted("fast")
     features_of_two_passes = 2 * 2 * 32 * 64 * 64 * 4
     assert agentsd - baseline >= features_of_two_passes
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_steps_multiply_what_a_real_run_does(method: str) -> None:
+def test_steps_multiply_what_a_real_run_does(method):
     """On a CPU a look at each latent adds a little."""
     steps, parsed, model = steps_of(method, TINY, 256, 9), parse_method(method, None, Settings()), unet(TINY)
     found = macs(lambda: denoise(parsed, model, 256, 1, 9))

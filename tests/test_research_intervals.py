@@ -1,7 +1,5 @@
 """A table's figures made anew from those of its single images."""
 
-from __future__ import annotations
-
 import csv
 import math
 

@@ -25,7 +25,7 @@ BOTH = SHARED | {"residual": {"interval": 2}, "steps": {"interval": 2}}  # compu
 TIMESTEPS = [float(t) for t in range(975, -25, -40)]
 
 
-def test_a_run_of_step_caching_has_as_many_calls_of_each_kind_as_a_real_one() -> None:
+def test_a_run_of_step_caching_has_as_many_calls_of_each_kind_as_a_real_one():
     unet, scheduler = make_unet(), make_scheduler()
     scheduler = DPMSolverMultistepScheduler.from_config(scheduler.config)
     scheduler.set_timesteps(25)
@@ -41,7 +41,7 @@ def test_a_run_of_step_caching_has_as_many_calls_of_each_kind_as_a_real_one() ->
     assert counts[Kind(full=False)] == symbols.count("f") + symbols.count("fF")
 
 
-def test_the_default_shares_in_cached_steps_alone_and_not_on_small_grids() -> None:
+def test_the_default_shares_in_cached_steps_alone_and_not_on_small_grids():
     kinds = calls_of(on_grid(AGENTS_CACHED, 4096), TIMESTEPS)
     assert {kind.attention for kind in kinds if not kind.full} == {"share"}
     assert sum(n for kind, n in kinds.items() if kind.full) == 10
@@ -51,31 +51,24 @@ def test_the_default_shares_in_cached_steps_alone_and_not_on_small_grids() -> No
     assert calls_of(on_grid(AGENTS_CACHED, 1024), TIMESTEPS) == calls_of(STEP_CACHING, TIMESTEPS)
 
 
-def test_the_papers_run_is_early_and_late_calls() -> None:
+def test_the_papers_run_is_early_and_late_calls():
     assert calls_of(AGENTSD, TIMESTEPS) == Counter({Kind(True): 10, Kind(False): 15})
     assert calls_of(None, TIMESTEPS) == Counter({Kind(): 25})
 
 
-def test_every_kind_of_a_run_has_a_price(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kind_of_a_run_has_a_price(monkeypatch):
     """Where everything takes a second, a run takes one for each call and correction, and one to decode."""
-    tiny = {
-        "block_out_channels": (32, 64),
-        "cross_attention_dim": 32,
-        "attention_head_dim": 8,
-        "sample_size": 16,
-    }
+    tiny = {"block_out_channels": (32, 64), "cross_attention_dim": 32, "sample_size": 16}
     tiny["down_block_types"] = ("CrossAttnDownBlock2D", "DownBlock2D")
     tiny["up_block_types"] = ("UpBlock2D", "CrossAttnUpBlock2D")
     monkeypatch.setattr(architectures, "SD15", tiny)
-    monkeypatch.setattr(
-        priced.Stopwatch, "__exit__", lambda self, *e: setattr(self, "seconds", Seconds(1, 1))
-    )
-    settings = PricedSettings(
-        steps=25,
-        scheduler="dpm++karras",
-        arch="sd15",
-        named={"shared": {"recipe": SHARED}, "both": {"recipe": BOTH}},
-    )
+
+    def a_second(watch, *error):
+        watch.seconds = Seconds(1, 1)
+
+    monkeypatch.setattr(priced.Stopwatch, "__exit__", a_second)
+    named = {"shared": {"recipe": SHARED}, "both": {"recipe": BOTH}}
+    settings = PricedSettings(steps=25, scheduler="dpm++karras", arch="sd15", named=named)
     pipe = load(settings)
     names = ["baseline", "baseline@12", "agentsd", "deepcache-3", "fast", "shared", "both"]
     methods = [parse_method(name, 0.4, settings) for name in names]
@@ -84,8 +77,7 @@ def test_every_kind_of_a_run_has_a_price(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [one.cpu for one in seconds] == [26, 13, 26, 26, calls + 1, 26, 25 + 12 + 1]
 
 
-def test_what_is_not_priced_is_refused() -> None:
-    with pytest.raises(
-        EvalError, match=r"tomesd r=0\.4: a run is priced for the baseline, DeepCache and recipes"
-    ):
+def test_what_is_not_priced_is_refused():
+    message = r"tomesd r=0\.4: a run is priced for the baseline, DeepCache and recipes"
+    with pytest.raises(EvalError, match=message):
         recipe_of(parse_method("tomesd", 0.4, PricedSettings()))

@@ -1,7 +1,5 @@
 """The redundancy map against numpy, and on a model."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

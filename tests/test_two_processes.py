@@ -17,7 +17,7 @@ from agentsd import Recipe, ResidualSharing, StepCache, apply_agentsd
 RECIPE = Recipe(AGENTS_THEN_KEYS.attention, residual=ResidualSharing(2), steps=StepCache(2))
 
 
-def main(folder: str) -> None:
+def main(folder):
     """Write the images of this process's share of the seeds as `SEED-PROCESS.pt`."""
     state, unet = PartialState(cpu=True), make_unet()
     apply_agentsd(unet, recipe=RECIPE)

@@ -1,11 +1,7 @@
 """Parts of tiny Stable Diffusion pipelines, built from configs with random weights."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,25 +36,25 @@ TRANSFORMER = {
 }
 
 
-def training_sigma(timestep: float) -> float:
+def training_sigma(timestep):
     """The noise level of a timestep in Stable Diffusion's training schedule."""
     alphas = np.cumprod(1 - np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)
     return float(np.interp(timestep, np.arange(1000), np.sqrt(1 / alphas - 1)))
 
 
-def may_skip(hook: Callable[..., Any]) -> Callable[..., Any]:
+def may_skip(hook):
     """A hook that may miss calls, and see some twice."""
     marked = partial(hook)
     marked.agentsd_may_skip = True  # type: ignore[attr-defined]
     return marked
 
 
-def kept(handle: Any) -> list[Any]:
+def kept(handle):
     """The cache entries of all runs."""
     return [entry for run in handle._hook.runs for entry in run.memories.values()]
 
 
-def make_unet(**changes: Any) -> UNet2DConditionModel:
+def make_unet(**changes):
     """An SD 1.x U-Net of three levels, attention on two of them and in the middle, two heads a block."""
     settings: dict[str, Any] = {
         "sample_size": 16,
@@ -74,7 +70,7 @@ def make_unet(**changes: Any) -> UNet2DConditionModel:
     return UNet2DConditionModel(**settings | changes).eval()
 
 
-def make_small_unet(**changes: Any) -> UNet2DConditionModel:
+def make_small_unet(**changes):
     """One of two levels and three self-attention layers, all on the finest, which compiles sooner."""
     settings: dict[str, Any] = {
         "block_out_channels": (8, 16),
@@ -85,7 +81,7 @@ def make_small_unet(**changes: Any) -> UNet2DConditionModel:
     return make_unet(**settings | changes)
 
 
-def make_sdxl_unet(**changes: Any) -> UNet2DConditionModel:
+def make_sdxl_unet(**changes):
     """An SDXL U-Net: no attention on the first level, several transformer blocks below it."""
     settings: dict[str, Any] = {
         "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
@@ -97,7 +93,7 @@ def make_sdxl_unet(**changes: Any) -> UNet2DConditionModel:
     return make_unet(**settings | changes)
 
 
-def make_controlnet() -> ControlNetModel:
+def make_controlnet():
     """A ControlNet of `make_unet`'s encoder, whose output is not zero."""
     unet = make_unet()
     torch.manual_seed(1)
@@ -107,7 +103,7 @@ def make_controlnet() -> ControlNetModel:
     return net
 
 
-def make_vae(levels: int = 2, sample_size: int = 32) -> AutoencoderKL:
+def make_vae(levels=2, sample_size=32):
     """An autoencoder that halves each side once less than it has levels."""
     torch.manual_seed(0)
     return AutoencoderKL(
@@ -120,7 +116,7 @@ def make_vae(levels: int = 2, sample_size: int = 32) -> AutoencoderKL:
     ).eval()
 
 
-def make_tokenizer(folder: Path) -> CLIPTokenizer:
+def make_tokenizer(folder):
     """A CLIP tokenizer that spells words letter by letter; its files are written to `folder`."""
     letters = "abcdefghijklmnopqrstuvwxyz0123456789.,"
     words = ["<|startoftext|>", "<|endoftext|>", *letters, *(c + "</w>" for c in letters)]
@@ -129,7 +125,7 @@ def make_tokenizer(folder: Path) -> CLIPTokenizer:
     return CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=20)
 
 
-def make_text_encoder(tokenizer: CLIPTokenizer, projection: bool = False) -> Any:
+def make_text_encoder(tokenizer, projection=False):
     """A CLIP text encoder of width 16, with or without a projection (SDXL's second one)."""
     marks = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
     config = CLIPTextConfig(vocab_size=len(tokenizer), max_position_embeddings=20, **TRANSFORMER, **marks)
@@ -137,33 +133,33 @@ def make_text_encoder(tokenizer: CLIPTokenizer, projection: bool = False) -> Any
     return (CLIPTextModelWithProjection if projection else CLIPTextModel)(config).eval()
 
 
-def make_image_encoder() -> CLIPVisionModelWithProjection:
+def make_image_encoder():
     """A CLIP image encoder of width 16."""
     torch.manual_seed(0)
     config = CLIPVisionConfig(image_size=32, patch_size=8, **TRANSFORMER)
     return CLIPVisionModelWithProjection(config).eval()
 
 
-def make_image_processor() -> CLIPImageProcessorPil:
+def make_image_processor():
     """Its image processor."""
     return CLIPImageProcessorPil(crop_size=32, size={"shortest_edge": 32})
 
 
-def make_t2i_adapter() -> T2IAdapter:
+def make_t2i_adapter():
     """A T2I-Adapter whose features fit `make_unet`."""
     torch.manual_seed(0)
     sizes = {"in_channels": 3, "channels": [16, 32, 32], "num_res_blocks": 1, "downscale_factor": 2}
     return T2IAdapter(**sizes, adapter_type="full_adapter").eval()
 
 
-def make_motion_adapter() -> MotionAdapter:
+def make_motion_adapter():
     """An AnimateDiff motion adapter for `make_unet`."""
     torch.manual_seed(0)
     sizes = {"motion_layers_per_block": 1, "motion_norm_num_groups": 4, "motion_num_attention_heads": 2}
     return MotionAdapter(block_out_channels=(16, 32, 32), **sizes).eval()
 
 
-def make_scheduler() -> PNDMScheduler:
+def make_scheduler():
     """SD 1.5's scheduler."""
     return PNDMScheduler(**BETAS, skip_prk_steps=True, steps_offset=1)
 
@@ -178,11 +174,11 @@ PHASES = {
 }
 
 
-def watch_phases(handle: Any) -> dict[str, list[str]]:
+def watch_phases(handle):
     """What each patched layer runs, a word for each call, filled as the model runs."""
     seen: dict[str, list[str]] = {name: [] for name in handle.layer_names}
 
-    def note(layer: Any, *_: Any) -> None:
+    def note(layer, *_):
         seen[layer.layer.name].append(PHASES[type(layer.group.plan).__name__])
 
     for layer in handle._layers.processors:
@@ -193,7 +189,7 @@ def watch_phases(handle: Any) -> dict[str, list[str]]:
 INPUT_IMAGE = Image.linear_gradient("L").resize((32, 32)).convert("RGB")
 
 
-def sdxl_unet(**changes: Any) -> UNet2DConditionModel:
+def sdxl_unet(**changes):
     """An SDXL U-Net with the extra conditions on text and sizes."""
     return make_sdxl_unet(
         cross_attention_dim=2 * WIDTH,
@@ -204,12 +200,12 @@ def sdxl_unet(**changes: Any) -> UNet2DConditionModel:
     )
 
 
-def sdxl_parts(tokenizer: CLIPTokenizer) -> dict[str, Any]:
+def sdxl_parts(tokenizer):
     """What SDXL has twice."""
     return {"tokenizer_2": tokenizer, "text_encoder_2": make_text_encoder(tokenizer, projection=True)}
 
 
-def snapshot(unet: Any) -> dict[str, Any]:
+def snapshot(unet):
     """Everything a patch could leave behind: processors, hooks, and attributes, of every module."""
     return {
         name: (
@@ -221,7 +217,7 @@ def snapshot(unet: Any) -> dict[str, Any]:
     }
 
 
-def call(unet: Any, t: int = 999, size: Any = (16, 16), batch: int = 2, dtype: Any = torch.float32) -> Any:
+def call(unet, t=999, size=(16, 16), batch=2, dtype=torch.float32):
     """One U-Net forward on seeded input: (batch, 4, *size)."""
     rng = torch.Generator().manual_seed(0)
     latent = torch.randn(batch, 4, *size, generator=rng).to(dtype)
@@ -230,7 +226,7 @@ def call(unet: Any, t: int = 999, size: Any = (16, 16), batch: int = 2, dtype: A
         return unet(latent, torch.tensor(t), text).sample
 
 
-def fingerprint(unet: Any) -> list[Any]:
+def fingerprint(unet):
     """Everything a method may leave on a U-Net, module by module."""
     return [
         (name, type(module), sorted(vars(module)), len(module._forward_pre_hooks), len(module._forward_hooks))

@@ -1,10 +1,10 @@
-"""The demonstration model's images: one lossless grid per style, and an index of labels."""
+"""The demonstration model's images: two lossless grids per style, and an index of labels."""
 
 import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -14,23 +14,26 @@ Style = Literal["3d", "noto"]
 Split = Literal["seen", "heldout"]
 
 STYLES: tuple[Style, ...] = ("3d", "noto")
-SIZE = 64
-"""Pixels on a side of every reference image."""
+SIZE = 128
+"""Pixels on a side of the model's images, and of every reference image."""
+SPRITE = 64
+"""Pixels on a side of a sprite in the grid of all concepts."""
+LARGE: dict[Style, int] = {"3d": 256, "noto": 128}
+"""Pixels on a side of the trained concepts' sprites, in a grid of their own: all that the art has."""
 GRID_COLUMNS = 32
 REFERENCES = Path(__file__).parent / "references"
 PIPELINE = Path(__file__).parent / "pipeline"
-"""The 48 directions (48, 1280) of greatest variance of EfficientNet-Lite0's features of 4,096 scenes."""
 SUBJECT = Path(__file__).parent / "subject"
-"""Folder of views of one image that the model was never trained on, 64x64, for DreamBooth."""
+"""Folder of views of one image that the model was never trained on, 128x128, for DreamBooth."""
 _SPLIT_SEED = "agentsd-demo-0"
 _HELDOUT_CONCEPTS = 0.2  # one style of a fifth of the concepts is a tenth of the pairs
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A labelled image, 64x64; `caption` is the prompt that asks for it.
+    """A labelled sprite (RGBA): of `LARGE` pixels for a trained concept, of `SPRITE` for any other.
 
-    `sprite` is RGBA, `image` the same on white (RGB).
+    `caption` is the prompt that asks for it.
     """
 
     concept: str
@@ -38,7 +41,12 @@ class Reference:
     caption: str
     split: Split
     sprite: Image.Image = field(repr=False, compare=False)
-    image: Image.Image = field(repr=False, compare=False)
+
+    @cached_property
+    def image(self) -> Image.Image:
+        """The sprite on white (RGB), 128x128."""
+        sprite = self.sprite.resize((SIZE, SIZE), Image.Resampling.LANCZOS)
+        return Image.alpha_composite(Image.new("RGBA", sprite.size, "white"), sprite).convert("RGB")
 
 
 def caption_of(concept: str, style: str | None) -> str:
@@ -60,17 +68,26 @@ def split_of(concept: str, style: str) -> Split:
     return "heldout" if style == STYLES[digest[4] % len(STYLES)] else "seen"
 
 
+def _cell(grid: Image.Image, cell: int, side: int) -> Image.Image:
+    top, left = (side * n for n in divmod(cell, GRID_COLUMNS))
+    return grid.crop((left, top, left + side, top + side))
+
+
 @cache
 def _all_references() -> tuple[Reference, ...]:
-    grids = {style: Image.open(REFERENCES / f"{style}.webp").convert("RGBA") for style in STYLES}
+    grids, large = (
+        {style: Image.open(REFERENCES / f"{style}{kind}.webp").convert("RGBA") for style in STYLES}
+        for kind in ("", "_large")
+    )
     references = []
     for line in (REFERENCES / "index.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        top, left = (SIZE * n for n in divmod(row.pop("cell"), GRID_COLUMNS))
-        sprite = grids[row["style"]].crop((left, top, left + SIZE, top + SIZE))
-        white = Image.new("RGBA", sprite.size, "white")
-        image = Image.alpha_composite(white, sprite).convert("RGB")
-        references.append(Reference(**row, sprite=sprite, image=image))
+        style, cell, large_cell = row["style"], row.pop("cell"), row.pop("large", None)
+        if large_cell is None:
+            sprite = _cell(grids[style], cell, SPRITE)
+        else:
+            sprite = _cell(large[style], large_cell, LARGE[style])
+        references.append(Reference(**row, sprite=sprite))
     return tuple(references)
 
 

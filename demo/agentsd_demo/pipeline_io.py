@@ -45,7 +45,7 @@ def load_pipeline(
     device: str | torch.device | None = None,
     folder: Path = PIPELINE,
 ) -> "StableDiffusionPipeline":
-    """Return the bundled toy model as an ordinary pipeline: 64x64 pixels, a latent of 4x32x32, PLMS.
+    """Return the bundled toy model as an ordinary pipeline: 128x128 pixels, a latent of 4x32x32, PLMS.
 
     Nothing is downloaded. `folder` may be another export of the same recipe; one that holds no pipeline
     raises FileNotFoundError.

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d, max_pool2d
 
 from .data import Style
 from .scenes import COLOURS, Triple, compose, triples
@@ -18,7 +20,12 @@ Box = tuple[int, int, int, int]
 
 FAR = 28.0
 """What a pixel's furthest channel differs from the background by, of 255, to be the sprite's."""
-_MARGIN = 2
+_MARGIN, _RIM = 1 / 32, 3 / 64
+"""Of the canvas' side: what is left around a sprite, and how wide the rim is that shows the background."""
+_THING = 0.015
+"""Of the canvas' pixels: what is smaller is a sprite's ornament, such as a rocket's stars."""
+_LEAST = 0.007
+"""Of the canvas' pixels: fewer than these are no sprite."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +45,30 @@ def read_scene(image: Image.Image) -> Reading:
     return Reading(nearest_colour(middle), _box(differs))
 
 
+def count_things(image: Image.Image) -> int:
+    """Count what stands apart on the background: regions of `_THING` of the canvas and more.
+
+    Gaps of up to a 32nd of the canvas' side part no thing, as a sprite may hold the background's colour.
+    """
+    pixels = np.asarray(image.convert("RGB"), float)
+    differs = np.abs(pixels - fit_background(pixels)).max(-1) > FAR
+    cells = adaptive_avg_pool2d(torch.from_numpy(differs).float()[None], 64) > 0.5
+    joined = max_pool2d(cells.float(), 3, 1, 1)
+    numbers = joined * torch.arange(1.0, 64 * 64 + 1).view(1, 64, 64)
+    while not torch.equal(spread := max_pool2d(numbers, 3, 1, 1) * joined, numbers):
+        numbers = spread
+    sizes = numbers[cells].unique(return_counts=True)[1]
+    return int((sizes >= _THING * 64 * 64).sum())
+
+
 def fit_background(pixels: np.ndarray) -> np.ndarray:
     """The linear background of an image (H, W, 3), fitted to its rim without what stands out there."""
     height, width, _ = pixels.shape
     y, x = np.mgrid[:height, :width]
     plane = np.stack([x / width, y / height, np.ones((height, width))], -1)
     rim = np.zeros((height, width), bool)
-    for edge in (np.s_[:3], np.s_[-3:], np.s_[:, :3], np.s_[:, -3:]):
+    wide = round(_RIM * min(height, width))
+    for edge in (np.s_[:wide], np.s_[-wide:], np.s_[:, :wide], np.s_[:, -wide:]):
         rim[edge] = True
     points, values = plane[rim], pixels[rim]
     kept = np.abs(values - np.median(values, 0)).max(-1) < 90
@@ -69,7 +93,7 @@ def _middle(name: str) -> np.ndarray:
 
 def _box(differs: np.ndarray) -> Box | None:
     """The rows and columns that hold all but the last percent of the pixels, on either side."""
-    if differs.sum() < 30:
+    if differs.mean() < _LEAST:
         return None
     sides = []
     for axis in (0, 1):
@@ -84,7 +108,7 @@ def crop_sprite(image: Image.Image, box: Box | None) -> Image.Image:
     if box is None:
         return image
     left, top, right, bottom = box
-    half = max(right - left, bottom - top) / 2 + _MARGIN
+    half = max(right - left, bottom - top) / 2 + _MARGIN * min(image.size)
     x, y = (left + right) / 2, (top + bottom) / 2
     return image.crop((round(x - half), round(y - half), round(x + half), round(y + half)))
 
@@ -113,7 +137,7 @@ class ConceptReader:
     def _of(self, colour: str) -> Tensor:
         if colour not in self._known:
             scenes = [
-                compose(Triple(concept, style, colour), f"read/{view}", 96).image
+                compose(Triple(concept, style, colour), f"read/{view}").image
                 for concept, style in self._pairs
                 for view in range(self._views)
             ]

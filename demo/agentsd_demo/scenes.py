@@ -2,6 +2,11 @@
 
 A scene is a pure function of its seed, its size and what is asked for, so that training images and fresh
 references are told apart by their seeds alone.
+
+The sprite keeps its proportion on a canvas of any size, so that a prompt means the same picture at each. The
+U-Net sees by the canvas at what scale to draw: its convolutions' padding marks the borders, and its global
+self-attention carries them inwards. So a prompt needs no word for the size, and the model no input that SD
+1.5 hasn't.
 """
 
 import colorsys
@@ -16,7 +21,7 @@ from typing import Literal
 import numpy as np
 from PIL import Image
 
-from .data import Reference, Style, caption_of, load_references, trained_concepts
+from .data import SIZE, Reference, Style, caption_of, load_references, trained_concepts
 
 SceneSplit = Literal["seen", "heldout triple", "heldout pair"]
 
@@ -32,8 +37,10 @@ COLOURS: dict[str, tuple[float, tuple[float, float], tuple[float, float]]] = {
     "pink": (0.92, (0.25, 0.45), (0.93, 1.0)),
 }
 """Background colours: a hue, and ranges of saturation and value that keep them apart."""
-SIDES = (44, 60)
-"""Pixels on a side of the smallest and the largest sprite; a 64 px canvas leaves room for 56."""
+SIZES = (128, 192, 256)
+"""The canvases that the model is trained on, pixels on a side."""
+SIDES = (11 / 16, 15 / 16)
+"""The smallest and the largest sprite's side, of the canvas': 88 to 120 of 128 px, 176 to 240 of 256."""
 _HUE_SPREAD = 0.012
 _HELDOUT_TRIPLES = 0.25  # of few concepts, so that an accuracy rests on 70 and more
 _SPLIT_SEED = "agentsd-scenes-0"
@@ -88,15 +95,15 @@ def triples(
     return [triple for triple in every if split is None or triple.split == split]
 
 
-def compose(triple: Triple, seed: int | str, size: int = 96) -> Scene:
-    """Return the scene of a seed on a canvas of `size` pixels, 64 or more.
+def compose(triple: Triple, seed: int | str, size: int = SIZE) -> Scene:
+    """Return the scene of a seed on a canvas of `size` pixels.
 
-    The sprite's side is uniform in `SIDES`, and its place on the canvas is uniform. The background runs
+    The sprite's side is uniform between `SIDES`, and its place on the canvas is uniform. The background runs
     linearly, in a random direction, between two shades of the colour.
     """
     # A string seeds by its hash, and random() alone is promised to stay the same in later versions.
     draw = random.Random(f"{seed}/{size}").random
-    smallest, largest = SIDES[0], min(SIDES[1], size - 8)
+    smallest, largest = (round(share * size) for share in SIDES)
     side = smallest + int(draw() * (largest - smallest + 1))
     left, top = (int(draw() * (size - side + 1)) for _ in range(2))
     first, last = (_shade(triple.colour, draw) for _ in range(2))
@@ -107,7 +114,7 @@ def compose(triple: Triple, seed: int | str, size: int = 96) -> Scene:
     return Scene(triple, (left, top, side), canvas)
 
 
-def random_scene(seed: int | str, size: int = 96, *, among: Sequence[Triple]) -> Scene:
+def random_scene(seed: int | str, size: int = SIZE, *, among: Sequence[Triple]) -> Scene:
     """Return a scene whose triple is drawn by the seed as well."""
     triple = among[int(random.Random(f"{seed}/triple").random() * len(among))]
     return compose(triple, seed, size)

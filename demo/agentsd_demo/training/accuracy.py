@@ -17,9 +17,11 @@ from torch import Tensor
 
 from ..data import PIPELINE, SIZE, Reference, load_references, trained_concepts
 from ..pipeline_io import load_pipeline
+from ..scenes import random_scene, triples
 from .autoencoder import decode, encode, psnr, to_pixels
 
 GRID_COLUMNS = 8
+_SCENES = 48
 Features = Callable[[Sequence[Image.Image]], Tensor]
 
 
@@ -117,7 +119,7 @@ def main(
     folder: Annotated[Path, typer.Option(help="an exported pipeline")] = PIPELINE,
     steps: Annotated[int, typer.Option(help="PLMS steps")] = 50,
     guidance: Annotated[float, typer.Option(help="guidance scale")] = 7.5,
-    seeds: Annotated[int, typer.Option(help="images for each prompt")] = 4,
+    seeds: Annotated[int, typer.Option(help="images for each prompt; 0: the autoencoder alone")] = 4,
     every: Annotated[bool, typer.Option(help="also against every reference, trained on or not")] = False,
     grids: Annotated[Path | None, typer.Option(help="folder for grids of images, one a seed")] = None,
     size: Annotated[int, typer.Option(help="pixels on a side")] = SIZE,
@@ -145,11 +147,13 @@ def main(
     features = efficientnet_lite0()
     for among in [references, load_references(trained_only=False)][: 2 if every else 1]:
         concepts = len({reference.concept for reference in among})
-        for name, what in (("generated", generated), ("autoencoder", ceiling)):
+        for name, what in [("generated", generated), ("autoencoder", ceiling)][0 if seeds else 1 :]:
             shares = accuracy(what, among, features)
             text = ", ".join(f"{split} {share:.1%}" for split, share in sorted(shares.items()))
             print(f"{name}, {len(what)} images, nearest of {len(among)} ({concepts} concepts): {text}")
-    print(f"autoencoder: {psnr(pipe.vae, to_pixels([r.image for r in references])):.2f} dB")
+    shown = triples(concepts=trained_concepts(folder))
+    scenes = to_pixels([random_scene(f"fresh/{i}", size, among=shown).image for i in range(_SCENES)])
+    print(f"autoencoder: {psnr(pipe.vae, scenes):.2f} dB on {_SCENES} fresh scenes")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from agentsd.attention import Downsample
 from agentsd.modules import AgentModule, AttnZero, FocusedLinear
 from agentsd.recipe import Phases, Recipe, Schedule
 
+from ..data import SIZE
 from ..pipeline_io import load_pipeline
 from ..scenes import triples
 from .config import DiffusionConfig, Stage
@@ -58,7 +59,7 @@ def main(
     folder: Annotated[Path, typer.Argument(help="where recipe, weights and checkpoints go")],
     attention: Annotated[str, typer.Option(help="one of " + ", ".join(KINDS))] = "module",
     levels: Annotated[int, typer.Option(help="attention levels, from the finest one")] = 1,
-    size: Annotated[int, typer.Option(help="canvas of the training scenes, pixels")] = 64,
+    size: Annotated[int, typer.Option(help="canvas of the training scenes, pixels")] = SIZE,
     steps: Annotated[int, typer.Option(help="training steps")] = 1000,
     batch: Annotated[int, typer.Option(help="images a step")] = 8,
     lr: Annotated[float, typer.Option(help="learning rate, with a warm-up and a cosine to 0")] = 2e-4,

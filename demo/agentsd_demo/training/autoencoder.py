@@ -1,6 +1,8 @@
-"""The autoencoder: pixels to a latent of 4 channels at half the size, and back."""
+"""The autoencoder: pixels to a latent of 4 channels at a quarter of the size, and back."""
 
-from collections.abc import Callable
+import random
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ..data import SIZE
+from ..scenes import SIZES, Triple, random_scene
 from .config import AutoencoderConfig
-from .loop import compile_loss, train_loop
+from .loop import compile_loss, size_at, train_loop
 
 
 def to_pixels(images: list[Image.Image]) -> Tensor:
@@ -38,53 +41,96 @@ def build_autoencoder(config: AutoencoderConfig) -> Any:
     return autoencoder
 
 
-def latent_shape(autoencoder: Any, pixels: Tensor) -> tuple[int, int, int]:
-    """Return the shape (channels, h, w) of the latents of images (N, 3, H, W)."""
-    scale = 2 ** (len(autoencoder.config.block_out_channels) - 1)
-    return autoencoder.config.latent_channels, pixels.shape[2] // scale, pixels.shape[3] // scale
+def factor_of(autoencoder: Any) -> int:
+    """Return how many pixels on a side a latent's value stands for."""
+    factor: int = 2 ** (len(autoencoder.config.block_out_channels) - 1)
+    return factor
+
+
+def inherit_weights(autoencoder: Any, teacher: Any) -> None:
+    """Copy a teacher's weights where the shapes fit, and the scale of its latents.
+
+    A level is matched by its distance from the latent.
+    """
+    levels = len(autoencoder.config.block_out_channels) - len(teacher.config.block_out_channels)
+    weights = autoencoder.state_dict()
+    for name, weight in teacher.state_dict().items():
+        name = re.sub(r"(down_blocks)\.(\d+)", lambda found: f"{found[1]}.{int(found[2]) + levels}", name)
+        if name in weights and weights[name].shape == weight.shape:
+            weights[name] = weight
+    autoencoder.load_state_dict(weights)
+    autoencoder.register_to_config(scaling_factor=teacher.config.scaling_factor)
 
 
 class AutoencoderLoss(nn.Module):
-    """Squared and absolute error and KL divergence; a module, so that it is compiled as a whole."""
+    """Squared and absolute error, KL divergence and distance to a teacher's latents.
 
-    def __init__(self, autoencoder: Any, config: AutoencoderConfig) -> None:
+    A module, so that it is compiled as a whole.
+    """
+
+    def __init__(self, autoencoder: Any, config: AutoencoderConfig, teacher: Any = None) -> None:
         super().__init__()
         self.autoencoder = autoencoder
         self.config = config
+        self.teacher = teacher
+        self.ratio = factor_of(autoencoder) // factor_of(teacher) if teacher is not None else 1
 
     def forward(self, pixels: Tensor, noise: Tensor) -> Tensor:
         """Return the loss of images (B, 3, H, W), their latents drawn with noise (B, 4, h, w)."""
         posterior = self.autoencoder.encode(pixels).latent_dist
         decoded = self.autoencoder.decode(posterior.mean + posterior.std * noise).sample
         error = (decoded - pixels).float()
-        kl = posterior.kl().mean() / noise[0].numel()
-        return error.square().mean() + self.config.l1_weight * error.abs().mean() + self.config.kl_weight * kl
+        loss = error.square().mean() + self.config.l1_weight * error.abs().mean()
+        loss += self.config.kl_weight * posterior.kl().mean() / noise[0].numel()
+        if self.teacher is not None:
+            with torch.no_grad():
+                taught = self.teacher.encode(F.avg_pool2d(pixels, self.ratio)).latent_dist.mean
+            loss += self.config.latent_weight * (posterior.mean - taught).float().square().mean()
+        return loss
+
+
+def draw_crops(
+    seed: str, count: int, size: int, trained: Sequence[Triple], rare: Sequence[Triple], share: float
+) -> Tensor:
+    """Return crops (N, 3, size, size) of random scenes of every canvas, a share of them of rare triples."""
+    crops = []
+    for i in range(count):
+        draw = random.Random(f"{seed}/{i}/crop").random
+        canvas = SIZES[int(draw() * len(SIZES))]
+        scene = random_scene(f"{seed}/{i}", canvas, among=rare if draw() < share else trained)
+        left, top = (int(draw() * (canvas - size + 1)) for _ in range(2))
+        crops.append(scene.image.crop((left, top, left + size, top + size)))
+    return to_pixels(crops)
 
 
 def train_autoencoder(
     autoencoder: Any,
-    draw: Callable[[str, int], list[Image.Image]],
+    teacher: Any,
+    trained: Sequence[Triple],
+    rare: Sequence[Triple],
     config: AutoencoderConfig,
     folder: Path,
     *,
     seed: int,
     device: torch.device,
 ) -> None:
-    """Train on images without end, then normalise the latents.
-
-    `draw` returns as many images as it is asked for, of a seed.
-    """
-    loss = AutoencoderLoss(autoencoder, config).to(device)
+    """Train on scenes without end, then normalise the latents, if they aren't a teacher's."""
+    loss = AutoencoderLoss(autoencoder, config, teacher).to(device)
     if config.compile:
         compile_loss(loss)
 
     def loss_at(generator: torch.Generator, step: int) -> Tensor:
-        pixels = to_pixels(draw(f"autoencoder/{seed}/{step}", config.batch)).to(device)
-        noise = torch.randn((config.batch, *latent_shape(autoencoder, pixels)), generator=generator)
+        size = size_at(config.stages, step / config.steps, f"crop/{seed}/{step}")
+        name = f"autoencoder/{seed}/{step}"
+        pixels = draw_crops(name, config.batch, size, trained, rare, config.rare).to(device)
+        side = size // factor_of(autoencoder)
+        noise = torch.randn((config.batch, 4, side, side), generator=generator)
         return loss(pixels, noise.to(device))
 
     train_loop(autoencoder, loss_at, config, folder, seed=seed, device=device)
-    normalise_latents(autoencoder, to_pixels(draw(f"normalise/{seed}", 256)).to(device))
+    if teacher is None:
+        pixels = draw_crops(f"normalise/{seed}", 256, SIZE, trained, rare, config.rare)
+        normalise_latents(autoencoder, pixels.to(device))
 
 
 @torch.no_grad()

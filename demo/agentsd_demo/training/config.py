@@ -30,24 +30,35 @@ class LoopConfig(_Settings):
     save_every: int = Field(default=1000, gt=0)
 
 
-class AutoencoderConfig(LoopConfig):
-    """The AutoencoderKL: a 2x-downsampling one has two entries in `channels`."""
+class Stage(_Settings):
+    """Up to which share of the training, and the shares of image sizes (pixels on a side) in it."""
 
-    steps: int = Field(default=6000, gt=0)
+    until: float = Field(gt=0, le=1)
+    sizes: dict[int, float]
+
+
+class AutoencoderConfig(LoopConfig):
+    """The AutoencoderKL: a 4x-downsampling one has three entries in `channels`."""
+
+    steps: int = Field(default=1400, gt=0)
     batch: int = Field(default=16, gt=0)
-    lr: float = Field(default=2e-3, gt=0)
-    channels: tuple[int, ...] = (32, 64)
+    lr: float = Field(default=1.5e-3, gt=0)
+    channels: tuple[int, ...] = (32, 32, 64)
     layers: int = Field(default=1, gt=0)
     kl_weight: float = Field(default=1e-4, ge=0)
     """Weight of the mean divergence of a latent value, beside a squared error on pixels in [-1, 1]."""
     l1_weight: float = Field(default=0.1, ge=0)
-
-
-class Stage(_Settings):
-    """Up to which share of the training, and the shares of canvas sizes (pixels on a side) in it."""
-
-    until: float = Field(gt=0, le=1)
-    sizes: dict[int, float]
+    teacher: Path | None = None
+    """Folder of an exported pipeline whose latents are kept, so that its U-Net stays of use: a teacher that
+    downsamples less sees the image as much smaller. What fits of its autoencoder's weights is the start."""
+    latent_weight: float = Field(default=0.02, ge=0)
+    """Weight of the squared distance to the teacher's latents. They leave room beside them for what only the
+    larger image shows."""
+    stages: tuple[Stage, ...] = (Stage(until=0.8, sizes={64: 1.0}), Stage(until=1.0, sizes={128: 1.0}))
+    """Crops of scenes along the training. Small ones do for what is local; whole images come last, as the
+    statistics of group norm are an image's."""
+    rare: float = Field(default=0.15, ge=0, le=1)
+    """Share of the scenes that show any concept, not one that the U-Net is trained on."""
 
 
 class DiffusionConfig(LoopConfig):
@@ -64,8 +75,8 @@ class DiffusionConfig(LoopConfig):
     vocab_size: int = Field(default=2500, gt=514)
     max_tokens: int = Field(default=16, gt=2)
     stages: tuple[Stage, ...] = (
-        Stage(until=0.5, sizes={64: 1.0}),
-        Stage(until=1.0, sizes={64: 0.3, 96: 0.6, 128: 0.1}),
+        Stage(until=0.5, sizes={128: 1.0}),
+        Stage(until=1.0, sizes={128: 0.5, 192: 0.25, 256: 0.25}),
     )
     """Canvas sizes along the training; small ones come first, as they are cheap."""
     caption_dropout: float = Field(default=0.1, ge=0, lt=1)
@@ -96,7 +107,7 @@ class DemoConfig(_Settings):
     fresh_words: tuple[str, ...] = ()
     """Words that the start doesn't tell apart: the embeddings of their last tokens are drawn anew."""
     concepts: Literal["all"] | tuple[str, ...] = "all"
-    """What the U-Net is trained on; the autoencoder always sees every concept."""
+    """What the U-Net is trained on; the autoencoder sees the others too."""
     device: str = "cpu"
     seed: int = 0
     autoencoder: AutoencoderConfig | None = AutoencoderConfig()

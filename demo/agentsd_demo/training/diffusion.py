@@ -1,11 +1,8 @@
 """The text encoder and the U-Net, trained together on scenes."""
 
 import json
-import random
-from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 from ..scenes import Triple, random_scene, scene_caption
 from .autoencoder import encode
 from .config import DiffusionConfig
-from .loop import compile_loss, train_loop
+from .loop import compile_loss, size_at, train_loop
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 EMBEDDING_SCALE = 0.1
@@ -204,10 +201,7 @@ def style_leak(text_encoder: Any, styled: Tensor, styleless: Tensor, suffix: Ten
 
 def canvas_size(config: DiffusionConfig, step: int, seed: int) -> int:
     """Return the canvas of a training step in pixels, drawn among its stage's sizes."""
-    stage = next(s for s in config.stages if step < s.until * config.steps or s is config.stages[-1])
-    shares = list(accumulate(stage.sizes.values()))
-    draw = random.Random(f"canvas/{seed}/{step}").random()
-    return list(stage.sizes)[bisect(shares, draw * shares[-1])]
+    return size_at(config.stages, step / config.steps, f"canvas/{seed}/{step}")
 
 
 @dataclass(frozen=True)

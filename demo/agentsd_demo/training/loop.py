@@ -3,8 +3,11 @@
 import json
 import math
 import os
+import random
 import time
-from collections.abc import Callable
+from bisect import bisect
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from diffusers.training_utils import EMAModel
 from rich import print
 from torch import Tensor, nn
 
-from .config import LoopConfig
+from .config import LoopConfig, Stage
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 
@@ -29,6 +32,13 @@ def save_atomically(state: dict[str, Any], path: Path) -> None:
 def lr_factor(step: int, done: float, warmup: int) -> float:
     """Return the learning rate's factor: a linear warm-up over steps, a cosine to 0 over `done` in [0, 1]."""
     return min(1.0, (step + 1) / max(1, warmup)) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+def size_at(stages: Sequence[Stage], done: float, seed: str) -> int:
+    """Return an image size in pixels, drawn among those of the stage at `done` in [0, 1)."""
+    stage = next(s for s in stages if done < s.until or s is stages[-1])
+    shares = list(accumulate(stage.sizes.values()))
+    return list(stage.sizes)[bisect(shares, random.Random(seed).random() * shares[-1])]
 
 
 def compile_loss(loss: nn.Module) -> None:

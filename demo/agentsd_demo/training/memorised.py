@@ -18,7 +18,8 @@ def training_scenes(folder: Path, size: int, count: int) -> list[Image.Image]:
     config = DemoConfig.model_validate(training["recipe"])
     batches = SceneBatches(triples("seen", training["concepts"]), config.diffusion, config.seed)
     scenes: list[Image.Image] = []
-    for step in reversed(range(training["last"]["step"])):
+    steps = training["last"]["step"] if training["last"] else 0  # an export may be the start itself
+    for step in reversed(range(steps)):
         if len(scenes) < count and canvas_size(config.diffusion, step, config.seed) == size:
             scenes += [Image.fromarray(pixels) for pixels in batches[step][1].numpy()]
     return scenes[:count]

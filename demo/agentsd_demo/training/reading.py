@@ -9,30 +9,29 @@ import typer
 from PIL import Image
 from rich import print
 
-from ..data import PIPELINE, trained_concepts
+from ..data import PIPELINE, SIZE, trained_concepts
 from ..pipeline_io import load_pipeline
-from ..reading import ConceptReader, read_scene
+from ..reading import ConceptReader, count_things, read_scene
 from ..scenes import SceneSplit, Triple, compose, triples
 from .accuracy import efficientnet_lite0, generate, image_grid
 from .memorised import nearest_similarities, training_scenes
 
-_TRAINING = 2000
+PARTS = ("concept", "style", "colour", "alone")
 _SPLITS: tuple[SceneSplit, ...] = ("seen", "heldout triple", "heldout pair")
 
 
 def shares(asked: Sequence[Triple], images: Sequence[Image.Image], reader: ConceptReader) -> dict[str, Any]:
-    """By split: how many images, and the shares with the right concept, style and colour."""
-    hits: dict[str, list[tuple[bool, bool, bool]]] = {}
+    """By split: images, and the shares with the right concept, style, colour, and no second thing."""
+    hits: dict[str, list[tuple[bool, ...]]] = {}
     for triple, image in zip(asked, images, strict=True):
         reading = read_scene(image)
         concept, style = reader.read(image, reading)
         right = concept == triple.concept, style == triple.style, reading.colour == triple.colour
-        hits.setdefault(triple.split, []).append(right)
-    table = {}
-    for split, rows in hits.items():
-        means = np.mean(rows, 0)
-        table[split] = {"images": len(rows), "concept": means[0], "style": means[1], "colour": means[2]}
-    return table
+        hits.setdefault(triple.split, []).append((*right, count_things(image) < 2))
+    return {
+        split: {"images": len(rows)} | dict(zip(PARTS, np.mean(rows, 0), strict=True))
+        for split, rows in hits.items()
+    }
 
 
 def spread(images: Sequence[Image.Image]) -> float:
@@ -44,13 +43,15 @@ def spread(images: Sequence[Image.Image]) -> float:
 
 def main(
     folder: Annotated[Path, typer.Option(help="an exported pipeline")] = PIPELINE,
-    size: Annotated[int, typer.Option(help="canvas, pixels")] = 96,
+    size: Annotated[int, typer.Option(help="canvas, pixels")] = SIZE,
     steps: Annotated[int, typer.Option(help="DPM++ 2M (Karras) steps")] = 25,
     guidance: Annotated[float, typer.Option(help="guidance scale")] = 4.0,
     most: Annotated[int, typer.Option(help="triples of a split at most")] = 72,
+    scenes: Annotated[int, typer.Option(help="of the training that images are compared with")] = 2000,
+    same: Annotated[int, typer.Option(help="images of one caption, for the spread of their sprites")] = 16,
     grid: Annotated[Path | None, typer.Option(help="where a grid of images goes")] = None,
 ) -> None:
-    """Print the shares of right concepts, styles and colours, and how far one caption's sprites spread."""
+    """Print the shares of images that are right, and how far one caption's sprites spread."""
     from diffusers import DPMSolverMultistepScheduler
 
     pipe: Any = load_pipeline(folder=folder)
@@ -68,20 +69,21 @@ def main(
     composed = [compose(triple, f"fresh/{i}", size).image for i, triple in enumerate(asked)]
     for name, made in (("composed", composed), ("generated", images)):
         for kind, row in shares(asked, made, reader).items():
-            rights = ", ".join(f"{part} {row[part]:.0%}" for part in ("concept", "style", "colour"))
+            rights = ", ".join(f"{part} {row[part]:.0%}" for part in PARTS)
             print(f"{name}, {kind}, {row['images']} images: {rights}")
-    if scenes := training_scenes(folder, size, _TRAINING):
-        known = features(scenes)
+    if trained := training_scenes(folder, size, scenes):
+        known = features(trained)
         for name, made in (("composed", composed), ("generated", images)):
             near = np.quantile(nearest_similarities(features(made), known), (0.5, 0.95))
             text = f"median {near[0]:.3f}, 95% below {near[1]:.3f}"
-            print(f"{name}, cosine to the nearest of {len(scenes)} training scenes: {text}")
+            print(f"{name}, cosine to the nearest of {len(trained)} training scenes: {text}")
     first = asked[0]
-    same = generate(pipe, [first.caption] * 16, seed=10_000, **options)  # type: ignore[arg-type]
-    truth = [compose(first, f"spread/{i}", size).image for i in range(200)]
-    print(f"spread of {first.caption!r}: {spread(same):.1f} px, composed {spread(truth):.1f} px")
+    alike = generate(pipe, [first.caption] * same, seed=10_000, **options)  # type: ignore[arg-type]
+    if same:
+        truth = [compose(first, f"spread/{i}", size).image for i in range(200)]
+        print(f"spread of {first.caption!r}: {spread(alike):.1f} px, composed {spread(truth):.1f} px")
     if grid is not None:
-        image_grid(images[:48] + same).save(grid)
+        image_grid(images[:48] + alike).save(grid)
 
 
 if __name__ == "__main__":

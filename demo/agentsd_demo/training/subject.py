@@ -1,4 +1,4 @@
-"""Make the views of the toy subject from npm: `python -m agentsd_demo.training.subject TWITTER`."""
+"""Make the views of the toy subject from npm: `python -m agentsd_demo.training.subject FLUENT`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from rich import print
 from ..data import SIZE, SUBJECT
 
 _CODEPOINT = "1f916"  # "robot face", of a category that the reference images leave out in both styles
-_FINE = 4  # turned and scaled on so many times finer pixels
+_FINE = 2  # turned and scaled on so many times finer pixels
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class View:
     background: str
 
     def draw(self, image: Image.Image) -> Image.Image:
-        """Return a transparent square image as RGB, 64x64, on the view's background."""
+        """Return a transparent square image as RGB, 128x128, on the view's background."""
         fine = SIZE * _FINE
         side = round(fine * self.scale)
         turned = image.convert("RGBA").resize((side, side), Image.Resampling.LANCZOS)
@@ -50,11 +50,11 @@ VIEWS = (
 
 
 def main(
-    twitter: Annotated[Path, typer.Argument(help="unpacked npm package emoji-datasource-twitter")],
+    fluent: Annotated[Path, typer.Argument(help="unpacked npm package @lobehub/fluent-emoji-3d")],
     out: Annotated[Path, typer.Option(help="folder for the views")] = SUBJECT,
 ) -> None:
     """Write each view as a PNG."""
-    image = Image.open(twitter / "img" / "twitter" / "64" / f"{_CODEPOINT}.png")
+    image = Image.open(fluent / "assets" / f"{_CODEPOINT}.webp")
     out.mkdir(parents=True, exist_ok=True)
     for number, view in enumerate(VIEWS):
         view.draw(image).save(out / f"view_{number}.png", optimize=True)

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from diffusers import AutoencoderKL, StableDiffusionPipeline
-from PIL import Image
 from rich import print
 from transformers import CLIPTokenizer
 
@@ -18,7 +17,7 @@ from ..data import SIZE, Reference, load_references
 from ..pipeline_io import check_export, export_pipeline, load_pipeline
 from ..scenes import random_scene, triples
 from .accuracy import generate, image_grid
-from .autoencoder import build_autoencoder, psnr, to_pixels, train_autoencoder
+from .autoencoder import build_autoencoder, factor_of, inherit_weights, psnr, to_pixels, train_autoencoder
 from .config import DemoConfig, load_config
 from .diffusion import (
     DiffusionLoss,
@@ -31,7 +30,7 @@ from .diffusion import (
 )
 from .loop import LOG, averaged_weights
 
-GRID_PROMPTS, GRID_SIZE = 32, 96
+GRID_PROMPTS, GRID_SIZE = 32, SIZE
 
 
 @dataclass
@@ -63,7 +62,7 @@ class Recipe:
         return torch.device(self.config.device)
 
     def train_autoencoder(self) -> Any:
-        """Return the AutoencoderKL: the start's, an earlier round's, or one trained now on every concept."""
+        """Return the AutoencoderKL: the start's, an earlier round's, or one trained now."""
         config, folder = self.config, self.config.run_dir / "autoencoder"
         if (folder / "vae").exists():
             trained: Any = AutoencoderKL.from_pretrained(folder / "vae")
@@ -71,19 +70,24 @@ class Recipe:
         if config.autoencoder is None:
             return self.start().vae
         torch.manual_seed(config.seed)
-        fresh_start = config.init_from is None
-        autoencoder = build_autoencoder(config.autoencoder) if fresh_start else self.start().vae
-        autoencoder = autoencoder.to(self.device)
-        every = triples(concepts="all")
-
-        def scenes(seed: str, count: int) -> list[Image.Image]:
-            return [random_scene(f"{seed}/{i}", SIZE, among=every).image for i in range(count)]
-
+        autoencoder, teacher = build_autoencoder(config.autoencoder).to(self.device), None
+        if config.autoencoder.teacher is not None:
+            taught: Any = load_pipeline(folder=config.autoencoder.teacher, device=self.device)
+            teacher = taught.vae
+            inherit_weights(autoencoder, teacher)
+        trained, rare = triples(concepts=config.concepts), triples(concepts="all")
         train_autoencoder(
-            autoencoder, scenes, config.autoencoder, folder, seed=config.seed, device=self.device
+            autoencoder,
+            teacher,
+            trained,
+            rare,
+            config.autoencoder,
+            folder,
+            seed=config.seed,
+            device=self.device,
         )
-        fresh = to_pixels(scenes("fresh", 256)).to(self.device)
-        print(f"autoencoder: {psnr(autoencoder, fresh):.2f} dB on fresh scenes")
+        fresh = to_pixels([random_scene(f"fresh/{i}", among=trained).image for i in range(128)])
+        print(f"autoencoder: {psnr(autoencoder, fresh.to(self.device)):.2f} dB on fresh scenes")
         autoencoder.save_pretrained(folder / "vae")
         return autoencoder
 
@@ -106,14 +110,14 @@ class Recipe:
         config = self.config
         pipe: Any
         if config.init_from is not None:
-            pipe = load_pipeline(folder=config.init_from, device=self.device)
-            pipe.vae = autoencoder
+            parts = self.start().components | {"vae": autoencoder}  # it may be of another factor
+            pipe = StableDiffusionPipeline(**parts, requires_safety_checker=False)
             torch.manual_seed(config.seed)
             renew_embeddings(pipe.text_encoder, pipe.tokenizer, config.fresh_words)
             return pipe
         torch.manual_seed(config.seed)
         tokenizer = self.tokenizer()
-        size = autoencoder.config.sample_size // 2 ** (len(autoencoder.config.block_out_channels) - 1)
+        size = autoencoder.config.sample_size // factor_of(autoencoder)
         pipe = StableDiffusionPipeline(
             vae=autoencoder,
             text_encoder=build_text_encoder(tokenizer, config.diffusion),
