@@ -8,12 +8,8 @@ import inspect
 import os
 import shutil
 from functools import partial
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    pass
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors; read when torch is imported, children too
 
