@@ -11,7 +11,7 @@ from agentsd_eval.images.prompts import from_prompts
 from agentsd_eval.intervals import FEWEST, drawn, enough, half, interval, standard_error
 from agentsd_eval.pages import plots, quality_table
 from agentsd_eval.quality import metrics
-from agentsd_eval.quality.gain import gain
+from agentsd_eval.quality.gain import Line, gain
 from agentsd_eval.quality.measure import Judge, row_of
 from agentsd_eval.quality.summary import summary_of
 from agentsd_eval.research import metric_validation, subject_table
@@ -159,7 +159,8 @@ def test_a_gain_is_drawn_by_captions():
     random = np.random.default_rng(0)
     own, other = (np.exp(np.repeat(random.normal(size=40), 4)) for _ in range(2))
     names = [str(i) for i in range(40) for _ in range(4)]
-    ends = [gain(own, 1.0, [other, other / 10], [1.0, 9.0], captions) for captions in (names, ())]
+    line = Line(np.array([1.0, 9.0]), np.stack([other, other / 10]))
+    ends = [gain(own, 1.0, [line], captions) for captions in (names, ())]
     assert ends[0].value == ends[1].value
     assert ends[0].high - ends[0].low > 1.5 * (ends[1].high - ends[1].low)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -10,25 +11,45 @@ from ..intervals import interval
 Array = np.ndarray
 
 
-def cost_at(distance: float, costs: Array, distances: Array) -> float:
+@dataclass(frozen=True)
+class Line:
+    """A plain sampler in several numbers of steps: what an image costs, and how far it is from its reference.
+
+    `costs` (N,), one for each number of steps, in any order; `distances` (N, P), one a seed in each.
+    """
+
+    costs: Array
+    distances: Array
+
+
+def cost_at(distance: float, costs: Array, distances: Array) -> tuple[float, str | None]:
     """Return what fewer steps cost at a distance: linear between the points in the logarithms of both.
 
-    `costs` (N,) are in any order. Of points that do not fall in distance the cheaper one counts, and of
-    equally cheap ones the nearer. Beyond the ends it is the nearest end's cost.
+    `costs` and `distances` (N,) are in any order. Of points that do not fall in distance the cheaper one
+    counts, and of equally cheap ones the nearer. Beyond the ends it is the nearest end's cost, and the true
+    one is "more" or "less".
     """
     order = np.lexsort((distances, costs))
     costs, distances = np.asarray(costs, float)[order], distances[order]
     nearer = np.concatenate([[True], distances[1:] < np.minimum.accumulate(distances)[:-1]])
     near, cost = -np.log(distances[nearer]), np.log(costs[nearer])
-    return float(np.exp(np.interp(-np.log(distance), near, cost)))
+    beyond = "more" if distance < distances.min() else "less" if distance > distances.max() else None
+    return float(np.exp(np.interp(-np.log(distance), near, cost))), beyond
+
+
+def cheapest(distance: float, lines: Sequence[tuple[Array, Array]]) -> tuple[float, str | None]:
+    """Return the least cost of several lines at a distance, of those that come as near if any does."""
+    found = [cost_at(distance, *line) for line in lines]
+    reached = [one for one in found if one[1] != "more"]
+    return min(reached or found, key=lambda one: one[0])
 
 
 @dataclass(frozen=True)
 class Gain:
     """What a method's gain is, with a 95% interval or None; below 1 fewer steps are the better buy.
 
-    `beyond` says that its distance lies outside of all that fewer steps were measured at ("more" or "less"
-    than `value`), or is None.
+    `beyond` says that fewer steps were not measured at its distance, and the gain is "more" or "less" than
+    `value`, or is None.
     """
 
     value: float
@@ -37,10 +58,8 @@ class Gain:
     beyond: str | None = None
 
 
-def gain(
-    ours: Array, cost: float, plain: Sequence[Array], costs: Sequence[float], captions: Sequence[str] = ()
-) -> Gain:
-    """Return the cost of fewer steps at a method's distance, over its own cost.
+def gain(ours: Array, cost: float, lines: Sequence[Line], captions: Sequence[str] = ()) -> Gain:
+    """Return the cost of fewer steps of the best plain sampler at a method's distance, over its own cost.
 
     The interval is a paired bootstrap's: captions are drawn, for all alike. A seed at which
     a row's image is the reference itself (a distance of 0) is in no mean, as in the means that are shown.
@@ -48,22 +67,23 @@ def gain(
     Args:
         ours: a method's distances (P,) to the reference images, one a seed.
         cost: what an image of the method costs.
-        plain: for each number of steps of the same sampler, its distances (P,) for the same seeds.
-        costs: what an image of each costs.
+        lines: the plain samplers, with distances for the same seeds.
         captions: of the images; without them each is by itself.
     """
-    every = np.stack([np.asarray(one, float) for one in (ours, *plain)])
+    every = np.concatenate([np.asarray(ours, float)[None], *(line.distances for line in lines)])
     apart = (every > 0).all(axis=0)
     kept = np.flatnonzero(apart if apart.any() else ~apart)
-    own, *rest = np.log(np.maximum(every[:, kept], 1e-12))
-    logs = np.stack(rest)
+    logs = np.log(np.maximum(every[:, kept], 1e-12))
+    ends = np.cumsum([1, *(len(line.costs) for line in lines)])
+
+    def least(means: Array) -> tuple[float, str | None]:
+        parts = [means[start:end] for start, end in pairwise(ends)]
+        return cheapest(means[0], [(line.costs, part) for line, part in zip(lines, parts, strict=True)])
 
     def values(counts: Array) -> Array:
-        shares = counts / counts.sum(1, keepdims=True)
-        points = zip(np.exp(shares @ own), np.exp(shares @ logs.T), strict=True)
-        return np.array([cost_at(far, np.asarray(costs), curve) for far, curve in points]) / cost
+        means = np.exp(counts @ logs.T / counts.sum(1, keepdims=True))
+        return np.array([least(row)[0] for row in means]) / cost
 
     low, high = interval(values, [captions[int(i)] for i in kept] if captions else kept) or (None, None)
-    mean, curve = own.mean(), logs.mean(1)
-    beyond = "more" if mean < curve.min() else "less" if mean > curve.max() else None
-    return Gain(float(values(np.ones((1, len(own))))[0]), low, high, beyond)
+    value, beyond = least(np.exp(logs.mean(1)))
+    return Gain(value / cost, low, high, beyond)

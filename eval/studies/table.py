@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from ..pages import rows as results
 from ..pages.plots import plot_bytes, plot_of
 from ..pages.quality_table import disturbed, note, tables_of, verdict
 from ..pages.rows import Row, distance_name, is_baseline
-from ..quality.gain import gain
+from ..quality.gain import Line, gain
 from ..quality.measure import Judge, Shown, row_of
 from ..quality.real import load_real
 from ..settings import RunSettings
@@ -183,9 +183,9 @@ def _process(settings: RunSettings) -> tuple[PartialState, RunSettings]:
 def add_gain(rows: Sequence[Row], singles: Sequence[Row]) -> None:
     """Add to each row what the plain model in fewer steps would cost at its distance, over its own cost.
 
-    `gain` is against fewer steps of the row's own sampler, `gain_best` against the best of all plain rows,
-    where those are of several samplers. By the distance to reference images where there are any, else to the
-    baseline's; by time and by MACs.
+    `gain` is against fewer steps of the row's own sampler, `gain_best` against the cheapest of all plain
+    samplers' lines, where there are several. By the distance to reference images where there are any, else to
+    the baseline's; by time and by MACs.
     """
     to_reference = any(single["reference_distance"] is not None for single in singles)
     name = "reference_distance" if to_reference else "baseline_distance"
@@ -197,18 +197,20 @@ def add_gain(rows: Sequence[Row], singles: Sequence[Row]) -> None:
         "seconds": lambda row: 1 / row["speedup"] if row.get("speedup") else None,
         "macs": lambda row: row["macs"],
     }
-    several = len({row.get("sampler") for row in plain}) > 1
-    for row in measured:
-        same = [one for one in plain if one.get("sampler") == row.get("sampler")]
-        curves = {"gain": [] if is_baseline(row) else same, "gain_best": plain if several else []}
-        for (kind, curve), (by, cost_of) in product(curves.items(), costs.items()):
-            known = [cost for one in curve if (cost := cost_of(one)) is not None]
+    samplers = dict.fromkeys(row.get("sampler") for row in plain)
+    for row, (by, cost_of) in product(measured, costs.items()):
+        own = [] if is_baseline(row) else [row.get("sampler")]
+        for kind, of in (("gain", own), ("gain_best", list(samplers) if len(samplers) > 1 else [])):
+            points = [[one for one in plain if one.get("sampler") == sampler] for sampler in of]
+            prices = [[cost_of(one) for one in line] for line in points]
             cost = cost_of(row)
-            if len(curve) < 2 or cost is None or len(known) < len(curve):
+            if sum(map(len, points)) < 2 or cost is None or None in chain(*prices):
                 continue
-            distances = [np.array(found[one["key"]]) for one in curve]
-            own, captions = np.array(found[row["key"]]), captions_of(of_row[row["key"]])
-            figures = asdict(gain(own, cost, distances, known, captions))
+            lines = [
+                Line(np.array(price), np.array([found[one["key"]] for one in line]))
+                for line, price in zip(points, prices, strict=True)
+            ]
+            figures = asdict(gain(np.array(found[row["key"]]), cost, lines, captions_of(of_row[row["key"]])))
             row[f"{kind}_{by}"] = figures.pop("value")
             row |= {f"{kind}_{by}_{key}": figure for key, figure in figures.items()}
 
