@@ -70,7 +70,10 @@ def _distance_range(row: Row, rows: Rows) -> str:
 
 
 def _images(measure: str) -> Callable[[Row, Rows], str]:
-    """How many images show a difference: intervals narrow with the square root of their number, here 32."""
+    """How many images show a difference: intervals narrow with the square root of their number, here 32.
+
+    Of fewer than eight that is too few, as a standard deviation of few is wide.
+    """
 
     def images(row: Row, rows: Rows) -> str:
         value, low, high = (row[measure][name] for name in ("value", "low", "high"))
@@ -78,8 +81,8 @@ def _images(measure: str) -> Callable[[Row, Rows], str]:
             value, low, high = map(math.log, (value, low, high))
         if value <= 0:
             return "-"
-        needed = max(2, math.ceil(32 * ((high - low) / 2 / value) ** 2 - 1e-9))
-        return f"{needed:,}" if needed <= 5000 else "> 5,000"
+        needed = math.ceil(32 * ((high - low) / 2 / value) ** 2 - 1e-9)
+        return "< 8" if needed < 8 else f"{needed:,}" if needed <= 5000 else "> 5,000"
 
     return images
 

@@ -117,7 +117,7 @@ def with_differences(
     shown, names = [images[0]], [labels[0]]
     for row, label in zip(images[1:], labels[1:], strict=True):
         shown += [row, list(map(difference, row, images[0]))]
-        names += [label, f"difference to\nthe baseline, x {STRONGER}"]
+        names += [label, f"difference to\nthe first row, x {STRONGER}"]
     return shown, names
 
 
