@@ -131,20 +131,26 @@ class Guided(Caller):
         self.latents = torch.cat([self.latents[:, :half]] * 2, dim=1)
 
 
-NOW = {"sigma": 0.0}
-"""The noise level of the call under way, as a test says."""
-
-
 @dataclass(frozen=True)
 class Off(Operator):
     """Full attention plus something that is known."""
 
     name: ClassVar[str] = "off"
     constant: float = 0.0
-    slope: float = 0.0
 
     def plan(self, place):
         plan = Plan()
-        error = lambda: self.constant + self.slope * NOW["sigma"]  # noqa: E731
-        plan.attend = lambda attn, tokens, wrapped: wrapped(tokens) + (error() or 0.0)
+        plan.attend = lambda attn, tokens, wrapped: wrapped(tokens) + self.constant
         return plan
+
+
+def attention_by_hand(attn, x, few):
+    """A layer's softmax attention in float64, from all tokens (B, N, C) to fewer of them."""
+    weights = {name: weight.double() for name, weight in attn.named_parameters()}
+    query, key, value = (
+        (tokens.double() @ weights[f"to_{part}.weight"].T).unflatten(2, (attn.heads, -1))
+        for part, tokens in (("q", x), ("k", few), ("v", few))
+    )
+    scores = torch.einsum("bnhd,bmhd->bhnm", query, key) / query.shape[-1] ** 0.5
+    out = torch.einsum("bhnm,bmhd->bnhd", scores.softmax(-1), value).flatten(2)
+    return out @ weights["to_out.0.weight"].T + weights["to_out.0.bias"]

@@ -49,7 +49,7 @@ def check(pipe, run, *more, rounds=1):
     """
     before = snapshot(pipe.unet)
     handle = apply_agentsd(pipe, recipe=CACHED)
-    with silent("adds noise", *more):
+    with silent(*more):
         image = run()
     symbols, summary = letters(handle), handle.summary()
     assert not kept(handle)
@@ -96,7 +96,7 @@ def test_few_step_models_stay_whole_and_say_so(build, name):
 @pytest.mark.parametrize("name", ["IP-Adapter", "LoRA", "FreeU", "fused QKV", "attention slicing"])
 def test_feature(make_pipeline, name):
     parts = {"image_encoder": make_image_encoder(), "feature_extractor": make_image_processor()}
-    pipe = make_pipeline(**parts, scheduler=ddim(), safety_checker=None, requires_safety_checker=False)
+    pipe = make_pipeline(**parts, scheduler=ddim())
     FEATURES[name].on(pipe)
     more = {
         "IP-Adapter": {"ip_adapter_image_embeds": [torch.ones(2, 1, WIDTH)]},
