@@ -2,8 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import namedtuple
 from functools import partial
 
 import diffusers
@@ -15,21 +14,15 @@ from agentsd import apply_agentsd
 _EPS_V, _ALL = ("epsilon", "v_prediction"), ("epsilon", "v_prediction", "sample")
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """A scheduler as a user sets it up.
+Sampling = namedtuple("Sampling", "make says predictions scaled", defaults=[False])
+"""A scheduler as a user sets it up.
 
-    Attributes:
-        make: makes it, with a prediction type.
-        says: what the docs' table says of cached steps under it.
-        predictions: what its model may predict.
-        scaled: its latents are x = data + sigma noise, and the model sees them divided.
-    """
-
-    make: Callable
-    says: str = "corrected"
-    predictions: tuple[str, ...] = _ALL
-    scaled: bool = False
+Attributes:
+    make: makes it, with a prediction type.
+    says: what the docs' table says of cached steps under it.
+    predictions: what its model may predict.
+    scaled: its latents are x = data + sigma noise, and the model sees them divided.
+"""
 
 
 def _of(name, says="corrected", predictions=_ALL, scaled=False, **config):

@@ -1,9 +1,8 @@
 """Images do not change: every kind of settings gives what it gave at commit b2348a6."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -45,18 +44,8 @@ def mediators(*stages):
     return Recipe(ByDistance(stages, (0.98, 0.9)), levels=1)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A run: a recipe, and on what."""
-
-    recipe: Recipe
-    grid: tuple[int, int] = (16, 16)
-    batch: int = 2
-    steps: int = 5
-    noisy: bool = False
-    unet: Callable[[], Any] = make_unet
-
-
+USUAL = {"grid": (16, 16), "batch": 2, "steps": 5, "noisy": False, "unet": make_unet}
+Case = namedtuple("Case", ["recipe", *USUAL], defaults=USUAL.values())
 FIRST = agents(Merge(destinations="first"), Agents(destinations="first"))
 BY_DISTANCE = {"noisy": True, "steps": 8}
 CASES = {
