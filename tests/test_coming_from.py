@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +31,7 @@ def test_a_name_of_the_authors_says_what_it_is_here(name):
 
 
 def applied(pipe, block, steps=9):
-    names: dict[str, Any] = {"pipe": pipe}
+    names = {"pipe": pipe}
     exec(FIRST + block, names)
     image = made(pipe, steps)
     agentsd.remove_agentsd(pipe)
