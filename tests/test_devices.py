@@ -1,4 +1,7 @@
-"""Devices without float64 and some operators (Apple's MPS), default devices, and the user's random state."""
+"""Devices without float64 and some operators (Apple's MPS), default devices, and the user's random state.
+
+And a CUDA device repeats bits: no operation that sums in an order of its own is asked for in a run.
+"""
 
 from contextlib import nullcontext
 from itertools import cycle, pairwise
@@ -9,7 +12,7 @@ import torch
 from agentsd_eval.cost import latency
 from agentsd_eval.quality.features import load_network
 from agentsd_eval.quality.perceptual import PerceptualFeatures, StageFeatures
-from devices import LikeMPS
+from devices import PLACES, Asked, LikeMPS
 from PIL import Image
 from random_state import untouched
 from sampling import SAMPLERS
@@ -29,6 +32,7 @@ RECIPES = {
     "pooled": Recipe(Phases(PooledAgents(5), PooledAgents(5, ratio=0.4))),
     "by distance": Recipe(ByDistance((PooledAgents(9), PooledAgents(4)), (0.9,))),
 }
+MERGING = {"agentsd", "on residuals", "merged", "pooled"}
 
 
 @torch.no_grad()
@@ -54,13 +58,16 @@ def test_every_recipe_runs_on_every_device(name, sampler):
 
     The default is the meta device, whose tensors have no numbers: what lands there by chance can't be read.
     """
-    unet = make_unet()
+    unet, asked = make_unet(), Asked()
     with untouched(), apply_agentsd(unet, recipe=RECIPES[name]):
-        expected, without, elsewhere = (
-            run(unet, sampler, around) for around in (nullcontext, LikeMPS, lambda: torch.device("meta"))
+        expected, without, elsewhere, counted = (
+            run(unet, sampler, around)
+            for around in (nullcontext, LikeMPS, lambda: torch.device("meta"), lambda: asked)
         )
     torch.testing.assert_close(without, expected, rtol=0, atol=2e-3)
     assert torch.equal(elsewhere, expected)
+    assert torch.equal(counted, expected)
+    assert bool(PLACES & set(asked.counts)) == (name in MERGING)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
