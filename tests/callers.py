@@ -5,17 +5,12 @@ from typing import ClassVar
 
 import diffusers
 import torch
-from tiny import BETAS, WIDTH, make_unet
+from tiny import BETAS, WIDTH
 
 from agentsd.attention import Operator
 from agentsd.attention.operator import Plan
 
 RUN = {"num_inference_steps": 10}
-
-
-def deep_unet():
-    """Two layers a block, as Stable Diffusion has: three in the last up block."""
-    return make_unet(layers_per_block=2)
 
 
 def inputs(seed=0, batch=2):

@@ -154,19 +154,10 @@ def screen(request):
 @pytest.fixture(scope="session")
 def make_plain(make_pipeline):
     """Makes a pipeline of three self-attention layers, with one U-Net call in each step."""
-    from diffusers import DDIMScheduler
-    from tiny import BETAS, make_unet
+    from callers import ddim
+    from tiny import make_small_unet
 
-    def make(**parts):
-        unet = make_unet(
-            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D", "DownBlock2D"),
-            up_block_types=("UpBlock2D", "UpBlock2D", "CrossAttnUpBlock2D"),
-            mid_block_type=None,
-        )
-        scheduler = DDIMScheduler(**BETAS, clip_sample=False, steps_offset=1)
-        return make_pipeline(**{"unet": unet, "scheduler": scheduler} | parts)
-
-    return make
+    return lambda: make_pipeline(make_small_unet(), ddim(steps_offset=1))
 
 
 @pytest.fixture

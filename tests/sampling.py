@@ -9,8 +9,6 @@ import diffusers
 import torch
 from tiny import BETAS, WIDTH, make_small_unet, may_skip
 
-from agentsd import apply_agentsd
-
 _EPS_V, _ALL = ("epsilon", "v_prediction"), ("epsilon", "v_prediction", "sample")
 
 
@@ -80,11 +78,7 @@ SAMPLERS = {
 
 
 class Denoiser:
-    """A U-Net whose output has the exact prediction for Gaussian data added, whatever it is to predict.
-
-    Attributes:
-        unet: the model.
-    """
+    """A U-Net whose output has the exact prediction for Gaussian data added, whatever it is to predict."""
 
     def __init__(self, sampling, prediction, steps=20, unknown=0.2):
         self.sampling, self.prediction = sampling, prediction
@@ -146,14 +140,3 @@ class Denoiser:
                 out = self.unet(scheduler.scale_model_input(x, t), t, text).sample
                 x = scheduler.step(out, t, x, **more).prev_sample
         return x
-
-
-def errors(sampling, prediction, recipes):
-    """How far runs under recipes end from one without, relative; and what their calls were."""
-    model, found, summaries = Denoiser(sampling, prediction), [], []
-    expected = model.run()
-    for recipe in recipes:
-        handle = apply_agentsd(model, recipe=recipe)
-        found.append(float((model.run() - expected).norm() / expected.norm()))
-        summaries.append(handle.summary())
-    return found, summaries

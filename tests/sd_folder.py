@@ -2,7 +2,6 @@
 
 import sys
 import types
-from typing import Any
 
 import torch
 from diffusers import (
@@ -118,7 +117,7 @@ def _save(pipe, folder, variant=None):
 def stand_in_for_inception(monkeypatch):
     """Put a module in the place of pytorch-fid's, which needs torchvision."""
     projection = torch.randn(3, 2048, generator=torch.Generator().manual_seed(0))
-    inception: Any = types.ModuleType("pytorch_fid.inception")
+    inception = types.ModuleType("pytorch_fid.inception")
 
     class InceptionV3(torch.nn.Module):
         def __init__(self, blocks):
@@ -131,6 +130,6 @@ def stand_in_for_inception(monkeypatch):
             return [(pixels.mean((2, 3)) @ self.projection)[..., None, None]]
 
     inception.InceptionV3 = InceptionV3
-    package: Any = types.ModuleType("pytorch_fid")
+    package = types.ModuleType("pytorch_fid")
     package.inception = inception
     monkeypatch.setitem(sys.modules, "pytorch_fid", package)

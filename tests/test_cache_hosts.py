@@ -10,15 +10,7 @@ from cache_twin import Twin
 from callers import Off, ddim, draw, letters
 from logs import silent, warned
 from pipelines import FEATURES, HOSTS, MORE, build_host, cases
-from tiny import (
-    INPUT_IMAGE,
-    WIDTH,
-    kept,
-    make_image_encoder,
-    make_image_processor,
-    make_unet,
-    snapshot,
-)
+from tiny import INPUT_IMAGE, WIDTH, kept, make_image_encoder, make_image_processor, make_unet, snapshot
 
 from agentsd import Recipe, ResidualSharing, StepCache, apply_agentsd, remove_agentsd
 

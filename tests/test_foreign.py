@@ -79,15 +79,16 @@ def hook_all(module, seen):
 
 
 WAYS = [  # how, where, and whether before the patch
-    (lambda module, seen: module.register_forward_hook(lambda *args: seen(*args)).remove, "mid_block", True),
-    (
-        lambda module, seen: module.register_forward_pre_hook(lambda *args: seen(*args)).remove,
-        "conv_in",
-        False,
-    ),
+    (lambda module, seen: module.register_forward_hook(seen).remove, "mid_block", True),
+    (lambda module, seen: module.register_forward_pre_hook(seen).remove, "conv_in", False),
     (hook_with_names, "conv_out", True),
     (count_forward, "down_blocks.0", False),
     (change_class("forward"), "up_blocks.2", True),
+    (
+        change_class("forward"),
+        "",
+        False,
+    ),  # a subclass with its own forward, which may call layers in its own way
     (change_class("__call__"), "up_blocks.2.resnets.0", False),
     (hook_all, "mid_block", True),
 ]
@@ -200,9 +201,8 @@ def replaced_on_the_instance(module):
 
 
 def add_to_diffusers(module):
-    diffusers.hooks.HookRegistry.check_if_exists_or_initialize(module).register_hook(
-        OffloadAndScale(), "mine"
-    )
+    registry = diffusers.hooks.HookRegistry.check_if_exists_or_initialize(module)
+    registry.register_hook(OffloadAndScale(), "mine")
 
 
 ADD = {

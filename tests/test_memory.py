@@ -74,11 +74,8 @@ def peak(unet, side, t):
 @pytest.mark.usefixtures("fake")
 def test_the_patch_takes_no_more_memory_than_baseline(monkeypatch):
     """But for the indices of what is merged, about a thousandth; at 2048 px."""
-    unet, side = (
-        UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8).eval(),
-        256,
-    )
-    baseline = peak(unet, side, 999)
+    unet = UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8).eval()
+    baseline = peak(unet, side := 256, 999)
     for recipe in (AGENTSD, AGENTS_THEN_KEYS):
         with apply_agentsd(unet, recipe=recipe):
             assert peak(unet, side, 999) < 1.0015 * baseline

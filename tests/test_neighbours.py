@@ -17,8 +17,7 @@ HALF = AGENTS_THEN_KEYS.with_settings(early_frac=0.5)
 def pipes(make_pipeline):
     """Two pipelines that an IP-Adapter can be loaded into."""
     parts = {"image_encoder": make_image_encoder(), "feature_extractor": make_image_processor()}
-    unsafe = {"safety_checker": None, "requires_safety_checker": False}
-    return [make_pipeline(**parts, **unsafe) for _ in range(2)]
+    return [make_pipeline(**parts) for _ in range(2)]
 
 
 def run(pipe):

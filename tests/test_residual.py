@@ -11,7 +11,6 @@ from agentsd import ByDistance, Phases, Recipe, ResidualSharing, StepCache, appl
 from agentsd.attention import Agents, Downsample, Merge, PooledAgents
 from agentsd.attention.agents import AgentsPlan
 from agentsd.attention.downsample import DownsamplePlan
-from agentsd.attention.matching import rank_tokens
 from agentsd.modules import AgentModule
 
 CACHING = StepCache(2, warmup_steps=4)
@@ -120,22 +119,6 @@ def test_sharing_brings_a_run_back_to_full_attention(operator, steps):
     )
     assert (shared - expected).norm() < 0.2 * (apart - expected).norm()
     assert "s" in summary.split("attention ")[1].split()[0]
-
-
-@pytest.mark.parametrize("operator", [Agents(), Merge(ranking="layer")])
-def test_tokens_are_matched_once_a_run(operator, monkeypatch):
-    ranked = []
-
-    def count(metric, drawn):
-        ranked.append(metric)
-        return rank_tokens(metric, drawn)
-
-    monkeypatch.setattr("agentsd.attention.ranking.rank_tokens", count)
-    unet, handle = patched(operator, ResidualSharing())
-    for _ in range(2):
-        outputs(unet, Caller(12))
-    assert len(ranked) == 2 * len(handle._layers.groups)
-    assert not any(group.plan for group in handle._layers.groups)
 
 
 @pytest.mark.parametrize(

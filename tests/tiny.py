@@ -217,10 +217,10 @@ def snapshot(unet):
     }
 
 
-def call(unet, t=999, size=(16, 16), batch=2, dtype=torch.float32):
+def call(unet, t=999, size=(16, 16), batch=2, dtype=torch.float32, device="cpu"):
     """One U-Net forward on seeded input: (batch, 4, *size)."""
     rng = torch.Generator().manual_seed(0)
-    latent = torch.randn(batch, 4, *size, generator=rng).to(dtype)
-    text = torch.randn(batch, 7, unet.config.cross_attention_dim, generator=rng).to(dtype)
+    latent = torch.randn(batch, 4, *size, generator=rng).to(device, dtype)
+    text = torch.randn(batch, 7, unet.config.cross_attention_dim, generator=rng).to(device, dtype)
     with torch.no_grad():
-        return unet(latent, torch.tensor(t), text).sample
+        return unet(latent, torch.tensor(t, device=device), text).sample
