@@ -39,6 +39,17 @@ def loop(unet, scheduler, timesteps=None, text_of=None):
     return outs
 
 
+@torch.no_grad()
+def sampled(unet, scheduler, between=lambda scheduler, i, x: x):
+    """The last latent of guided sampling by hand, with something done to the latent after each step."""
+    noise, text = inputs(3)
+    x = noise[:1] * scheduler.init_noise_sigma
+    for i, t in enumerate(scheduler.timesteps):
+        one, other = unet(scheduler.scale_model_input(torch.cat([x] * 2), t), t, text).sample.chunk(2)
+        x = between(scheduler, i, scheduler.step(one + 3.0 * (other - one), t, x)[0])
+    return x
+
+
 def outputs(unet, caller, after=lambda i: None, calls=None, **more):
     """What the U-Net gives in each call of a run, or in some; something happens after each."""
     outs = []

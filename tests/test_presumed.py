@@ -11,7 +11,7 @@ import numpy as np
 import peft
 import pytest
 import torch
-from callers import Guided, Host, equal, inputs, letters, outputs
+from callers import Guided, Host, equal, inputs, letters, outputs, sampled
 from logs import silent, warned
 from pipelines import LORA, ip_adapter_weights
 from sampling import SAMPLERS
@@ -30,7 +30,6 @@ EACH_SECOND, AT_NINE = "Ff" * (STEPS // 2), "FfFfFfFfFFFfFfFf"
 
 
 def patched(unet, caller=None, recipe=CACHED):
-    """A U-Net, its caller, and its handle."""
     caller = caller or Guided(STEPS)
     return unet, caller, apply_agentsd(caller.pipe(unet), recipe=recipe)
 
@@ -75,17 +74,6 @@ def test_another_image_further_down_the_list_is_computed():
         outs = outputs(unet, caller)
     assert letters(handle) == AT_NINE
     assert torch.equal(outs[9], caller(make_unet(), 9))
-
-
-@torch.no_grad()
-def sampled(unet, scheduler, between):
-    """The last latent of guided sampling by hand, with something done to the latent after each step."""
-    noise, text = inputs(3)
-    x = noise[:1] * scheduler.init_noise_sigma
-    for i, t in enumerate(scheduler.timesteps):
-        one, other = unet(scheduler.scale_model_input(torch.cat([x] * 2), t), t, text).sample.chunk(2)
-        x = between(scheduler, i, scheduler.step(one + 3.0 * (other - one), t, x)[0])
-    return x
 
 
 def roll(scheduler, i, x):

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from callers import Caller, Guided, Off, attention_by_hand, equal, outputs
+from callers import Caller, Host, Off, attention_by_hand, ddim, equal, outputs, sampled
 from tiny import make_sdxl_unet, make_small_unet, training_sigma
 
 from agentsd import ByDistance, Phases, Recipe, ResidualSharing, StepCache, apply_agentsd
@@ -87,15 +87,9 @@ def test_a_run_is_that_of_a_loop_by_hand(order):
 @functools.cache
 def denoised(recipe):
     """A guided run's last latents, and its summary."""
-    unet, caller = make_small_unet(), Guided(steps=12)
-    handle = recipe and apply_agentsd(caller.pipe(unet), recipe=recipe)
-    scheduler, x = caller.scheduler, caller.latents[0]
-    scheduler.set_timesteps(12)
-    with torch.no_grad():
-        for t in scheduler.timesteps:
-            without, with_text = unet(x, t, caller.text).sample.chunk(2)
-            x = scheduler.step(without + 3 * (with_text - without), t, x[:1]).prev_sample.repeat(2, 1, 1, 1)
-    return x, handle and handle.summary()
+    host = Host(make_small_unet(), ddim(12))
+    handle = recipe and apply_agentsd(host, recipe=recipe)
+    return sampled(host.unet, host.scheduler), handle and handle.summary()
 
 
 PHASES = Phases(Agents(), Downsample())
