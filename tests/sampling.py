@@ -126,7 +126,6 @@ class Denoiser:
         self.exact = known.get(self.prediction, noise - clean)
 
     def run(self):
-        """The last latents."""
         scheduler, rng = self.scheduler, torch.Generator().manual_seed(0)
         scheduler.set_timesteps(scheduler.num_inference_steps)
         x = torch.randn(1, 4, 8, 8, generator=rng) * scheduler.init_noise_sigma

@@ -180,18 +180,9 @@ def test_autocast_over_some_calls_alone(name, cast):
         assert cast(i) == cast(max(i - 1, 0)) or handle.summary()[i] == "F"
 
 
-class Scales(ModelHook):
-    """Changes what a layer gives; what comes before it is accelerate's."""
-
-    def post_forward(self, module, output):
-        return 1.1 * output
-
-
-class OffloadAndScale(diffusers.hooks.ModelHook):
-    """Of another package, with a name as diffusers has."""
-
-    def post_forward(self, module, output):
-        return 1.1 * output
+def scaling(base, name="Scales"):
+    """A hook of another package that changes what a layer gives."""
+    return type(name, (base,), {"post_forward": lambda self, module, output: 1.1 * output})()
 
 
 def replaced_on_the_instance(module):
@@ -202,12 +193,14 @@ def replaced_on_the_instance(module):
 
 def add_to_diffusers(module):
     registry = diffusers.hooks.HookRegistry.check_if_exists_or_initialize(module)
-    registry.register_hook(OffloadAndScale(), "mine")
+    registry.register_hook(
+        scaling(diffusers.hooks.ModelHook, "OffloadAndScale"), "mine"
+    )  # as diffusers' names
 
 
 ADD = {
-    "post_forward alone": lambda module: add_hook_to_module(module, Scales()),
-    "in a sequence": lambda module: add_hook_to_module(module, SequentialHook(ModelHook(), Scales())),
+    "post_forward alone": lambda module: add_hook_to_module(module, scaling(ModelHook)),
+    "in a sequence": lambda m: add_hook_to_module(m, SequentialHook(ModelHook(), scaling(ModelHook))),
     "on the instance": replaced_on_the_instance,
     "diffusers": add_to_diffusers,
 }
