@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from callers import Caller, Guided, equal, outputs, plant, whole
-from recipes import EACH_KIND, STEP_CACHING
+from recipes import STEP_CACHING
 from tiny import kept, make_small_unet, make_unet, snapshot
 
 import agentsd
-from agentsd import apply_agentsd, remove_agentsd
+from agentsd import Agents, Recipe, StepCache, apply_agentsd, remove_agentsd
 from agentsd.recipe import AGENTSD, FAST
 
 PACKAGE = Path(agentsd.__file__).parent
@@ -30,9 +30,9 @@ def interrupted(unet, caller, where, error, i):
 
 def test_an_error_in_a_call_leaves_nothing():
     """torch runs hooks after it."""
-    for at, where in ((6, "up_blocks.1"), (7, "conv_out")):
+    for at, where in ((6, "down_blocks.0.attentions.0.transformer_blocks.0.attn1"), (7, "conv_out")):
         caller, unet = Caller(12), make_small_unet()
-        handle = apply_agentsd(unet, recipe=EACH_KIND["residuals"])
+        handle = apply_agentsd(unet, recipe=Recipe(Agents(), steps=StepCache(2)))
         outputs(unet, caller, calls=range(at))
         interrupted(unet, caller, where, RuntimeError, at)
         assert not kept(handle)
