@@ -3,15 +3,12 @@
 from functools import partial
 
 import pytest
-import torch
 from cache_twin import Twin
 from callers import RUN, Caller, equal, letters, outputs
 from sampling import SAMPLERS
 from tiny import make_sdxl_unet, make_small_unet, make_unet
-from tiny import training_sigma as sigma
 
 from agentsd import Recipe, StepCache, apply_agentsd
-from agentsd.memory import CachedFeatures
 from agentsd.planning import unsupported_reason
 
 deep_unet, deep_sdxl_unet = (partial(make, layers_per_block=2) for make in (make_unet, make_sdxl_unet))
@@ -34,20 +31,6 @@ def test_a_cached_step_is_a_computed_one_of_a_twin_whose_deep_blocks_return_the_
     Twin(twin, "FffFffFffF", layers)
     assert equal(outputs(unet, caller), outputs(twin, caller))
     assert letters(handle) == "FffFffFffF"
-
-
-def test_order_1_is_exact_on_states_linear_in_the_noise_level():
-    states, slope, base = CachedFeatures(1), torch.randn(2, 3), torch.randn(2, 3)
-    for timestep in (981.0, 901.0, 701.0):
-        states.keep(sigma(timestep), [base + sigma(timestep) * slope])
-        expected = base + sigma(661) * slope
-        if timestep < 981.0:
-            torch.testing.assert_close(states.extrapolate(sigma(661.0)), [expected], rtol=1e-4, atol=1e-4)
-    states.keep(sigma(701.0), [base])  # a repeated timestep takes the place of the call before
-    torch.testing.assert_close(states.extrapolate(sigma(701.0)), [base])
-    torch.testing.assert_close(
-        states.extrapolate(sigma(901.0)), [base + sigma(901) * slope], rtol=1e-4, atol=1e-4
-    )
 
 
 @pytest.mark.parametrize(
