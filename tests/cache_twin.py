@@ -137,7 +137,6 @@ class Twin:
         return sum(float(self.response[at][0, call]) * wrong for call, wrong in self.wrong.items())
 
     def level(self, call, timestep):
-        """Its noise level."""
         own = getattr(self.scheduler, "sigmas", None)
         known = own is not None and len(own) == len(self.scheduler.timesteps) + 1
         return float(own[call]) if known else sigma(timestep)

@@ -59,7 +59,6 @@ def make_pipeline(tokenizer):
 
 @pytest.fixture
 def pipe(make_pipeline):
-    """A fresh tiny pipeline."""
     return make_pipeline()
 
 
@@ -132,7 +131,6 @@ def run_config(run_config_in, tmp_path):
 
 @pytest.fixture(scope="session")
 def browser():
-    """The system's Chromium."""
     from playwright.sync_api import sync_playwright
 
     path = shutil.which("chromium") or shutil.which("google-chrome")
@@ -146,7 +144,6 @@ def browser():
 
 @pytest.fixture(params=[(1280, 900), (390, 844)], ids=["desktop", "phone"])
 def screen(request):
-    """How large a browser's window is."""
     width, height = request.param
     return {"width": width, "height": height}
 
@@ -162,7 +159,6 @@ def make_plain(make_pipeline):
 
 @pytest.fixture
 def plain(make_plain):
-    """One of them."""
     return make_plain()
 
 
@@ -178,5 +174,4 @@ def calibrated(make_plain, tmp_path_factory):
 
 @pytest.fixture
 def figures(calibrated, tmp_path):
-    """A copy of that file."""
     return shutil.copy(calibrated[0], tmp_path / "figures.jsonl")

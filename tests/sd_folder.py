@@ -79,13 +79,11 @@ def save_sd21(folder, tokenizer):
 
 
 def save_sdxl(folder, tokenizer, variant=None):
-    """Write a pipeline of SDXL's parts."""
     parts = _parts(tokenizer, sdxl_unet(), EulerDiscreteScheduler(**BETAS)) | sdxl_parts(tokenizer)
     return _save(StableDiffusionXLPipeline(**parts, add_watermarker=False), folder, variant)
 
 
 def save_clip(folder, tokenizer):
-    """Write a CLIP model."""
     parts = make_text_encoder(tokenizer, projection=True).config, make_image_encoder().config
     text, vision = (part.to_dict() for part in parts)
     torch.manual_seed(0)

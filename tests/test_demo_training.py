@@ -25,8 +25,6 @@ from agentsd_demo.training.loop import CHECKPOINT, lr_factor, train_loop
 from PIL import Image
 from torch import nn
 
-CONFIGS = Path(__file__).parents[1] / "configs"
-
 
 @pytest.fixture(scope="module")
 def pipe():
@@ -53,7 +51,7 @@ def micro(tmp_path_factory):
 
 
 def test_the_shipped_recipe_is_valid_and_an_unknown_concept_stops_one_before_it_trains():
-    config = load_config(CONFIGS / "demo_model.yaml")
+    config = load_config(Path(__file__).parents[1] / "configs/demo_model.yaml")
     assert len({r.concept for r in load_references(concepts=config.concepts)}) == len(config.concepts)
     with pytest.raises(ValueError, match="a word of nonsense"):
         recipe.Recipe.of(DemoConfig(concepts=("a word of nonsense",)))

@@ -25,16 +25,11 @@ def test_same_bits_in_every_call(dtype, t):
     assert all(torch.equal(other, first) for other in others)
 
 
-@pytest.fixture
-def no_tf32(monkeypatch):
-    """Whose products have 10 bits, also in convolutions, where they are usual."""
+@pytest.mark.parametrize("t", [999, 1])
+def test_cuda_agrees_with_the_cpu(t, monkeypatch):
+    """Without TF32, whose products have 10 bits, also in convolutions, where they are usual."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-
-
-@pytest.mark.usefixtures("no_tf32")
-@pytest.mark.parametrize("t", [999, 1])
-def test_cuda_agrees_with_the_cpu(t):
     unet = make_unet()
     apply_agentsd(unet, recipe=Recipe(Phases(Agents(destinations="first"), Downsample())))
     expected = call(unet, t, (32, 32))

@@ -18,8 +18,6 @@ from tiny import BETAS, make_small_unet
 from agentsd import Recipe, StepCache, apply_agentsd
 from agentsd.sampler import fingerprint, impulse_response
 
-CACHED = Recipe(steps=StepCache(2))
-
 
 def make(name):
     scheduler = SAMPLERS[name].make()
@@ -98,7 +96,7 @@ def test_global_random_numbers_go_on_as_if_none_had_been_drawn():
 def test_what_cannot_be_copied_is_not_probed(held):
     """A model is not even looked at; nothing is remembered of it."""
     host = Host(make_small_unet(), ddim(12))
-    handle = apply_agentsd(host, recipe=CACHED)
+    handle = apply_agentsd(host, recipe=Recipe(steps=StepCache(2)))
     for corrected in (False, True):
         host.scheduler.set_timesteps(12)
         host.scheduler.mine = 1 if corrected else held()

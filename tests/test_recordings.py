@@ -107,10 +107,3 @@ def run(case):
 @pytest.mark.parametrize("name", CASES)
 def test_the_latents_are_those_recorded(name):
     torch.testing.assert_close(run(CASES[name]), RECORDED[name], atol=1e-4, rtol=1e-5)
-
-
-def test_every_case_is_another_image():
-    recorded = list(RECORDED.values())
-    assert set(CASES) == set(RECORDED)
-    for i, one in enumerate(recorded):
-        assert not any(torch.equal(one, other) for other in recorded[:i])

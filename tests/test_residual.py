@@ -106,7 +106,6 @@ PHASES = Phases(Agents(), Downsample())
     ],
 )
 def test_sharing_brings_a_run_back_to_full_attention(operator, steps):
-    """Beside the same caching."""
     expected, _ = denoised(steps and Recipe(steps=steps))
     (apart, _), (shared, summary) = (
         denoised(Recipe(operator, residual=residual, steps=steps)) for residual in (None, ResidualSharing())
@@ -189,7 +188,6 @@ def test_layers_that_cached_steps_skip_run_no_operator(operator, attended):
 
 
 def test_a_last_block_without_attention_leaves_step_caching_alone(attended):
-    """As in SDXL."""
     made = []
     for more in ({}, {"attention": Downsample(), "residual": ResidualSharing(1)}):
         handle = apply_agentsd(unet := make_sdxl_unet(), recipe=Recipe(**more, steps=CACHING))

@@ -35,7 +35,6 @@ def late(scheduler, run, start=0):
 
 
 def first_share(scheduler):
-    """The first 40 % of the distinct timesteps."""
     distinct = sorted(set(scheduler.timesteps.tolist()), reverse=True)
     return set(distinct[: round(0.4 * len(distinct))])
 
@@ -97,11 +96,11 @@ def test_an_element_leads_to_its_own_list_and_a_copy_to_the_schedulers(name):
 
 def test_a_timestep_that_is_on_no_list_is_told_once(pipe):
     scheduler, run = ddim(10), new_run()
-    pipe.scheduler = scheduler
     steps = [run.place(None, t, list_of(scheduler)) for t in (555, 455)]
     assert [(s.off_list, s.stage) for s in steps] == [(True, 0), (True, 1)]  # 600 is the last that is early
     assert not run.place(None, 500, list_of(scheduler)).off_list
     assert not any(new_run().place(None, t).off_list for t in (0, 3, 999))
+    pipe.scheduler = scheduler
     apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
     with warned("agentsd: timestep 555 is not one of the scheduler's"):
         call(pipe.unet, 555)
@@ -110,9 +109,7 @@ def test_a_timestep_that_is_on_no_list_is_told_once(pipe):
 
 
 def test_a_run_without_an_early_step_is_said_once(make_pipeline):
-    parts = make_pipeline().components
-    pipe = diffusers.StableDiffusionImg2ImgPipeline(**parts, requires_safety_checker=False)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = make_pipeline(cls=diffusers.StableDiffusionImg2ImgPipeline)
     apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
     more = {"image": INPUT_IMAGE, "num_inference_steps": 10, "output_type": "latent"}
     with warned("no early step") as said:

@@ -1,5 +1,7 @@
 """Trainable attention: starts where it should, trains, is saved and loaded, and leaves no trace."""
 
+import copy
+
 import accelerate
 import pytest
 import torch
@@ -17,10 +19,6 @@ from agentsd.modules import AgentModule, AttnZero, FocusedLinear
 
 TRAINED = Recipe(AgentModule())
 FILE = "agentsd.safetensors"
-
-
-def everything(unet):
-    return {name: weight.clone() for name, weight in unet.state_dict().items()}
 
 
 def move(handle):
@@ -46,7 +44,7 @@ def test_applied_removed_trained_and_loaded(tmp_path, operator):
     And the user's random state is not touched.
     """
     unet = make_unet()
-    before, weights, baseline = snapshot(unet), everything(unet), call(unet)
+    before, weights, baseline = snapshot(unet), copy.deepcopy(unet.state_dict()), call(unet)
     outputs = []
     with untouched():
         for _ in range(2):
@@ -131,7 +129,7 @@ def shorten(folder):
 )
 def test_weights_that_cannot_be_used_leave_the_patch_in_force(folder, change, message):
     unet = make_unet()
-    weights, handle = everything(unet), apply_agentsd(unet, recipe=AGENTS_THEN_KEYS)
+    weights, handle = copy.deepcopy(unet.state_dict()), apply_agentsd(unet, recipe=AGENTS_THEN_KEYS)
     patched = call(unet)
     change(folder)
     for path in (folder, folder / "agentsd.json"):
@@ -156,7 +154,7 @@ STEPS = {
     "order", ["apply load fuse remove unfuse unload", "load fuse apply unfuse remove unload"]
 )
 def test_a_lora_and_loaded_weights_leave_the_base_weights(pipe, folder, order):
-    base, baseline = everything(pipe.unet), call(pipe.unet)
+    base, baseline = copy.deepcopy(pipe.unet.state_dict()), call(pipe.unet)
     for step in order.split():
         STEPS[step](pipe, folder)
     torch.testing.assert_close(pipe.unet.state_dict(), base, rtol=0, atol=1e-6)

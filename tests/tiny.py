@@ -133,14 +133,12 @@ def make_text_encoder(tokenizer, projection=False):
 
 
 def make_image_encoder():
-    """A CLIP image encoder of width 16."""
     torch.manual_seed(0)
     config = CLIPVisionConfig(image_size=32, patch_size=8, **TRANSFORMER)
     return CLIPVisionModelWithProjection(config).eval()
 
 
 def make_image_processor():
-    """Its image processor."""
     return CLIPImageProcessorPil(crop_size=32, size={"shortest_edge": 32})
 
 
@@ -166,8 +164,6 @@ def make_scheduler():
 PHASES = {
     "AgentsPlan": "agent",
     "PooledPlan": "agent",
-    "ModulePlan": "agent",
-    "MergePlan": "merge",
     "DownsamplePlan": "downsample",
     "NoneType": "baseline",
 }
