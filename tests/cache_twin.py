@@ -1,8 +1,6 @@
 """What caching has to give, the long way: each call in whole, then its parts put in place by hand."""
 
 import copy
-import inspect
-from typing import Any
 
 import torch
 from tiny import training_sigma as sigma
@@ -28,16 +26,16 @@ class Twin:
 
     def __init__(self, unet, symbols, layers=1, scheduler=None):
         self.left = list(symbols)
-        self.wrong: dict[int, Any] = {}  # by call: what it gave less what was right
+        self.wrong = {}  # by call: what it gave less what was right
         self.call = -1
         self.kind = ""
         # what is not linear is not corrected
         config = getattr(scheduler, "config", {})
         linear = not (config.get("clip_sample") or config.get("thresholding"))
         self.scheduler = scheduler if linear else None
-        self.entering: Any = None  # of a cached step that is computed again
-        self.known: list[Any] = []  # [(noise level, state)]
-        self.cached: list[Any] = []
+        self.entering = None  # of a cached step that is computed again
+        self.known = []  # [(noise level, state)]
+        self.cached = []
         self.corrected = 0  # cached steps
         self.hooks = [
             unet.register_forward_pre_hook(self.begin, with_kwargs=True),
@@ -54,11 +52,15 @@ class Twin:
                 self.begin_run()
 
     def begin_run(self):
-        """Note a scheduler as it is before its run's first step."""
-        levels = [float(t) for t in self.scheduler.timesteps]
-        if self.call < 0 or self.call >= len(levels):
-            self.fresh, self.wrong = copy.deepcopy(self.scheduler), {}
-            self.first = self.call = levels.index(self.timestep)
+        """Note, by a copy of the scheduler, what a unit of each output adds to each later latent."""
+        timesteps = self.scheduler.timesteps.tolist()
+        if self.call < 0 or self.call >= len(timesteps):
+            scheduler, units = copy.deepcopy(self.scheduler), torch.eye(len(timesteps), dtype=torch.float64)
+            self.response, self.scales, self.wrong = [0 * units[:1]], [], {}
+            for unit, t in zip(units, scheduler.timesteps, strict=True):
+                self.scales.append(float(scheduler.scale_model_input(torch.ones(1), t)))
+                self.response.append(scheduler.step(unit[None], t, self.response[-1]).prev_sample)
+            self.call = timesteps.index(self.timestep)
 
     def enter(self, module, args, output):
         state = output[0] if isinstance(output, tuple) else output
@@ -92,7 +94,7 @@ class Twin:
 
     def cached_call(self, args, kwargs, out):
         """A cached call's output makes up for what multistep samplers have kept of those before it."""
-        given = out + self.change(out)
+        given = out + self.change()
         self.cached.append((self.call, self.timestep, args, kwargs, out, given))
         return given
 
@@ -108,7 +110,7 @@ class Twin:
                 self.corrected += 1
         self.cached = []
         best = self.right(self.call, self.timestep, out)
-        change = self.wrong[self.call] = self.change(best)
+        change = self.wrong[self.call] = self.change()
         return best + change
 
     def change_of_the_last(self, unet):
@@ -121,36 +123,20 @@ class Twin:
 
     def right(self, call, timestep, out):
         """An output on the right latent: as Gaussian data of unit variance answer to a latent."""
-        level, off = self.level(call, timestep), self.latent_error(call, out, scaled=True)
+        level, off = self.level(call, timestep), self.scales[call] * self.latent_error(call)
         slope = {"epsilon": level, "sample": 1.0, "v_prediction": 0.0}[self.scheduler.config.prediction_type]
         return out - slope / (1 + level**2) ** 0.5 * off
 
-    def change(self, out):
+    def change(self):
         """What takes the next latent to where right outputs would have taken it."""
-        off = self.latent_error(self.call + 1, out)
-        unit = self.latent_error(self.call + 1, out, {self.call: torch.ones_like(out)})
-        return torch.where(unit == 0, torch.zeros_like(out), -off / unit)
+        own = float(self.response[self.call + 1][0, self.call])
+        return -self.latent_error(self.call + 1) / own if own else 0.0
 
-    def latent_error(self, at, like, wrong=None, scaled=False):
-        """How far wrong outputs move the latent of a call, or what the model sees of it.
-
-        By the sampler itself, stepped twice.
-        """
-        ends = []
-        for outputs in (self.wrong if wrong is None else wrong, {}):
-            scheduler, latent = copy.deepcopy(self.fresh), torch.zeros_like(like)
-            more = {}
-            if "generator" in inspect.signature(scheduler.step).parameters:
-                more = {"generator": torch.Generator().manual_seed(0)}
-            for i in range(self.first, at):
-                t, out = scheduler.timesteps[i], outputs.get(i, torch.zeros_like(like))
-                scheduler.scale_model_input(latent, t)
-                latent = scheduler.step(out, t, latent, return_dict=False, **more)[0]
-            ends.append(scheduler.scale_model_input(latent, scheduler.timesteps[at]) if scaled else latent)
-        return ends[0] - ends[1]
+    def latent_error(self, at):
+        """How far wrong outputs move the latent of a call."""
+        return sum(float(self.response[at][0, call]) * wrong for call, wrong in self.wrong.items())
 
     def level(self, call, timestep):
-        """Its noise level."""
         own = getattr(self.scheduler, "sigmas", None)
         known = own is not None and len(own) == len(self.scheduler.timesteps) + 1
         return float(own[call]) if known else sigma(timestep)

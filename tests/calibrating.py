@@ -1,7 +1,7 @@
 """What the tests of calibration share: settings, runs and their cost."""
 
-import torch
 from agentsd_eval.cost.macs import macs
+from callers import draw
 
 from agentsd import Downsample, Recipe, ResidualSharing, StepCache
 
@@ -18,9 +18,7 @@ COUNTED = {"held_out": ["a dog"], "reference_steps": 12, "candidates": CANDIDATE
 
 
 def run(pipe, prompt="a cat", seed=0, **changes):
-    """The final latents of a run."""
-    rng = torch.Generator().manual_seed(seed)
-    return pipe(prompt, generator=rng, output_type="latent", **SETTINGS | changes).images
+    return draw(pipe, seed, prompt=prompt, **SETTINGS | changes)
 
 
 def distance(one, other):

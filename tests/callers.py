@@ -5,17 +5,12 @@ from typing import ClassVar
 
 import diffusers
 import torch
-from tiny import BETAS, WIDTH, make_unet
+from tiny import BETAS, WIDTH
 
 from agentsd.attention import Operator
 from agentsd.attention.operator import Plan
 
 RUN = {"num_inference_steps": 10}
-
-
-def deep_unet():
-    """Two layers a block, as Stable Diffusion has: three in the last up block."""
-    return make_unet(layers_per_block=2)
 
 
 def inputs(seed=0, batch=2):
@@ -42,6 +37,17 @@ def loop(unet, scheduler, timesteps=None, text_of=None):
         outs.append(unet(scheduler.scale_model_input(latents, t), t, given).sample)
         latents = scheduler.step(outs[-1], t, latents).prev_sample
     return outs
+
+
+@torch.no_grad()
+def sampled(unet, scheduler, between=lambda scheduler, i, x: x):
+    """The last latent of guided sampling by hand, with something done to the latent after each step."""
+    noise, text = inputs(3)
+    x = noise[:1] * scheduler.init_noise_sigma
+    for i, t in enumerate(scheduler.timesteps):
+        one, other = unet(scheduler.scale_model_input(torch.cat([x] * 2), t), t, text).sample.chunk(2)
+        x = between(scheduler, i, scheduler.step(one + 3.0 * (other - one), t, x)[0])
+    return x
 
 
 def outputs(unet, caller, after=lambda i: None, calls=None, **more):
@@ -131,20 +137,26 @@ class Guided(Caller):
         self.latents = torch.cat([self.latents[:, :half]] * 2, dim=1)
 
 
-NOW = {"sigma": 0.0}
-"""The noise level of the call under way, as a test says."""
-
-
 @dataclass(frozen=True)
 class Off(Operator):
     """Full attention plus something that is known."""
 
     name: ClassVar[str] = "off"
     constant: float = 0.0
-    slope: float = 0.0
 
     def plan(self, place):
         plan = Plan()
-        error = lambda: self.constant + self.slope * NOW["sigma"]  # noqa: E731
-        plan.attend = lambda attn, tokens, wrapped: wrapped(tokens) + (error() or 0.0)
+        plan.attend = lambda attn, tokens, wrapped: wrapped(tokens) + self.constant
         return plan
+
+
+def attention_by_hand(attn, x, few):
+    """A layer's softmax attention in float64, from all tokens (B, N, C) to fewer of them."""
+    weights = {name: weight.double() for name, weight in attn.named_parameters()}
+    query, key, value = (
+        (tokens.double() @ weights[f"to_{part}.weight"].T).unflatten(2, (attn.heads, -1))
+        for part, tokens in (("q", x), ("k", few), ("v", few))
+    )
+    scores = torch.einsum("bnhd,bmhd->bhnm", query, key) / query.shape[-1] ** 0.5
+    out = torch.einsum("bhnm,bmhd->bnhd", scores.softmax(-1), value).flatten(2)
+    return out @ weights["to_out.0.weight"].T + weights["to_out.0.bias"]

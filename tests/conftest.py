@@ -59,7 +59,6 @@ def make_pipeline(tokenizer):
 
 @pytest.fixture
 def pipe(make_pipeline):
-    """A fresh tiny pipeline."""
     return make_pipeline()
 
 
@@ -132,7 +131,6 @@ def run_config(run_config_in, tmp_path):
 
 @pytest.fixture(scope="session")
 def browser():
-    """The system's Chromium."""
     from playwright.sync_api import sync_playwright
 
     path = shutil.which("chromium") or shutil.which("google-chrome")
@@ -146,7 +144,6 @@ def browser():
 
 @pytest.fixture(params=[(1280, 900), (390, 844)], ids=["desktop", "phone"])
 def screen(request):
-    """How large a browser's window is."""
     width, height = request.param
     return {"width": width, "height": height}
 
@@ -154,24 +151,14 @@ def screen(request):
 @pytest.fixture(scope="session")
 def make_plain(make_pipeline):
     """Makes a pipeline of three self-attention layers, with one U-Net call in each step."""
-    from diffusers import DDIMScheduler
-    from tiny import BETAS, make_unet
+    from callers import ddim
+    from tiny import make_small_unet
 
-    def make(**parts):
-        unet = make_unet(
-            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D", "DownBlock2D"),
-            up_block_types=("UpBlock2D", "UpBlock2D", "CrossAttnUpBlock2D"),
-            mid_block_type=None,
-        )
-        scheduler = DDIMScheduler(**BETAS, clip_sample=False, steps_offset=1)
-        return make_pipeline(**{"unet": unet, "scheduler": scheduler} | parts)
-
-    return make
+    return lambda: make_pipeline(make_small_unet(), ddim(steps_offset=1))
 
 
 @pytest.fixture
 def plain(make_plain):
-    """One of them."""
     return make_plain()
 
 
@@ -187,5 +174,4 @@ def calibrated(make_plain, tmp_path_factory):
 
 @pytest.fixture
 def figures(calibrated, tmp_path):
-    """A copy of that file."""
     return shutil.copy(calibrated[0], tmp_path / "figures.jsonl")

@@ -20,6 +20,3 @@ def silent(*but):
     with logged() as messages:
         yield
     assert not [text for text in messages if not any(re.search(match, text) for match in but)]
-
-
-__all__ = ["logged", "silent", "warned"]

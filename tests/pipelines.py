@@ -1,7 +1,6 @@
 """Every kind of pipeline that the suites run, and the features of the host that change its processors."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import namedtuple
 
 import diffusers
 import pytest
@@ -193,14 +192,7 @@ def load_lora(pipe):
     pipe.unet.add_adapter(config, adapter_name="style")
 
 
-@dataclass
-class Feature:
-    """A feature and its way back."""
-
-    on: Callable
-    off: Callable
-
-
+Feature = namedtuple("Feature", "on off")  # and its way back
 FEATURES = {
     "IP-Adapter": Feature(load_ip_adapter, lambda p: p.unload_ip_adapter()),
     "LoRA": Feature(load_lora, lambda p: p.unload_lora_weights()),

@@ -58,7 +58,6 @@ def bitsandbytes(kind, **settings):
 
 
 def torchao(config, **settings):
-    """torchao's quantisation in place."""
 
     def quantize(unet):
         from torchao import quantization

@@ -2,34 +2,25 @@
 
 import inspect
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import namedtuple
 from functools import partial
 
 import diffusers
 import torch
 from tiny import BETAS, WIDTH, make_small_unet, may_skip
 
-from agentsd import apply_agentsd
-
 _EPS_V, _ALL = ("epsilon", "v_prediction"), ("epsilon", "v_prediction", "sample")
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """A scheduler as a user sets it up.
+Sampling = namedtuple("Sampling", "make says predictions scaled", defaults=[False])
+"""A scheduler as a user sets it up.
 
-    Attributes:
-        make: makes it, with a prediction type.
-        says: what the docs' table says of cached steps under it.
-        predictions: what its model may predict.
-        scaled: its latents are x = data + sigma noise, and the model sees them divided.
-    """
-
-    make: Callable
-    says: str = "corrected"
-    predictions: tuple[str, ...] = _ALL
-    scaled: bool = False
+Attributes:
+    make: makes it, with a prediction type.
+    says: what the docs' table says of cached steps under it.
+    predictions: what its model may predict.
+    scaled: its latents are x = data + sigma noise, and the model sees them divided.
+"""
 
 
 def _of(name, says="corrected", predictions=_ALL, scaled=False, **config):
@@ -87,11 +78,7 @@ SAMPLERS = {
 
 
 class Denoiser:
-    """A U-Net whose output has the exact prediction for Gaussian data added, whatever it is to predict.
-
-    Attributes:
-        unet: the model.
-    """
+    """A U-Net whose output has the exact prediction for Gaussian data added, whatever it is to predict."""
 
     def __init__(self, sampling, prediction, steps=20, unknown=0.2):
         self.sampling, self.prediction = sampling, prediction
@@ -139,7 +126,6 @@ class Denoiser:
         self.exact = known.get(self.prediction, noise - clean)
 
     def run(self):
-        """The last latents."""
         scheduler, rng = self.scheduler, torch.Generator().manual_seed(0)
         scheduler.set_timesteps(scheduler.num_inference_steps)
         x = torch.randn(1, 4, 8, 8, generator=rng) * scheduler.init_noise_sigma
@@ -153,14 +139,3 @@ class Denoiser:
                 out = self.unet(scheduler.scale_model_input(x, t), t, text).sample
                 x = scheduler.step(out, t, x, **more).prev_sample
         return x
-
-
-def errors(sampling, prediction, recipes):
-    """How far runs under recipes end from one without, relative; and what their calls were."""
-    model, found, summaries = Denoiser(sampling, prediction), [], []
-    expected = model.run()
-    for recipe in recipes:
-        handle = apply_agentsd(model, recipe=recipe)
-        found.append(float((model.run() - expected).norm() / expected.norm()))
-        summaries.append(handle.summary())
-    return found, summaries

@@ -2,7 +2,6 @@
 
 import sys
 import types
-from typing import Any
 
 import torch
 from diffusers import (
@@ -80,13 +79,11 @@ def save_sd21(folder, tokenizer):
 
 
 def save_sdxl(folder, tokenizer, variant=None):
-    """Write a pipeline of SDXL's parts."""
     parts = _parts(tokenizer, sdxl_unet(), EulerDiscreteScheduler(**BETAS)) | sdxl_parts(tokenizer)
     return _save(StableDiffusionXLPipeline(**parts, add_watermarker=False), folder, variant)
 
 
 def save_clip(folder, tokenizer):
-    """Write a CLIP model."""
     parts = make_text_encoder(tokenizer, projection=True).config, make_image_encoder().config
     text, vision = (part.to_dict() for part in parts)
     torch.manual_seed(0)
@@ -118,7 +115,7 @@ def _save(pipe, folder, variant=None):
 def stand_in_for_inception(monkeypatch):
     """Put a module in the place of pytorch-fid's, which needs torchvision."""
     projection = torch.randn(3, 2048, generator=torch.Generator().manual_seed(0))
-    inception: Any = types.ModuleType("pytorch_fid.inception")
+    inception = types.ModuleType("pytorch_fid.inception")
 
     class InceptionV3(torch.nn.Module):
         def __init__(self, blocks):
@@ -131,6 +128,6 @@ def stand_in_for_inception(monkeypatch):
             return [(pixels.mean((2, 3)) @ self.projection)[..., None, None]]
 
     inception.InceptionV3 = InceptionV3
-    package: Any = types.ModuleType("pytorch_fid")
+    package = types.ModuleType("pytorch_fid")
     package.inception = inception
     monkeypatch.setitem(sys.modules, "pytorch_fid", package)

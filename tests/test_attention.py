@@ -1,6 +1,6 @@
 """Eq. 9 of Agent Attention, with AgentSD's `k` and `scale`."""
 
-import math
+import itertools
 
 import pytest
 import torch
@@ -10,42 +10,20 @@ from hypothesis import strategies as st
 from agentsd.attention.formula import agent_attention
 
 
-def loop(query, key, value, agent, k, scale):
-    """Eq. 9, one number at a time, in float64."""
-    d = len(query[0])
-
-    def softmax(row):
-        top = max(row)
-        parts = [math.exp(x - top) for x in row]
-        return [p / sum(parts) for p in parts]
-
-    def dot(a, b):
-        return sum(x * y for x, y in zip(a, b, strict=True))
-
-    def mix(weights, rows):
-        return [sum(w * row[c] for w, row in zip(weights, rows, strict=True)) for c in range(len(rows[0]))]
-
-    gathered = [mix(softmax([dot(a, x) * d**-0.5 for x in key]), value) for a in agent]
-    out = [mix(softmax([dot(q, a) * d**scale for a in agent]), gathered) for q in query]
-    return [
-        [o + k * v for o, v in zip(row, v_row, strict=True)] for row, v_row in zip(out, value, strict=True)
-    ]
-
-
 @pytest.mark.parametrize(("k", "scale"), [(0.075, -0.15), (0.0, -0.5), (1.5, 0.0)])
-def test_equation_9_against_a_float64_loop(k, scale):
+def test_equation_9_by_hand(k, scale):
+    """One query at a time, in float64."""
     rng = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, 2, 2, 7, 5, generator=rng, dtype=torch.float64)
     agent = torch.randn(2, 2, 3, 5, generator=rng, dtype=torch.float64)
-    expected = [
-        [loop(*(x[b, h].tolist() for x in (query, key, value, agent)), k, scale) for h in range(2)]
-        for b in range(2)
-    ]
-    expected = torch.tensor(expected, dtype=torch.float64)
-    torch.testing.assert_close(
-        agent_attention(query, key, value, agent, k, scale), expected, rtol=0, atol=1e-12
-    )
-    singles = (x.float() for x in (query, key, value, agent))
+    expected = torch.empty_like(query)
+    for b, h, i in itertools.product(range(2), range(2), range(7)):
+        gathered = [(key[b, h] @ a / 5**0.5).softmax(0) @ value[b, h] for a in agent[b, h]]
+        weights = (agent[b, h] @ query[b, h, i] * 5**scale).exp()
+        expected[b, h, i] = weights / weights.sum() @ torch.stack(gathered) + k * value[b, h, i]
+    inputs = query, key, value, agent
+    torch.testing.assert_close(agent_attention(*inputs, k, scale), expected, rtol=0, atol=1e-12)
+    singles = (x.float() for x in inputs)
     torch.testing.assert_close(agent_attention(*singles, k, scale).double(), expected, rtol=0, atol=2e-6)
 
 

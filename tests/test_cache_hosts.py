@@ -10,15 +10,7 @@ from cache_twin import Twin
 from callers import Off, ddim, draw, letters
 from logs import silent, warned
 from pipelines import FEATURES, HOSTS, MORE, build_host, cases
-from tiny import (
-    INPUT_IMAGE,
-    WIDTH,
-    kept,
-    make_image_encoder,
-    make_image_processor,
-    make_unet,
-    snapshot,
-)
+from tiny import INPUT_IMAGE, WIDTH, kept, make_image_encoder, make_image_processor, make_unet, snapshot
 
 from agentsd import Recipe, ResidualSharing, StepCache, apply_agentsd, remove_agentsd
 
@@ -49,7 +41,7 @@ def check(pipe, run, *more, rounds=1):
     """
     before = snapshot(pipe.unet)
     handle = apply_agentsd(pipe, recipe=CACHED)
-    with silent("adds noise", *more):
+    with silent(*more):
         image = run()
     symbols, summary = letters(handle), handle.summary()
     assert not kept(handle)
@@ -96,7 +88,7 @@ def test_few_step_models_stay_whole_and_say_so(build, name):
 @pytest.mark.parametrize("name", ["IP-Adapter", "LoRA", "FreeU", "fused QKV", "attention slicing"])
 def test_feature(make_pipeline, name):
     parts = {"image_encoder": make_image_encoder(), "feature_extractor": make_image_processor()}
-    pipe = make_pipeline(**parts, scheduler=ddim(), safety_checker=None, requires_safety_checker=False)
+    pipe = make_pipeline(**parts, scheduler=ddim())
     FEATURES[name].on(pipe)
     more = {
         "IP-Adapter": {"ip_adapter_image_embeds": [torch.ones(2, 1, WIDTH)]},

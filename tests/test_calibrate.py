@@ -9,7 +9,7 @@ import pytest
 import torch
 from agentsd_eval.calibration import search
 from agentsd_eval.calibration.candidates import CANDIDATES as USUAL
-from agentsd_eval.calibration.runs import Runs, relative_rmse
+from agentsd_eval.calibration.runs import Runs
 from agentsd_eval.calibration.search import BETTER_SAMPLER, calibrate, distance_at, has_better_sampler
 from agentsd_eval.environment import cpu_model
 from calibrating import CANDIDATES, COUNTED, SETTINGS, STEPS, counted, distance, run
@@ -53,11 +53,6 @@ def test_no_other_candidate_that_is_fast_enough_ends_nearer(plain, known, calibr
         assert found.measured["steps"] == handle.summary().split()[0]
     again = Recipe.load(found.save(tmp_path / "mine.json"))
     assert (again, again.measured) == (found, found.measured)
-
-
-def test_a_distance_is_over_the_latents_before_the_change():
-    """By hand: a change of (1, 1) from (2, 0)."""
-    assert relative_rmse(torch.tensor([3.0, 1.0]), torch.tensor([2.0, 0.0])) == pytest.approx(0.5**0.5)
 
 
 def test_validation_metrics_are_those_of_held_out_prompts(plain, calibrated):

@@ -2,24 +2,17 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import tomesd
-import torch
-from callers import deepcache
+from callers import deepcache, draw
 from diffusers import DDIMScheduler
 
 import agentsd
 
 PAGE = (Path(__file__).parents[1] / "docs/how_to/coming_from.md").read_text(encoding="utf-8")
 FIRST, *BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-
-
-def made(pipe, steps=9):
-    seed = torch.Generator().manual_seed(0)
-    return pipe("a cat", num_inference_steps=steps, generator=seed, output_type="np").images[0]
 
 
 @pytest.mark.parametrize("name", ["apply_patch", "remove_patch"])
@@ -31,8 +24,12 @@ def test_a_name_of_the_authors_says_what_it_is_here(name):
         _ = agentsd.anything
 
 
+def made(pipe, steps=9):
+    return draw(pipe, num_inference_steps=steps, output_type="np")
+
+
 def applied(pipe, block, steps=9):
-    names: dict[str, Any] = {"pipe": pipe}
+    names = {"pipe": pipe}
     exec(FIRST + block, names)
     image = made(pipe, steps)
     agentsd.remove_agentsd(pipe)

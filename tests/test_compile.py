@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 
 from agentsd import Phases, Recipe, ResidualSharing, StepCache, apply_agentsd, remove_agentsd
 from agentsd.attention import Agents, Downsample, Merge
-from agentsd.modules import AgentModule
+from agentsd.modules import AgentModule, AttnZero, FocusedLinear
 from agentsd.recipe import AGENTSD
 
 SHARED, CACHED = ResidualSharing(), StepCache(2, warmup_steps=4)
@@ -20,6 +20,8 @@ RECIPES = {
     "paper": (AGENTSD, 2),  # early, late
     "agents, then keys": (AGENTS_THEN_KEYS, 2),
     "agent module": (Recipe(Phases(AgentModule(), None)), 2),
+    "focused": (Recipe(Phases(FocusedLinear(), None)), 2),
+    "attnzero": (Recipe(Phases(AttnZero(), None)), 2),
     "steps": (STEP_CACHING, 2),  # F and f
     "steps and attention": (Recipe(Phases(Agents(), Downsample(), 0.4), steps=StepCache(2)), 4),
     "shared agents": (Recipe(Agents(), residual=SHARED), 4),  # full, kept, shared, and kept on a map there

@@ -4,7 +4,6 @@ import math
 
 import pytest
 from agentsd_eval.cost.macs import macs
-from diffusers.models.attention_processor import AttnProcessor
 from recipes import AGENTS_THEN_KEYS
 from tiny import call, make_unet
 
@@ -27,16 +26,6 @@ def in_first_layer(unet, side, t=999):
     finally:
         del attn.forward
     return counts[0]
-
-
-@pytest.mark.parametrize("processor", [None, AttnProcessor()])
-def test_attention_is_counted_however_it_is_computed(processor):
-    unet = make_unet()
-    if processor is not None:
-        unet.set_attn_processor(processor)
-    tokens, channels = 16 * 16, unet.down_blocks[0].attentions[0].norm.num_channels
-    expected = 4 * tokens * channels**2 + 2 * tokens**2 * channels
-    assert in_first_layer(unet, 16) == expected
 
 
 @pytest.mark.parametrize("t", [999, 1], ids=["early", "later"])

@@ -25,8 +25,6 @@ from agentsd_demo.training.loop import CHECKPOINT, lr_factor, train_loop
 from PIL import Image
 from torch import nn
 
-CONFIGS = Path(__file__).parents[1] / "configs"
-
 
 @pytest.fixture(scope="module")
 def pipe():
@@ -53,7 +51,7 @@ def micro(tmp_path_factory):
 
 
 def test_the_shipped_recipe_is_valid_and_an_unknown_concept_stops_one_before_it_trains():
-    config = load_config(CONFIGS / "demo_model.yaml")
+    config = load_config(Path(__file__).parents[1] / "configs/demo_model.yaml")
     assert len({r.concept for r in load_references(concepts=config.concepts)}) == len(config.concepts)
     with pytest.raises(ValueError, match="a word of nonsense"):
         recipe.Recipe.of(DemoConfig(concepts=("a word of nonsense",)))
@@ -66,45 +64,40 @@ def test_the_learning_rate_rises_and_falls_to_nothing():
     assert lr_factor(10, 1.0, 10) == pytest.approx(0, abs=1e-12)
 
 
-def _train_line(folder, steps, stop=None):
-    """Fit a line; `stop` interrupts it at that step."""
+def _train_line(folder, factor=lambda step: 1.0):
+    """Fit a line in 12 steps, the loss of each times a factor."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
-    calls = []
 
     def loss_at(generator, step):
-        calls.append(None)
-        if stop is not None and len(calls) > stop:
-            raise KeyboardInterrupt
         x = torch.randn(4, 3, generator=generator)
-        return (model(x) - x.sum(1, keepdim=True)).square().mean()
+        return factor(step) * (model(x) - x.sum(1, keepdim=True)).square().mean()
 
-    config = LoopConfig(steps=steps, lr=0.1, bf16=False, warmup=2)
+    config = LoopConfig(steps=12, lr=0.1, bf16=False, warmup=2)
     train_loop(model, loss_at, config, folder, seed=1, device=torch.device("cpu"))
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def test_gradients_that_are_not_finite_end_training_before_the_weights(tmp_path):
     """As cuDNN's attention gave them on an H200; the checkpoint holds the steps before."""
-    model = nn.Linear(3, 1)
-
-    def loss_at(generator, step):
-        return model(torch.ones(4, 3)).mean() * (1.0 if step < 2 else torch.nan)
-
-    config = LoopConfig(steps=5, lr=0.1, bf16=False, warmup=2)
     with pytest.raises(RuntimeError, match="non-finite"):
-        train_loop(model, loss_at, config, tmp_path, seed=1, device=torch.device("cpu"))
+        _train_line(tmp_path, lambda step: 1.0 if step < 2 else torch.nan)
     state = torch.load(tmp_path / CHECKPOINT, weights_only=True)
     assert state["step"] == 2
     assert all(weights.isfinite().all() for weights in state["model"].values())
 
 
 def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
-    whole = _train_line(tmp_path / "whole", 12)
+    def interrupt(step):
+        if step == 5:
+            raise KeyboardInterrupt
+        return 1.0
+
+    whole = _train_line(tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        _train_line(tmp_path / "cut", 12, stop=5)
+        _train_line(tmp_path / "cut", interrupt)
     assert torch.load(tmp_path / "cut" / CHECKPOINT, weights_only=True)["step"] == 5
-    assert torch.equal(_train_line(tmp_path / "cut", 12), whole)
+    assert torch.equal(_train_line(tmp_path / "cut"), whole)
 
 
 def test_the_recipe_runs_from_images_to_a_pipeline(micro, tmp_path, monkeypatch):

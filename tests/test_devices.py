@@ -1,19 +1,22 @@
-"""Devices without float64 and some operators (Apple's MPS), default devices, and the user's random state."""
+"""Devices without float64 and some operators (Apple's MPS), default devices, and the user's random state.
+
+And a CUDA device repeats bits: no operation that sums in an order of its own is asked for in a run.
+"""
 
 from contextlib import nullcontext
 from itertools import cycle, pairwise
 
-import diffusers
 import numpy as np
 import pytest
 import torch
 from agentsd_eval.cost import latency
 from agentsd_eval.quality.features import load_network
 from agentsd_eval.quality.perceptual import PerceptualFeatures, StageFeatures
-from devices import LikeMPS
+from devices import PLACES, Asked, LikeMPS
 from PIL import Image
 from random_state import untouched
-from tiny import BETAS, make_unet
+from sampling import SAMPLERS
+from tiny import make_unet
 from torch.nn.functional import adaptive_avg_pool2d
 
 from agentsd import ByDistance, Phases, Recipe, ResidualSharing, StepCache, apply_agentsd
@@ -29,19 +32,13 @@ RECIPES = {
     "pooled": Recipe(Phases(PooledAgents(5), PooledAgents(5, ratio=0.4))),
     "by distance": Recipe(ByDistance((PooledAgents(9), PooledAgents(4)), (0.9,))),
 }
-SAMPLERS = {
-    "DDIM": lambda: diffusers.DDIMScheduler(**BETAS),
-    "PLMS": lambda: diffusers.PNDMScheduler(**BETAS, skip_prk_steps=True),
-    "DPM++": lambda: diffusers.DPMSolverMultistepScheduler(**BETAS, use_karras_sigmas=True),
-    "Euler": lambda: diffusers.EulerDiscreteScheduler(**BETAS),
-    "Euler a": lambda: diffusers.EulerAncestralDiscreteScheduler(**BETAS),
-}
+MERGING = {"agentsd", "on residuals", "merged", "pooled"}
 
 
 @torch.no_grad()
 def run(unet, sampler, around):
     """The last latents; each call of the U-Net is made within what `around` makes."""
-    rng, scheduler = torch.Generator("cpu").manual_seed(0), SAMPLERS[sampler]()
+    rng, scheduler = torch.Generator("cpu").manual_seed(0), SAMPLERS[sampler].make()
     latent, text = torch.randn(1, 4, 15, 18, generator=rng), torch.randn(2, 7, 16, generator=rng)
     more = {"generator": rng} if sampler == "Euler a" else {}
     scheduler.set_timesteps(8)
@@ -53,19 +50,24 @@ def run(unet, sampler, around):
     return latent
 
 
-@pytest.mark.parametrize(("name", "sampler"), [*zip(RECIPES, cycle(SAMPLERS))])
+@pytest.mark.parametrize(
+    ("name", "sampler"), [*zip(RECIPES, cycle(["DDIM", "PLMS", "DPM++ 2M, Karras", "Euler", "Euler a"]))]
+)
 def test_every_recipe_runs_on_every_device(name, sampler):
     """Where there is no float64, under another default device, and without a touch of the random state.
 
     The default is the meta device, whose tensors have no numbers: what lands there by chance can't be read.
     """
-    unet = make_unet()
+    unet, asked = make_unet(), Asked()
     with untouched(), apply_agentsd(unet, recipe=RECIPES[name]):
-        expected, without, elsewhere = (
-            run(unet, sampler, around) for around in (nullcontext, LikeMPS, lambda: torch.device("meta"))
+        expected, without, elsewhere, counted = (
+            run(unet, sampler, around)
+            for around in (nullcontext, LikeMPS, lambda: torch.device("meta"), lambda: asked)
         )
     torch.testing.assert_close(without, expected, rtol=0, atol=2e-3)
     assert torch.equal(elsewhere, expected)
+    assert torch.equal(counted, expected)
+    assert bool(PLACES & asked.names) == (name in MERGING)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

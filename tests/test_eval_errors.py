@@ -63,6 +63,8 @@ for words in sys.argv[1:]:
         ("check --model gone.safetensors", "--model = gone.safetensors: there is no such file"),
         ("table --steps many", "--steps = many: pass a whole number"),
         ("table --ratios 0.9", "error: --ratios = 0.9: pass 0.75 or less"),
+        ("compare --ratio 1.5", "--ratio = 1.5"),
+        ("latency --sizes 100", "--sizes = 100"),
         ("table --stepz 3", "Error: No such option '--stepz'"),
         ("report /no/such", "folder = '/no/such': there is no such folder"),
     ],

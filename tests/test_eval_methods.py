@@ -15,7 +15,7 @@ from agentsd_eval.names import METHODS, SAMPLERS, is_method
 from agentsd_eval.names import MODES as MODE_NAMES
 from agentsd_eval.settings import CompareSettings, RunSettings
 from diffusers import DDIMScheduler, HeunDiscreteScheduler, PNDMScheduler, UniPCMultistepScheduler
-from tiny import BETAS, fingerprint, make_sdxl_unet, make_unet
+from tiny import BETAS, make_sdxl_unet, make_unet, snapshot
 
 from agentsd import Downsample, Phases, PooledAgents, Recipe, StepCache, apply_agentsd
 from agentsd.modules import AgentModule, FocusedLinear
@@ -39,21 +39,21 @@ def image_of(pipe, name, settings, ratio=0.5):
 @pytest.mark.parametrize("backend", ["sdpa", "unfused"])
 def test_methods_act_and_leave_no_trace(pipe, sample, name, backend):
     baseline = sample(pipe)
-    before = fingerprint(pipe.unet)
+    before = snapshot(pipe.unet)
     processors = pipe.unet.attn_processors
     with parse_method(name, 0.5, CompareSettings(backend=backend)).applied(pipe):
         inside = sample(pipe)
     assert torch.equal(inside, baseline) == (name == "baseline" and backend == "sdpa")
-    assert fingerprint(pipe.unet) == before
+    assert snapshot(pipe.unet) == before
     assert all(pipe.unet.attn_processors[key] is processor for key, processor in processors.items())
     assert torch.equal(sample(pipe), baseline)
 
 
 def test_methods_are_removed_after_an_error(pipe):
-    before = fingerprint(pipe.unet)
+    before = snapshot(pipe.unet)
     with pytest.raises(KeyError), parse_method("agentsd+deepcache", 0.5, SETTINGS).applied(pipe):
         raise KeyError
-    assert fingerprint(pipe.unet) == before
+    assert snapshot(pipe.unet) == before
 
 
 def test_a_mode_runs_its_recipe_at_the_ratio_where_that_has_one(pipe, monkeypatch):

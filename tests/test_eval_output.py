@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from agentsd_eval.errors import EvalError
-from agentsd_eval.files import check_writable
+from agentsd_eval.files import check_own_image, check_writable, save_image
 from agentsd_eval.pages.report import write_report
 from agentsd_eval.pages.rows import Column, cells, figure, to_markdown, to_terminal, write_rows
+from PIL import Image
 from rich.console import Console
 
 from agentsd.progress import progress
@@ -40,6 +41,18 @@ def test_several_may_look_whether_a_place_is_writable(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(check_writable, [tmp_path / "run" / "table.jsonl"] * 500))
     assert not list((tmp_path / "run").iterdir())
+
+
+def test_an_image_of_the_users_is_not_written_over(tmp_path):
+    photo = tmp_path / "photo.png"
+    Image.new("RGB", (8, 8)).save(photo)
+    for path in (photo, tmp_path / "subject.txt"):
+        path.touch()
+        with pytest.raises(EvalError, match="was not made by this command and stays as it is"):
+            check_own_image(path)
+    save_image(Image.new("RGB", (8, 8)), tmp_path / "compared.png")
+    check_own_image(tmp_path / "compared.png")
+    check_own_image(tmp_path / "none.png")
 
 
 def test_without_a_terminal_progress_is_a_line_a_minute(monkeypatch, capsys):

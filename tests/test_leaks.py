@@ -96,6 +96,7 @@ def test_many_runs_leave_no_hook_and_no_tensor(recipe):
         handle = apply_agentsd(unet, recipe=recipe)
         for calls in (5, 8, 8):  # the first breaks off
             outputs(unet, caller, calls=range(calls))
+            assert not any(handle._layers.plans())
         handle.remove()
         assert snapshot(unet) == before
         gc.collect()

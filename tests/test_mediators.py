@@ -5,7 +5,6 @@ from tiny import call, make_unet
 
 from agentsd import PooledAgents, Recipe, apply_agentsd
 from agentsd.attention.by_distance import LatentDistance
-from agentsd.attention.pooling import Pool, pool_tokens
 
 
 def latents(*moves):
@@ -46,13 +45,6 @@ def test_a_repeated_timestep_stays_in_its_stage():
     calls = [(a, False), (b, False), (c, True), (d, False), (e, False)]  # PLMS takes its second step twice
     stages = [distance.read(given.copy_(x), begins=x is a, repeats=repeated) for x, repeated in calls]
     assert stages == [0, 0, 0, 1, 0]
-
-
-def test_pooling_against_a_loop():
-    x = torch.randn(3, 6 * 8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    grid = x.view(3, 6, 8, 5)
-    loop = [grid[:, r * 2 : r * 2 + 2, c * 2 : c * 2 + 2].mean((1, 2)) for r in range(3) for c in range(4)]
-    torch.testing.assert_close(pool_tokens(x, Pool(6, 8, 3, 4)), torch.stack(loop, 1))
 
 
 def test_every_token_an_agent_of_pooled_queries():

@@ -10,18 +10,7 @@ from tomesd.merge import bipartite_soft_matching_random2d as tomesd_matching
 
 from agentsd.attention import matching
 from agentsd.attention.matching import Ranking, rank_tokens, sample_destinations, split_grid
-from agentsd.attention.merging import join, make_merge_map, merge, merge_rows, unmerge
-
-GRIDS = [(8, 8, 2), (9, 13, 4), (7, 4, 3)]
-
-
-@pytest.mark.parametrize(("height", "width", "stride"), GRIDS)
-def test_each_whole_cell_holds_one_destination_and_nothing_is_lost(height, width, stride):
-    partition = split_grid(height, width, stride, sample_destinations(height, width, stride, (0, 0, 981.0)))
-    src, dst = partition.src, partition.dst
-    assert sorted([*src.tolist(), *dst.tolist()]) == list(range(height * width))
-    cells = [(p // width // stride, p % width // stride) for p in dst.tolist()]
-    assert sorted(cells) == list(itertools.product(range(height // stride), range(width // stride)))
+from agentsd.attention.merging import make_merge_map, merge, unmerge
 
 
 def test_cells_are_a_function_of_seed_layer_and_step_alone():
@@ -37,7 +26,7 @@ def test_cells_are_a_function_of_seed_layer_and_step_alone():
     assert sample_destinations(64, 64, 4, None).eq(0).all()
 
 
-@pytest.mark.parametrize(("height", "width", "stride"), GRIDS)
+@pytest.mark.parametrize(("height", "width", "stride"), [(8, 8, 2), (9, 13, 4), (7, 4, 3)])
 @pytest.mark.parametrize("share", [0.1, 0.74])
 def test_merge_and_unmerge_are_those_of_the_tomesd_package(height, width, stride, share):
     """tomesd, given the same random cells, merges the same tokens into the same places."""
@@ -51,17 +40,8 @@ def test_merge_and_unmerge_are_those_of_the_tomesd_package(height, width, stride
     )
 
     cut = make_merge_map(rank_tokens(metric, split_grid(height, width, stride, cells)), r)
-    # positions themselves are merged, so that equal outputs mean equal index sets
-    places = torch.eye(n_tokens).expand(2, -1, -1)
-    ours, theirs = merge(places, cut), their_merge(places)
-    assert ours.shape == theirs.shape
-    for image in range(2):
-        rows = [sorted(map(tuple, m[image].nonzero().tolist())) for m in (ours, theirs)]
-        groups = [
-            {frozenset(c for r_, c in pairs if r_ == row) for row in range(ours.shape[1])} for pairs in rows
-        ]
-        assert groups[0] == groups[1]
     x = torch.randn(2, n_tokens, 5, generator=torch.Generator().manual_seed(2))
+    assert merge(x, cut).shape == their_merge(x).shape
     torch.testing.assert_close(unmerge(merge(x, cut), cut), their_unmerge(their_merge(x)), rtol=0, atol=1e-6)
 
 
@@ -106,6 +86,8 @@ def test_every_token_is_accounted_for(height, width, stride, batch, channels, dt
     if zeros:
         x[:, :: max(1, tokens // 3)] = 0
     partition = split_grid(height, width, stride, sample_destinations(height, width, stride, (seed, 0, 1.0)))
+    cells = [(p // width // stride, p % width // stride) for p in partition.dst.tolist()]
+    assert sorted(cells) == list(itertools.product(range(height // stride), range(width // stride)))
     cut = make_merge_map(rank_tokens(x, partition), int(tokens * ratio), dtype)
     merged = merge(x, cut)
     left = tokens - min(int(tokens * ratio), partition.src.numel())
@@ -123,33 +105,27 @@ def test_every_token_is_accounted_for(height, width, stride, batch, channels, dt
     assert torch.equal(back[alone], x[alone])
 
 
-# Two images of six tokens; destinations 0 and 3.
-RANKING = Ranking(
-    order=torch.tensor([[3, 0, 2, 1], [1, 2, 0, 3]]),  # 5 1 4 2, and 2 4 1 5
-    match=torch.tensor([[0, 0, 1, 1], [1, 0, 0, 1]]),
-    src=torch.tensor([1, 2, 4, 5]),
-    dst=torch.tensor([0, 3]),
-)
-X = torch.arange(12.0).view(2, 6, 1)
-
-
 def test_merging_by_hand():
-    cut = make_merge_map(RANKING, 3)
+    """Two images of six tokens; destinations 0 and 3."""
+    ranking = Ranking(
+        order=torch.tensor([[3, 0, 2, 1], [1, 2, 0, 3]]),  # 5 1 4 2, and 2 4 1 5
+        match=torch.tensor([[0, 0, 1, 1], [1, 0, 0, 1]]),
+        src=torch.tensor([1, 2, 4, 5]),
+        dst=torch.tensor([0, 3]),
+    )
+    cut = make_merge_map(ranking, 3)
     # image 0: 5 and 4 join 3, 1 joins 0, 2 stays; image 1 (values 6..11): 2 and 4 join 0, 1 joins 3, 5 stays
-    assert merge(X, cut).flatten().tolist() == [2, 0.5, 4, 11, (6 + 8 + 10) / 3, (9 + 7) / 2]
+    merged = merge(torch.arange(12.0).view(2, 6, 1), cut)
+    assert merged.flatten().tolist() == [
+        2,
+        0.5,
+        4,
+        11,
+        (6 + 8 + 10) / 3,
+        (9 + 7) / 2,
+    ]
     back = unmerge(torch.tensor([[[20.0], [21.0], [22.0]], [[30.0], [31.0], [32.0]]]), cut)
     assert back.flatten().tolist() == [21, 21, 20, 22, 22, 22, 31, 32, 31, 32, 31, 30]
-
-
-@pytest.mark.parametrize(("r", "further"), [(3, 4), (0, 4)])
-def test_two_maps_are_merged_in_one_pass(r, further):
-    x, maps = X, [make_merge_map(RANKING, n) for n in (r, further)]
-    expected = [merge(x, each) for each in maps]
-    joined, *parts = join(*maps)
-    for part, each in zip(parts, expected, strict=True):
-        assert torch.equal(merge(x, part), each)
-    assert torch.equal(merge_rows(x, joined), torch.cat([part.flatten(0, 1) for part in expected]))
-    assert torch.equal(unmerge(expected[0], joined), unmerge(expected[0], maps[0]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

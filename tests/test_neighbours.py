@@ -1,13 +1,17 @@
-"""Features of the host that load, replace or rebuild processors around the patch, in any order."""
+"""Features of the host, and other packages, around the patch in any order."""
+
+from functools import partial
 
 import pytest
 import torch
-from callers import draw
+from callers import RUN, ddim, deepcache, draw
+from logs import silent, warned
 from pipelines import FEATURES
 from recipes import AGENTS_THEN_KEYS
+from tgate import TgateSDLoader
 from tiny import WIDTH, make_image_encoder, make_image_processor
 
-from agentsd import apply_agentsd, remove_agentsd
+from agentsd import Recipe, StepCache, apply_agentsd, remove_agentsd
 from agentsd.attention.processor import AgentAttnProcessor
 
 HALF = AGENTS_THEN_KEYS.with_settings(early_frac=0.5)
@@ -17,8 +21,7 @@ HALF = AGENTS_THEN_KEYS.with_settings(early_frac=0.5)
 def pipes(make_pipeline):
     """Two pipelines that an IP-Adapter can be loaded into."""
     parts = {"image_encoder": make_image_encoder(), "feature_extractor": make_image_processor()}
-    unsafe = {"safety_checker": None, "requires_safety_checker": False}
-    return [make_pipeline(**parts, **unsafe) for _ in range(2)]
+    return [make_pipeline(**parts) for _ in range(2)]
 
 
 def run(pipe):
@@ -64,3 +67,37 @@ def test_feature_and_patch_in_either_order(pipes, name):
         assert not any("agentsd" in key for key in vars(module))
     kept = getattr(twin.unet, "original_attn_processors", None) or {}
     assert not any(isinstance(p, AgentAttnProcessor) for p in kept.values())
+
+
+def test_deepcache_in_either_order(pipe, sample):
+    """No step is skipped beside it. Each is taken away in the order in which it came."""
+    pipe.scheduler = ddim()  # DeepCache looks timesteps up: they must not repeat
+    baseline, both = sample(pipe, **RUN), []
+    for recipe in (AGENTS_THEN_KEYS, Recipe(AGENTS_THEN_KEYS.attention, steps=StepCache(2))):
+        steps = [partial(deepcache, pipe), lambda recipe=recipe: apply_agentsd(pipe, recipe=recipe).remove]
+        for order in (steps, steps[::-1]):
+            undo = [step() for step in order]
+            with warned("see each call; nothing is skipped") if recipe.steps else silent():
+                both.append(draw(pipe, **RUN))
+            for back in undo:
+                back()
+            assert torch.equal(sample(pipe, **RUN), baseline)
+    deepcache(pipe)
+    assert all(torch.equal(image, both[0]) for image in both)
+    assert not torch.equal(sample(pipe, **RUN), both[0])
+
+
+def test_tgate_goes_round_processors_and_that_is_said(pipe):
+    pipe.scheduler = ddim()
+    gated = TgateSDLoader(pipe, gate_step=4, sp_interval=1, fi_interval=1, warm_up=2, num_inference_steps=6)
+
+    def run():
+        settings = {"gate_step": 4, "num_inference_steps": 6, "output_type": "latent"}
+        return gated.tgate("a cat", generator=torch.Generator().manual_seed(0), **settings).images
+
+    baseline = run()
+    apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
+    with warned("without its attention processor"):
+        assert torch.equal(run(), baseline)
+    remove_agentsd(pipe)
+    assert torch.equal(run(), baseline)

@@ -11,10 +11,11 @@ import numpy as np
 import peft
 import pytest
 import torch
-from callers import Guided, Host, ddim, equal, inputs, letters, outputs
+from callers import Guided, Host, equal, inputs, letters, outputs, sampled
 from logs import silent, warned
 from pipelines import LORA, ip_adapter_weights
-from tiny import BETAS, WIDTH, make_controlnet, make_small_unet, make_unet, may_skip, sdxl_unet, watch_phases
+from sampling import SAMPLERS
+from tiny import BETAS, WIDTH, make_small_unet, make_unet, may_skip, sdxl_unet, watch_phases
 
 from agentsd import Recipe, ResidualSharing, StepCache, apply_agentsd
 from agentsd.attention import Downsample
@@ -29,7 +30,6 @@ EACH_SECOND, AT_NINE = "Ff" * (STEPS // 2), "FfFfFfFfFFFfFfFf"
 
 
 def patched(unet, caller=None, recipe=CACHED):
-    """A U-Net, its caller, and its handle."""
     caller = caller or Guided(STEPS)
     return unet, caller, apply_agentsd(caller.pipe(unet), recipe=recipe)
 
@@ -37,24 +37,24 @@ def patched(unet, caller=None, recipe=CACHED):
 # ---- the latent
 
 
-SCHEDULERS = {
-    "DDIM": lambda: ddim(STEPS),
-    "DPM++ 2M": lambda: diffusers.DPMSolverMultistepScheduler(**BETAS, use_karras_sigmas=True),
-    "DPM++ 2M SDE": lambda: diffusers.DPMSolverMultistepScheduler(**BETAS, algorithm_type="sde-dpmsolver++"),
-    "not linear": lambda: diffusers.DDIMScheduler(**BETAS, clip_sample=True),
-    "large steps": lambda: diffusers.EulerDiscreteScheduler(**BETAS, use_karras_sigmas=True),
-}
+KARRAS = "DPM++ 2M, Karras"
 
 
 @pytest.mark.parametrize(
-    ("name", "images"),
-    [("DDIM", 1), ("DPM++ 2M", STEPS), ("DPM++ 2M SDE", 1), ("not linear", STEPS), ("large steps", STEPS)],
+    ("name", "more", "steps", "images"),
+    [
+        ("DDIM", {}, STEPS, 1),
+        (KARRAS, {}, STEPS, STEPS),
+        ("DPM++ 2M SDE", {}, STEPS, 1),
+        ("DDIM", {"clip_sample": True}, STEPS, STEPS),  # not linear
+        ("Euler, Karras", {}, 8, STEPS),  # large steps
+    ],
 )
-def test_latents_that_no_sampler_made_are_computed(name, images):
+def test_latents_that_no_sampler_made_are_computed(name, more, steps, images):
     """Edit-friendly inversion, score distillation: noise of its own in each call, on an image or several."""
-    scheduler, rng = SCHEDULERS[name](), torch.Generator().manual_seed(0)
-    scheduler.set_timesteps(8 if name == "large steps" else STEPS)
-    caller = Guided(len(scheduler.timesteps))
+    scheduler, rng = SAMPLERS[name].make(**more), torch.Generator().manual_seed(0)
+    scheduler.set_timesteps(steps)
+    caller = Guided(steps)
     caller.scheduler, caller.timesteps = scheduler, scheduler.timesteps
     caller.latents = [
         scheduler.add_noise(inputs(i % images)[0], torch.randn(2, 4, 16, 16, generator=rng), t[None])
@@ -76,17 +76,6 @@ def test_another_image_further_down_the_list_is_computed():
     assert torch.equal(outs[9], caller(make_unet(), 9))
 
 
-@torch.no_grad()
-def sampled(unet, scheduler, between):
-    """The last latent of guided sampling by hand, with something done to the latent after each step."""
-    noise, text = inputs(3)
-    x = noise[:1] * scheduler.init_noise_sigma
-    for i, t in enumerate(scheduler.timesteps):
-        one, other = unet(scheduler.scale_model_input(torch.cat([x] * 2), t), t, text).sample.chunk(2)
-        x = between(scheduler, i, scheduler.step(one + 3.0 * (other - one), t, x)[0])
-    return x
-
-
 def roll(scheduler, i, x):
     return x.roll((5, 3), (-2, -1))
 
@@ -105,10 +94,10 @@ def mask(scheduler, i, x):
 
 @pytest.mark.parametrize(
     ("change", "name"),
-    [(roll, "DDIM"), (nudge, "DDIM"), (nudge, "DPM++ 2M"), (mask, "DDIM"), (mask, "DPM++ 2M")],
+    [(roll, "DDIM"), (nudge, "DDIM"), (nudge, KARRAS), (mask, "DDIM"), (mask, KARRAS)],
 )
 def test_latents_that_are_nudged_or_masked_are_cached_but_not_rolled_ones(change, name):
-    (scheduler := SCHEDULERS[name]()).set_timesteps(STEPS)
+    (scheduler := SAMPLERS[name].make()).set_timesteps(STEPS)
     expected = sampled(make_unet(), copy.deepcopy(scheduler), change)
     handle = apply_agentsd(host := Host(make_unet(), scheduler), recipe=CACHED)
     with warned("a roll") if change is roll else silent():
@@ -269,27 +258,17 @@ def residuals(seed, size=1.0):
     }
 
 
-@pytest.mark.parametrize("left", [None, 0.4])
+@pytest.mark.parametrize("left", [None, 0.4, 0.0])
 def test_residuals_that_go_are_noticed(left):
-    """They are other tensors in each call, which is no change."""
+    """They are other tensors in each call, which is no change; `control_guidance_end` gives zeros."""
     unet, caller, handle = patched(make_unet())
-    for i in range(STEPS):
-        caller(unet, i, **(residuals(i) if i < 9 else residuals(i, left) if left else {}))
-    assert letters(handle) == AT_NINE
-
-
-def test_a_controlnet_that_ends_is_noticed(make_pipeline):
-    """`control_guidance_end` gives zeros."""
-    cls, net = diffusers.StableDiffusionControlNetPipeline, make_controlnet()
-    pipe = make_pipeline(cls=cls, controlnet=net, scheduler=ddim())
-    handle = apply_agentsd(pipe, recipe=CACHED)
-    run = {"num_inference_steps": STEPS, "output_type": "latent", "image": torch.rand(1, 3, 32, 32)}
-    with warned("the residuals of a ControlNet"):
-        pipe("a cat", control_guidance_end=9 / STEPS, **run)
-    assert letters(handle) == AT_NINE
     with silent():
-        pipe("a cat", **run)
-    assert letters(handle) == EACH_SECOND
+        for i in range(9):
+            caller(unet, i, **residuals(i))
+    with warned("_residual changed" if left is None else "the residuals of a ControlNet"):
+        for i in range(9, STEPS):
+            caller(unet, i, **({} if left is None else residuals(i, left)))
+    assert letters(handle) == AT_NINE
 
 
 def test_channels_beside_the_latents_are_noticed():

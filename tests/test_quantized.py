@@ -4,8 +4,6 @@ A stand-in runs by default. torchao and bitsandbytes, which both print when diff
 environment of their own: `.ci/run` has it.
 """
 
-import logging
-
 import diffusers
 import pytest
 import torch
@@ -32,22 +30,11 @@ IN_PACKAGES = [pytest.param(name, marks=pytest.mark.quantized) for name in PACKA
 
 @pytest.fixture(params=[*STAND_IN, *IN_PACKAGES])
 def quantize(request):
-    """Quantises a U-Net in place, and returns it."""
     return (STAND_IN | PACKAGES)[request.param]
-
-
-@pytest.fixture(autouse=True)
-def quiet_bitsandbytes():
-    """It says in each call that it casts to half precision."""
-    logger = logging.getLogger("bitsandbytes.autograd._functions")
-    logger.setLevel(logging.ERROR)
-    yield
-    logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture
 def host(quantize, make_pipeline):
-    """A pipeline with a quantised U-Net."""
     return make_pipeline(unet=quantize(wide_unet()))
 
 
@@ -96,7 +83,6 @@ def test_a_recipe(host, make_pipeline, name):
 
 
 def test_quantised_after_the_patch(quantize):
-    """As before it."""
     made = []
     for first in (True, False):
         unet = quantize(wide_unet()) if first else wide_unet()

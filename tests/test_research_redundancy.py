@@ -8,7 +8,7 @@ from agentsd_eval.images.prompts import from_prompts
 from agentsd_eval.research.redundancy import Probe, divergence, measure, queries_and_keys
 from agentsd_eval.research.settings import RedundancySettings
 from callers import ddim
-from tiny import fingerprint
+from tiny import snapshot
 
 
 def test_the_divergence_is_equation_5():
@@ -42,7 +42,7 @@ def test_queries_and_keys_are_the_layers_own(pipe):
 
 def test_a_row_for_each_level_and_no_trace(pipe):
     pipe.scheduler = ddim()
-    before = fingerprint(pipe.unet)
+    before = snapshot(pipe.unet)
     settings = RedundancySettings(model="demo", scheduler="model", steps=6)
     done = []
     rows = measure(pipe, from_prompts(["a cat", "a dog"], 2, 0), settings, lambda: done.append(1))
@@ -52,7 +52,7 @@ def test_a_row_for_each_level_and_no_trace(pipe):
         round(sum(row["scores"][4:]) / 2, 9) for row in rows
     ]
     assert len(done) == 2
-    assert fingerprint(pipe.unet) == before
+    assert snapshot(pipe.unet) == before
 
 
 def test_the_conditional_pass_is_looked_at(pipe):

@@ -5,21 +5,16 @@ import math
 import diffusers
 import pytest
 import torch
+from callers import ddim
 from logs import silent, warned
 from recipes import AGENTS_THEN_KEYS
+from sampling import SAMPLERS
 from tiny import BETAS, INPUT_IMAGE, call, watch_phases
 
 from agentsd import Agents, ByDistance, Phases, PooledAgents, Recipe, apply_agentsd
 from agentsd.run import TRAINING_TIMESTEPS, Run, early_threshold, list_of
 
-SCHEDULERS = [
-    (diffusers.PNDMScheduler, {"skip_prk_steps": True, "steps_offset": 1}),
-    (diffusers.PNDMScheduler, {}),
-    (diffusers.EulerDiscreteScheduler, {}),
-    (diffusers.DPMSolverMultistepScheduler, {"use_karras_sigmas": True}),
-    (diffusers.HeunDiscreteScheduler, {}),
-    (diffusers.LCMScheduler, {}),
-]
+EACH_SAMPLER = ["PLMS", "PNDM", "Euler", "DPM++ 2M, Karras", "Heun", "LCM"]
 
 
 def new_run():
@@ -40,14 +35,13 @@ def late(scheduler, run, start=0):
 
 
 def first_share(scheduler):
-    """The first 40 % of the distinct timesteps."""
     distinct = sorted(set(scheduler.timesteps.tolist()), reverse=True)
     return set(distinct[: round(0.4 * len(distinct))])
 
 
-@pytest.mark.parametrize(("kind", "options"), SCHEDULERS)
-def test_early_steps_are_the_first_share_of_the_distinct_timesteps(kind, options):
-    scheduler = kind(**BETAS, **options)
+@pytest.mark.parametrize("name", EACH_SAMPLER)
+def test_early_steps_are_the_first_share_of_the_distinct_timesteps(name):
+    scheduler = SAMPLERS[name].make()
     for steps in (4, 50):
         scheduler.set_timesteps(steps)
         early = [step.stage == 0 for step in walk(scheduler)]
@@ -73,9 +67,7 @@ def test_a_bare_unet_is_scheduled_by_its_training_timesteps():
 
 
 def test_runs_are_told_apart():
-    scheduler = diffusers.DDIMScheduler(**BETAS)
-    scheduler.set_timesteps(10)
-    run = new_run()
+    scheduler, run = ddim(10), new_run()
     assert not any(late(scheduler, run))
     assert not any(late(scheduler, run)[:2])  # the run breaks off here
     assert late(scheduler, run, start=5) == [True] + [False] * 4  # img2img that starts late
@@ -87,11 +79,10 @@ def test_runs_are_told_apart():
 COPIES = [float, torch.Tensor.clone, lambda t: t.float()[None], lambda t: torch.full((3,), float(t))]
 
 
-@pytest.mark.parametrize(("kind", "options"), SCHEDULERS)
-def test_an_element_leads_to_its_own_list_and_a_copy_to_the_schedulers(kind, options):
-    scheduler, other = kind(**BETAS, **options), diffusers.DDIMScheduler(**BETAS)
+@pytest.mark.parametrize("name", EACH_SAMPLER)
+def test_an_element_leads_to_its_own_list_and_a_copy_to_the_schedulers(name):
+    scheduler, other = SAMPLERS[name].make(), ddim(7)
     scheduler.set_timesteps(10)
-    other.set_timesteps(7)
     known = walk(scheduler)
     for named, read in [
         *((named, read) for named in (None, other) for read in (lambda t: t, lambda t: t.expand(4))),
@@ -104,13 +95,12 @@ def test_an_element_leads_to_its_own_list_and_a_copy_to_the_schedulers(kind, opt
 
 
 def test_a_timestep_that_is_on_no_list_is_told_once(pipe):
-    scheduler = pipe.scheduler = diffusers.DDIMScheduler(**BETAS)
-    scheduler.set_timesteps(10)
-    run = new_run()
+    scheduler, run = ddim(10), new_run()
     steps = [run.place(None, t, list_of(scheduler)) for t in (555, 455)]
     assert [(s.off_list, s.stage) for s in steps] == [(True, 0), (True, 1)]  # 600 is the last that is early
     assert not run.place(None, 500, list_of(scheduler)).off_list
     assert not any(new_run().place(None, t).off_list for t in (0, 3, 999))
+    pipe.scheduler = scheduler
     apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
     with warned("agentsd: timestep 555 is not one of the scheduler's"):
         call(pipe.unet, 555)
@@ -119,9 +109,7 @@ def test_a_timestep_that_is_on_no_list_is_told_once(pipe):
 
 
 def test_a_run_without_an_early_step_is_said_once(make_pipeline):
-    parts = make_pipeline().components
-    pipe = diffusers.StableDiffusionImg2ImgPipeline(**parts, requires_safety_checker=False)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = make_pipeline(cls=diffusers.StableDiffusionImg2ImgPipeline)
     apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS)
     more = {"image": INPUT_IMAGE, "num_inference_steps": 10, "output_type": "latent"}
     with warned("no early step") as said:
@@ -132,25 +120,23 @@ def test_a_run_without_an_early_step_is_said_once(make_pipeline):
 
 SHORT = Recipe(ByDistance((PooledAgents(4), None), (1000.0,)))
 """Agents in the first call alone, and in the first after a run is taken for a new one."""
-KINDS = [
-    (diffusers.HeunDiscreteScheduler, {}),
-    (diffusers.EulerAncestralDiscreteScheduler, {}),
-    (diffusers.DDIMInverseScheduler, {}),  # whose timesteps rise
-    (diffusers.KDPM2AncestralDiscreteScheduler, {"use_karras_sigmas": True}),  # of which some do
-]
 
 
 @pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")
-@pytest.mark.parametrize(("kind", "options"), KINDS)
-def test_phases_in_a_run_of_each_scheduler(pipe, sample, kind, options):
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("Heun", {}), ("Euler a", {}), ("DDIM inversion", {}), ("KDPM2 a", {"use_karras_sigmas": True})],
+)
+def test_phases_in_a_run_of_each_scheduler(pipe, sample, name, more):
     """A timestep that rises opens no new run; nor is a false word said of a missing early step.
 
-    The scheduler is swapped after the patch; the early calls are counted from what the layers do.
+    All of an inversion's rise, and some of KDPM2's. The scheduler is swapped after the patch; the early calls
+    are counted from what the layers do.
     """
     steps = []
     pipe.unet.register_forward_pre_hook(lambda module, args: steps.append(float(args[1])))
     phases = watch_phases(apply_agentsd(pipe, recipe=AGENTS_THEN_KEYS))
-    pipe.scheduler = kind(**BETAS, **options)
+    pipe.scheduler = SAMPLERS[name].make(**more)
     for _ in range(2):
         assert sample(pipe, num_inference_steps=10).isfinite().all()  # a warning is an error here
     for seen in phases.values():

@@ -1,5 +1,7 @@
 """Trainable attention: starts where it should, trains, is saved and loaded, and leaves no trace."""
 
+import copy
+
 import accelerate
 import pytest
 import torch
@@ -19,16 +21,6 @@ TRAINED = Recipe(AgentModule())
 FILE = "agentsd.safetensors"
 
 
-def everything(unet):
-    """All weights, copied."""
-    return {name: weight.clone() for name, weight in unet.state_dict().items()}
-
-
-def same(ours, theirs):
-    """Whether two states are equal bit for bit."""
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 def move(handle):
     """Let weights differ from the base model's, as training does."""
     rng = torch.Generator().manual_seed(7)
@@ -39,7 +31,6 @@ def move(handle):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A recipe with trained weights."""
     handle = apply_agentsd(make_unet(), recipe=TRAINED)
     move(handle)
     handle.save(tmp_path)
@@ -53,7 +44,7 @@ def test_applied_removed_trained_and_loaded(tmp_path, operator):
     And the user's random state is not touched.
     """
     unet = make_unet()
-    before, weights, baseline = snapshot(unet), everything(unet), call(unet)
+    before, weights, baseline = snapshot(unet), copy.deepcopy(unet.state_dict()), call(unet)
     outputs = []
     with untouched():
         for _ in range(2):
@@ -62,7 +53,7 @@ def test_applied_removed_trained_and_loaded(tmp_path, operator):
         assert torch.equal(*outputs)
         assert not torch.equal(outputs[0], baseline)
         assert snapshot(unet) == before
-        assert same(everything(unet), weights)
+        torch.testing.assert_close(unet.state_dict(), weights, rtol=0, atol=0)
         handle = apply_agentsd(unet, recipe=Recipe(operator))
         assert len(handle.parameters()) >= 4 * len(handle.layer_names)
         move(handle)
@@ -73,7 +64,7 @@ def test_applied_removed_trained_and_loaded(tmp_path, operator):
         with apply_agentsd(unet, recipe=tmp_path) as handle:
             assert handle.recipe == Recipe(operator)
             assert torch.equal(call(unet), trained)
-    assert same(everything(unet), weights)
+    torch.testing.assert_close(unet.state_dict(), weights, rtol=0, atol=0)
     assert torch.equal(call(unet), baseline)
 
 
@@ -138,7 +129,7 @@ def shorten(folder):
 )
 def test_weights_that_cannot_be_used_leave_the_patch_in_force(folder, change, message):
     unet = make_unet()
-    weights, handle = everything(unet), apply_agentsd(unet, recipe=AGENTS_THEN_KEYS)
+    weights, handle = copy.deepcopy(unet.state_dict()), apply_agentsd(unet, recipe=AGENTS_THEN_KEYS)
     patched = call(unet)
     change(folder)
     for path in (folder, folder / "agentsd.json"):
@@ -146,7 +137,7 @@ def test_weights_that_cannot_be_used_leave_the_patch_in_force(folder, change, me
             apply_agentsd(unet, recipe=path)
     assert handle_of(unet) is handle
     assert torch.equal(call(unet), patched)
-    assert same(everything(unet), weights)
+    torch.testing.assert_close(unet.state_dict(), weights, rtol=0, atol=0)
 
 
 STEPS = {
@@ -163,7 +154,7 @@ STEPS = {
     "order", ["apply load fuse remove unfuse unload", "load fuse apply unfuse remove unload"]
 )
 def test_a_lora_and_loaded_weights_leave_the_base_weights(pipe, folder, order):
-    base, baseline = everything(pipe.unet), call(pipe.unet)
+    base, baseline = copy.deepcopy(pipe.unet.state_dict()), call(pipe.unet)
     for step in order.split():
         STEPS[step](pipe, folder)
     torch.testing.assert_close(pipe.unet.state_dict(), base, rtol=0, atol=1e-6)

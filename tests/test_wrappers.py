@@ -1,17 +1,15 @@
-"""Processors of others, wrappers of a U-Net, and subclasses of its class.
+"""Processors of others, and wrappers of a U-Net.
 
 The rule is that of `test_foreign.py`; the oracle is the model inside.
 """
 
 from itertools import cycle
 
-import diffusers
 import peft
 import pytest
 import torch
 from callers import Caller, equal, letters, outputs
 from diffusers.models.attention_processor import AttnProcessor2_0
-from logs import logged
 from pipelines import LORA
 from recipes import EACH_KIND, STEP_CACHING
 from tiny import make_small_unet, make_unet, snapshot
@@ -93,23 +91,3 @@ def test_wrappers(wrapper, first):
     remove_agentsd(wrapped)
     assert handle_of(wrapped) is None
     assert before is None or snapshot(unet) == before
-
-
-class Own(diffusers.UNet2DConditionModel):
-    """A subclass with its own forward, which may call layers in its own way."""
-
-    def forward(self, x, t, text, **more):
-        return super().forward(x, t, text, **more)
-
-
-@pytest.mark.parametrize("name", ["agentsd", "residuals"])
-def test_layers_of_a_subclass_with_its_own_forward_are_not_skipped(name):
-    """Attention alone is patched as in the class that it extends."""
-    recipe, plain = EACH_KIND[name], make_unet()
-    (unet := make_unet()).__class__ = Own
-    apply_agentsd(unet, recipe=recipe)
-    if recipe.steps is None:
-        apply_agentsd(plain, recipe=recipe)
-    with logged() as messages:
-        assert equal(run(unet), run(plain))
-    assert any("nothing is skipped" in message for message in messages) == (recipe.steps is not None)

@@ -2,7 +2,6 @@
 
 import json
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +44,7 @@ def training_sigma(timestep):
 def may_skip(hook):
     """A hook that may miss calls, and see some twice."""
     marked = partial(hook)
-    marked.agentsd_may_skip = True  # type: ignore[attr-defined]
+    marked.agentsd_may_skip = True
     return marked
 
 
@@ -56,7 +55,7 @@ def kept(handle):
 
 def make_unet(**changes):
     """An SD 1.x U-Net of three levels, attention on two of them and in the middle, two heads a block."""
-    settings: dict[str, Any] = {
+    settings = {
         "sample_size": 16,
         "block_out_channels": (16, 32, 32),
         "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
@@ -72,7 +71,7 @@ def make_unet(**changes):
 
 def make_small_unet(**changes):
     """One of two levels and three self-attention layers, all on the finest, which compiles sooner."""
-    settings: dict[str, Any] = {
+    settings = {
         "block_out_channels": (8, 16),
         "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
         "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
@@ -83,7 +82,7 @@ def make_small_unet(**changes):
 
 def make_sdxl_unet(**changes):
     """An SDXL U-Net: no attention on the first level, several transformer blocks below it."""
-    settings: dict[str, Any] = {
+    settings = {
         "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
         "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
         "transformer_layers_per_block": (1, 2, 3),
@@ -134,14 +133,12 @@ def make_text_encoder(tokenizer, projection=False):
 
 
 def make_image_encoder():
-    """A CLIP image encoder of width 16."""
     torch.manual_seed(0)
     config = CLIPVisionConfig(image_size=32, patch_size=8, **TRANSFORMER)
     return CLIPVisionModelWithProjection(config).eval()
 
 
 def make_image_processor():
-    """Its image processor."""
     return CLIPImageProcessorPil(crop_size=32, size={"shortest_edge": 32})
 
 
@@ -167,8 +164,6 @@ def make_scheduler():
 PHASES = {
     "AgentsPlan": "agent",
     "PooledPlan": "agent",
-    "ModulePlan": "agent",
-    "MergePlan": "merge",
     "DownsamplePlan": "downsample",
     "NoneType": "baseline",
 }
@@ -176,7 +171,7 @@ PHASES = {
 
 def watch_phases(handle):
     """What each patched layer runs, a word for each call, filled as the model runs."""
-    seen: dict[str, list[str]] = {name: [] for name in handle.layer_names}
+    seen = {name: [] for name in handle.layer_names}
 
     def note(layer, *_):
         seen[layer.layer.name].append(PHASES[type(layer.group.plan).__name__])
@@ -206,29 +201,22 @@ def sdxl_parts(tokenizer):
 
 
 def snapshot(unet):
-    """Everything a patch could leave behind: processors, hooks, and attributes, of every module."""
+    """Everything a patch could leave behind: classes, processors, hooks, and attributes, of every module."""
     return {
         name: (
+            type(module),
             getattr(module, "processor", None),
-            {k: v for k, v in vars(module).items() if not isinstance(v, dict)}.keys(),
+            set(vars(module)),
             [dict(v) for k, v in vars(module).items() if k.endswith(("hooks", "hooks_with_kwargs"))],
         )
         for name, module in unet.named_modules()
     }
 
 
-def call(unet, t=999, size=(16, 16), batch=2, dtype=torch.float32):
+def call(unet, t=999, size=(16, 16), batch=2, dtype=torch.float32, device="cpu"):
     """One U-Net forward on seeded input: (batch, 4, *size)."""
     rng = torch.Generator().manual_seed(0)
-    latent = torch.randn(batch, 4, *size, generator=rng).to(dtype)
-    text = torch.randn(batch, 7, unet.config.cross_attention_dim, generator=rng).to(dtype)
+    latent = torch.randn(batch, 4, *size, generator=rng).to(device, dtype)
+    text = torch.randn(batch, 7, unet.config.cross_attention_dim, generator=rng).to(device, dtype)
     with torch.no_grad():
-        return unet(latent, torch.tensor(t), text).sample
-
-
-def fingerprint(unet):
-    """Everything a method may leave on a U-Net, module by module."""
-    return [
-        (name, type(module), sorted(vars(module)), len(module._forward_pre_hooks), len(module._forward_hooks))
-        for name, module in unet.named_modules()
-    ]
+        return unet(latent, torch.tensor(t, device=device), text).sample
