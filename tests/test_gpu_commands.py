@@ -49,7 +49,7 @@ def test_the_second_command(tmp_path):
     """A few steps from the shipped weights: a pipeline in parts of a tar, a log, grids and accuracies."""
     recipe = yaml.safe_load((ROOT / "configs/demo_model_gpu.yaml").read_text())
     recipe["device"] = "cpu"
-    recipe["diffusion"] |= {"batch": 2, "workers": 1, "steps": 3, "grid_every": 1000}
+    recipe["diffusion"] |= {"batch": 2, "workers": 1, "steps": 3, "grid_every": 1000, "bf16": False}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     out = tmp_path / "out"
     run("second", out, MINUTES=5, SECONDS_A_SIZE=500, WORK=tmp_path / "work", CONFIG=tmp_path / "recipe.yaml")
