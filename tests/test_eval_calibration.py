@@ -83,7 +83,7 @@ def test_fewer_steps_are_advised_where_they_win():
         ((), "give one goal"),
         ((*GOAL, "--max-distance", 0.1), "give one goal"),
         (("--speedup", 0.9), "speedup"),
-        ((*GOAL, "--prompt", "a cat", "--held-out", 1), "held_out=1 of 1 prompts: leave one"),
+        ((*GOAL, "--prompt", "a cat", "--held-out", 1), "--held-out = 1 of 1 prompts: leave one"),
     ],
 )
 def test_a_wrong_goal_is_one_message_before_the_model_is_loaded(arguments, message, monkeypatch, tmp_path):

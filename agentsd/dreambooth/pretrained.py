@@ -24,7 +24,11 @@ def load_pretrained(
     Raises:
         OSError, ValueError: of diffusers, where neither can be loaded.
     """
-    config = DiffusionPipeline.load_config(source, revision=revision)
+    try:
+        config = DiffusionPipeline.load_config(source, revision=revision)
+    except OSError as error:
+        told = "can't be reached, needs `hf auth login`, or is no diffusers model"
+        raise OSError(f"{source} {told}") from error
     unused: dict[str, Any] = {}
     if "safety_checker" in config:
         unused = {"safety_checker": None, "requires_safety_checker": False}
