@@ -7,12 +7,8 @@ from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any
 
-_KINDS: dict[str, tuple[type, str]] = {
-    "str": (str, "a string"),
-    "int": (Integral, "a whole number"),
-    "float": (Real, "a number"),
-    "bool": (bool, "True or False"),
-}
+_KINDS: dict[str, type] = {"str": str, "int": Integral, "float": Real, "bool": bool}
+_WORDS = {"str": "a string", "int": "a whole number", "float": "a number", "bool": "True or False"}
 
 
 def check(name: str, value: object, ok: bool, way_out: str) -> None:
@@ -34,8 +30,7 @@ def check_types(settings: Any) -> None:
         kind = kind.removesuffix(" | None")
         if kind not in _KINDS:
             continue
-        taken, words = _KINDS[kind]
-        if not isinstance(value, taken) or (type(value) is bool and kind != "bool"):
-            raise TypeError(f"{field.name}={value!r}: pass {words}")
+        if not isinstance(value, _KINDS[kind]) or (type(value) is bool and kind != "bool"):
+            raise TypeError(f"{field.name}={value!r}: pass {_WORDS[kind]}")
         if isinstance(value, Real) and kind == "float" and not math.isfinite(value):
             raise ValueError(f"{field.name}={value!r}: pass a finite number")

@@ -84,10 +84,8 @@ def make_program(
         if issubclass(kind, s.Settings):
             options.insert(0, click.Option(["--config"], metavar="NAME|FILE", help=about_config))
         callback = partial(_run, kind, module)
-        groups = (
-            GROUPS if issubclass(kind, s.Settings) else {"Arguments": "folder first second", "Options": ""}
-        )
-        program.add_command(SettingsCommand(command, kind, groups, options, callback=callback))
+        heads = GROUPS if issubclass(kind, s.Settings) else {"Folders": "folder first second", "Options": ""}
+        program.add_command(SettingsCommand(command, kind, heads, options, callback=callback))
     return program
 
 

@@ -78,7 +78,7 @@ for words in sys.argv[1:]:
             "check --methods baseline,baseline@9",
             "--methods = baseline,baseline@9: name one that isn't",
         ),
-        ("compare --config table10", "table10 is a preset of `table`: agentsd-eval table --config table10"),
+        ("compare --config table10", "table10 is a preset: agentsd-eval table --config table10"),
         ("check --calibrated gone.json", "--calibrated = gone.json: no such file; agentsd-eval calibrate"),
     ],
 )

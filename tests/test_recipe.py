@@ -34,8 +34,8 @@ def test_defaults_are_the_papers():
 @pytest.mark.parametrize(
     ("kind", "name", "value", "error", "way_out"),
     [
-        (Agents, "ratio", 0.95, ValueError, "pass 0 to 0.9375, as each cell of 4 x 4 tokens keeps one"),
-        (Merge, "ratio", 0.76, ValueError, "pass 0 to 0.75, as each cell of 2 x 2"),
+        (Agents, "ratio", 0.95, ValueError, "pass 0 to 0.9375, as each cell keeps a token"),
+        (Merge, "ratio", 0.76, ValueError, "pass 0 to 0.75, as"),
         (Agents, "ratio", math.nan, ValueError, "finite"),
         (Agents, "ratio", "0.4", TypeError, "pass a number"),
         (Agents, "ratio", True, TypeError, "pass a number"),

@@ -32,8 +32,7 @@ class RankedOperator(Operator):
         super().__post_init__()
         check_stride(self.stride, self.at_most)
         most = 1 - 1 / self.stride**2
-        way_out = f"pass 0 to {most:g}, as each cell of {self.stride} x {self.stride} tokens keeps one"
-        check("ratio", self.ratio, 0 <= self.ratio <= most, way_out)
+        check("ratio", self.ratio, 0 <= self.ratio <= most, f"pass 0 to {most:g}, as each cell keeps a token")
         check("ranking", self.ranking, self.ranking in ("level", "layer"), "choose 'level' or 'layer'")
         ok = self.destinations in ("random", "first")
         check("destinations", self.destinations, ok, "choose 'random' or 'first'")
