@@ -30,7 +30,6 @@ def command(settings: CalibrateSettings, console: Console) -> None:
     prompts = [spec.prompt for spec in specs_to_show(settings)]
     count = len(prompts) - settings.held_out
     try:
-        settings.out.parent.mkdir(parents=True, exist_ok=True)
         with parse_method("baseline", None, settings).applied(pipe):
             found = calibrate(
                 pipe,
