@@ -227,7 +227,7 @@ def apply_agentsd(
 
     Args:
         pipe: a diffusers pipeline with a `unet` (or a DiT or PixArt pipeline), or the model itself.
-        ratio: share of the tokens merged away before attention, in [0, 1).
+        ratio: share of the tokens merged away before attention, 0 to 0.75.
         k: weight of the `+ kV` residual, 0 to 1000.
         scale: exponent of the head width in the broadcast softmax, 0 or less.
         early_frac: share of the steps with agent attention, in [0, 1].
@@ -277,6 +277,9 @@ def apply_agentsd(
 
 def _recipe_of(recipe: Any, mode: str, changed: dict[str, Any]) -> tuple[Recipe, Path | None]:
     """Return the recipe to apply, and the folder of its trained weights; `changed` loses the mode."""
+    for name, value in (("ratio", changed.get("ratio")), ("recipe", recipe)):
+        if isinstance(value, str) and value in MODES and not Path(value).exists():
+            raise ValueError(f"{name}={value!r} is a mode: pass mode={value!r}")
     if recipe is None:
         if changed.pop("mode", mode) not in MODES:
             raise ValueError(f"mode={mode!r}: choose {' or '.join(map(repr, MODES))}")
@@ -290,10 +293,10 @@ def _recipe_of(recipe: Any, mode: str, changed: dict[str, Any]) -> tuple[Recipe,
             )
         return recipe, None
     if changed:
-        raise ValueError(f"{changed} beside recipe={recipe!r}, which holds all settings: pass it alone")
+        told = ", ".join(f"{name}={value!r}" for name, value in changed.items())
+        raise ValueError(f"{told} beside recipe=, which holds all settings: pass the recipe alone")
     if not isinstance(recipe, Recipe | str | Path):
-        kind = type(recipe).__name__
-        raise TypeError(f"recipe={recipe!r} is a {kind}: pass a Recipe, or its file or folder")
+        raise TypeError(f"recipe={recipe!r}: pass a Recipe, or its file or folder")
     if isinstance(recipe, Recipe):
         return recipe, None
     return _load(Path(recipe))

@@ -7,7 +7,8 @@ from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any
 
-_KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (Integral,), "float": (Real,), "bool": (bool,)}
+_KINDS: dict[str, type] = {"str": str, "int": Integral, "float": Real, "bool": bool}
+_WORDS = {"str": "a string", "int": "a whole number", "float": "a number", "bool": "True or False"}
 
 
 def check(name: str, value: object, ok: bool, way_out: str) -> None:
@@ -30,14 +31,6 @@ def check_types(settings: Any) -> None:
         if kind not in _KINDS:
             continue
         if not isinstance(value, _KINDS[kind]) or (type(value) is bool and kind != "bool"):
-            raise TypeError(f"{field.name}={value!r} is a {type(value).__name__}: pass a {kind}")
+            raise TypeError(f"{field.name}={value!r}: pass {_WORDS[kind]}")
         if isinstance(value, Real) and kind == "float" and not math.isfinite(value):
             raise ValueError(f"{field.name}={value!r}: pass a finite number")
-
-
-def check_share(name: str, value: float, *, below_one: bool = False) -> None:
-    """Raise ValueError unless the value is in [0, 1], or in [0, 1)."""
-    if below_one:
-        check(name, value, 0 <= value < 1, "pass a share in [0, 1), for instance 0.4")
-    else:
-        check(name, value, 0 <= value <= 1, "pass a share in [0, 1], like 0.4")

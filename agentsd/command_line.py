@@ -58,7 +58,7 @@ class SettingsCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Keep the words as they were typed, for a run's file."""
         ctx.meta["words"] = list(args)
-        with usage_in_a_line():
+        with usage_in_a_line(ctx):
             return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -78,15 +78,16 @@ class SettingsCommand(click.Command):
 
 
 @contextmanager
-def usage_in_a_line() -> Iterator[None]:
-    """Let an unknown option or command be told in a line, and not under the usage."""
+def usage_in_a_line(ctx: click.Context) -> Iterator[None]:
+    """Tell an unknown option or command in a line, and not under the usage."""
     try:
         yield
     except click.exceptions.NoArgsIsHelpError:  # whose message is the help
         raise
     except click.UsageError as error:
-        error.message, error.ctx = shortened(error.message), None  # type: ignore[misc]
-        raise
+        told = shortened(error.format_message()).rstrip(".")
+        click.echo(f"error: {told[0].lower()}{told[1:]} (see {ctx.command_path} --help)", err=True)
+        raise SystemExit(error.exit_code) from None
 
 
 def parameters_of(
@@ -156,7 +157,7 @@ def help_of(kind: type[BaseModel], key: str) -> str:
 def written(value: Any) -> str:
     """Return a default as it is shown."""
     if isinstance(value, tuple):
-        return ",".join(map(str, value))
+        return ", ".join(map(str, value))
     if isinstance(value, bool):
         return "yes" if value else "no"
     return str(value) if isinstance(value, str | int | float | Path) else ""
@@ -202,7 +203,7 @@ def explain(
             way = f"did you mean {near[0]!r}?" if near else "--help lists the options, which are the keys"
             lines.append(f"{where}unknown key {key!r}; {way}")
         elif key and not isinstance(value, dict):  # whose own lines name what is wrong
-            shown = value if option and isinstance(value, str) else repr(value)
+            shown = str(value) if option and isinstance(value, str | Path) else repr(value)
             shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
             lines.append(f"{where}{key} = {shown}: {told(problem)}")
         else:

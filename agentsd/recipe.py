@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from .attention import Agents, Downsample, Merge, Operator, PooledAgents
 from .attention.by_distance import ByDistance
 from .attention.operator import check_operator
-from .checks import check, check_share, check_types
+from .checks import check, check_types
 from .modules import AgentModule, AttnZero, FocusedLinear
 from .plan import ResidualSharing, StepCache
 
@@ -31,7 +31,8 @@ class Phases:
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_share("early_frac", self.early_frac)
+        ok = 0 <= self.early_frac <= 1
+        check("early_frac", self.early_frac, ok, "pass a share in [0, 1], like 0.4")
         for name, operator in (("early", self.early), ("late", self.late)):
             check_operator(name, operator)
         same = f"early and late are both {self.early!r}: pass that alone, without Phases"
@@ -185,9 +186,7 @@ class Recipe:
         for name, kind in _PARTS.items():
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
-                raise TypeError(
-                    f"{name}={value!r} is a {type(value).__name__}: pass {kind.__name__}() or None"
-                )
+                raise TypeError(f"{name}={value!r}: pass {kind.__name__}() or None")
         if self.attention is None:
             check("levels", self.levels, self.levels is None, "attention=None patches no level: leave it out")
             way_out = "it is of attention's operators: name some, or leave it out"
@@ -195,8 +194,7 @@ class Recipe:
             ok = self.steps is not None
             check("attention", None, ok, "the recipe would do nothing: name what it is to do")
         elif not isinstance(self.attention, Schedule):
-            kind = type(self.attention).__name__
-            raise TypeError(f"attention={self.attention!r} is a {kind}: pass Phases, ByDistance or Agents()")
+            raise TypeError(f"attention={self.attention!r}: pass Phases, ByDistance or Agents()")
         trained = {operator for operator in self.operators if operator.needs_module}
         check("attention", trained, len(trained) <= 1, "a layer has one trained module: name one")
 

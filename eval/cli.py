@@ -29,7 +29,6 @@ COMMANDS: dict[str, tuple[type[s.CommandSettings], str]] = {
 }
 """Each one's settings, and the module whose `command(settings, console)` does its work."""
 GROUPS = {
-    "Arguments": "folder first second",
     "Model": "model dtype device offload arch backend compile",
     "Sampling": "prompt prompts classes scheduler steps guidance_scale height width sizes "
     "seed images batch_size batches",
@@ -49,12 +48,12 @@ class Program(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read the program's own options."""
-        with usage_in_a_line():
+        with usage_in_a_line(ctx):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Read a command's options, and run it."""
-        with usage_in_a_line():
+        with usage_in_a_line(ctx):
             return super().invoke(ctx)
 
 
@@ -85,7 +84,8 @@ def make_program(
         if issubclass(kind, s.Settings):
             options.insert(0, click.Option(["--config"], metavar="NAME|FILE", help=about_config))
         callback = partial(_run, kind, module)
-        program.add_command(SettingsCommand(command, kind, GROUPS, options, callback=callback))
+        heads = GROUPS if issubclass(kind, s.Settings) else {"Folders": "folder first second", "Options": ""}
+        program.add_command(SettingsCommand(command, kind, heads, options, callback=callback))
     return program
 
 
@@ -175,8 +175,8 @@ def _list_configs(ctx: click.Context, option: click.Parameter, asked: bool) -> N
 main = make_program(
     "agentsd-eval",
     COMMANDS,
-    "Quality and cost of agent attention (AgentSD) beside the baseline, ToMeSD and DeepCache. Without --out, "
-    f"commands write to {s.RESULTS}/ in the working folder.",
+    "Quality and cost of the modes agentsd (agent attention) and fast (step caching) beside the baseline, "
+    f"ToMeSD, ToDo and DeepCache. Without --out, commands write to {s.RESULTS}/ in the working folder.",
 )
 
 if __name__ == "__main__":

@@ -29,12 +29,21 @@ def read_lines(path: Path) -> list[str]:
     return lines
 
 
+def image_files(folder: Path) -> list[Path]:
+    """Return the images in a folder and below, sorted. Raises EvalError if there are fewer than 3."""
+    suffixes = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
+    if len(files) < 3:
+        count = f"{len(files)} image{'s' * (len(files) != 1)}"
+        raise EvalError(f"{folder} holds {count} (PNG, JPEG, WebP, BMP); a distance needs 3 or more")
+    return files
+
+
 def check_writable(path: Path, place: str = "--out") -> None:
-    """Make the folder of `path`; raise EvalError now if a file can't be written there. `place` chooses it."""
+    """Raise EvalError now if a file can't be written there, or its folder made. `place` chooses it."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         # A name of its own, as several processes may look at once.
-        with tempfile.TemporaryFile(dir=path.parent):
+        with tempfile.TemporaryFile(dir=next(folder for folder in path.parents if folder.exists())):
             pass
     except OSError as error:
         raise explain_os_error(error, path, place) from error

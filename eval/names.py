@@ -73,8 +73,9 @@ def read(text: str, own: Collection[str] = ()) -> Name:
         names = [*(name for name in METHODS if name not in BOUNDS), *MODES, *own]
         near = difflib.get_close_matches(unknown[0], names, 1)
         meant = f"did you mean {near[0]}? " if near else ""
+        within = f" in {text!r}" if text != unknown[0] else ""
         raise ValueError(
-            f"unknown method {unknown[0]!r} in {text!r}; {meant}use {', '.join(names)}, "
+            f"unknown method {unknown[0]!r}{within}; {meant}use {', '.join(names)}, "
             "a composition such as agentsd+deepcache, or fewer steps such as baseline@20"
         )
     beside = sum((numbered(part) or ("",))[0] == "deepcache" for part in parts)

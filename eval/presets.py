@@ -39,6 +39,9 @@ def load_settings(
         values = _read_config(path) if path else {}
         return kind.model_validate({**values, **given})
     except ValidationError as error:
+        of = presets().get(path.stem, {}).get("commands") if path and path.parent == PRESETS else None
+        if of and any(problem["type"] == "extra_forbidden" for problem in error.errors()):
+            raise EvalError(f"{config} is a preset: agentsd-eval {of[0]} --config {config}") from None
         raise EvalError("\n".join(explain(kind, error, set(given), path))) from None
     except OSError as error:  # of a name that is too long, or of a folder that may not be read
         raise EvalError(

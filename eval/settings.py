@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -26,6 +27,9 @@ from pydantic import (
     model_validator,
 )
 
+from agentsd.dreambooth.config import check_folder, check_model, check_pipeline
+
+from .files import image_files, read_lines
 from .names import Sampler, is_method, read
 
 if TYPE_CHECKING:
@@ -46,11 +50,13 @@ OneRatio = Annotated[Ratio, Field(description="Share of the tokens that is merge
 
 def _found(name: str) -> str:
     """Check the name of a model: the toy model's, a folder, a .safetensors file, or a hub id."""
-    if is_single_file(name):
-        if not Path(name).is_file():
-            raise ValueError("there is no such file")
-    elif name != "demo" and not Path(name).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-        raise ValueError("there is no such folder, and it is no hub id (OWNER/NAME); 'demo' is the toy model")
+    if not is_single_file(name):
+        return check_model(name)
+    if not Path(name).is_file():
+        raise ValueError("there is no such file")
+    with Path(name).open("rb") as file:
+        if file.read(9)[8:] != b"{":  # of the header, after its length
+            raise ValueError("it is no .safetensors file; download it anew")
     return name
 
 
@@ -74,8 +80,8 @@ DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg
 
 def _there(name: str) -> str:
     """Check a device's name, as far as it can be without torch."""
-    if not re.fullmatch(r"[a-z]+(:\d+)?", name):
-        raise ValueError("name a device as torch does, such as cpu, cuda or cuda:1")
+    if not re.fullmatch(r"(cpu|cuda|hpu|mlu|mps|npu|xpu)(:\d\d?)?", name):
+        raise ValueError("pass cpu, cuda, cuda:1 or mps")
     if name.startswith("cuda") and _has_no_card():
         raise ValueError("this machine has no CUDA device; use cpu")
     return name
@@ -91,7 +97,17 @@ def _for_a_card(kind: str) -> str:
     return kind
 
 
+def _to_write(ending: str, path: Path) -> Path:
+    """Check the name of a file to write."""
+    if path.suffix != ending:
+        raise ValueError(f"{'it is a folder; ' * path.is_dir()}name a file that ends in {ending}")
+    return check_folder(path.parent) / path.name
+
+
 Model = Annotated[str, AfterValidator(_found)]
+OutFolder = Annotated[Path, AfterValidator(check_folder)]
+Lines = Annotated[FilePath, AfterValidator(lambda path: read_lines(path) and path)]
+Images = Annotated[DirectoryPath, AfterValidator(lambda folder: image_files(folder) and folder)]
 Device = Annotated[str, AfterValidator(_there)]
 Methods = Annotated[
     tuple[str, ...],
@@ -113,7 +129,7 @@ PlainSamplers = Annotated[
 Steps = Annotated[int, Field(ge=1, le=1000, description="Denoising steps.")]
 Guidance = Annotated[
     float,
-    Field(ge=0, description="Guidance; else 4 for the toy model, 7.5 for others. 1 or less turns it off."),
+    Field(ge=0, description="Guidance [4 for the toy model, 7.5 for others]. 1 or less turns it off."),
 ]
 SchedulerName = Annotated[Scheduler, Field(description=f"Sampler: {', '.join(Scheduler.__args__)}.")]
 ReferenceSteps = Annotated[
@@ -154,12 +170,12 @@ class Settings(CommandSettings):
     The defaults are those of all figures that are shown; presets of the paper's tables say theirs.
     """
 
-    model: Model = "demo"
+    model: Annotated[Model, AfterValidator(check_pipeline)] = "demo"
     """demo (a toy), folder, .safetensors or hub id."""
     dtype: DType = "float32"
     """float32, float16 or bfloat16."""
     device: Device | None = None
-    """cpu, cuda, cuda:1; else the first GPU, or the CPU."""
+    """cpu, cuda, cuda:1 [the first GPU, or the CPU]."""
     backend: Backend = "sdpa"
     """How attention is computed, a method's own, too."""
     scheduler: SchedulerName = "dpm++karras"
@@ -221,9 +237,9 @@ class SamplingSettings(Settings):
     """What the commands share that make images."""
 
     height: int | None = Field(None, ge=8, multiple_of=8)
-    """Pixels, a multiple of 8; else the model's own."""
+    """Pixels, a multiple of 8 [the model's own]."""
     width: int | None = Field(None, ge=8, multiple_of=8)
-    """Pixels, a multiple of 8; else the model's own."""
+    """Pixels, a multiple of 8 [the model's own]."""
     seed: int = Field(0, ge=0, lt=SEEDS)
     """Image i starts from the noise of seed + i. So it is whatever the method, batch size or process."""
 
@@ -249,7 +265,7 @@ class CompareSettings(ShowSettings):
     """How many prompts, where none is given."""
     differences: bool = False
     """Draw below each row where it differs from the baseline."""
-    out: Path = RESULTS / "compare.png"
+    out: Annotated[Path, AfterValidator(partial(_to_write, ".png"))] = RESULTS / "compare.png"
     """The PNG to write."""
 
 
@@ -261,9 +277,15 @@ class CostSettings(Settings):
     methods: Methods = ("baseline", "tomesd", "agentsd", "fast")
     ratio: OneRatio = 0.4
     sizes: tuple[Annotated[int, Field(ge=64, multiple_of=8)], ...] = ()
-    """Pixels on a side, multiples of 8; else the model's own."""
+    """Pixels on a side, multiples of 8 [the model's own]."""
     repeats: int = Field(5, ge=1)
     """Timed rounds; the median counts."""
+
+    @model_validator(mode="after")
+    def _one_model(self) -> CostSettings:
+        if self.arch and "model" in self.model_fields_set:
+            raise ValueError("--arch and --model exclude each other: give one")
+        return self
 
 
 class LatencySettings(CostSettings):
@@ -280,7 +302,7 @@ class LatencySettings(CostSettings):
     """Compile the U-Net under every method, baseline too."""
     count: bool = True
     """Count MACs, in the warm-up round."""
-    out: Path = RESULTS / "latency"
+    out: OutFolder = RESULTS / "latency"
     """Folder for latency.jsonl, .csv and .md."""
 
 
@@ -300,7 +322,7 @@ class CalibrateSettings(ShowSettings):
     such as 0.05."""
     cost: Literal["macs", "seconds"] = "macs"
     """What is to become cheaper. Seconds need a machine that does nothing else."""
-    out: Path = RESULTS / "calibrated.json"
+    out: Annotated[Path, AfterValidator(partial(_to_write, ".json"))] = RESULTS / "calibrated.json"
     """The recipe's file (JSON) to write. What was measured is kept beside it (.jsonl), and the same command
     goes on."""
 
@@ -311,21 +333,21 @@ class CalibrateSettings(ShowSettings):
                 "give one goal: --speedup, for instance 1.8, or --max-distance, for instance 0.05"
             )
         if self.held_out >= (count := len(self.prompt) or self.images):
-            raise ValueError(f"held_out={self.held_out} of {count} prompts: leave one to calibrate on")
+            raise ValueError(f"--held-out = {self.held_out} of {count} prompts: leave one to calibrate on")
         return self
 
 
 class FidSettings(CommandSettings):
     """Print the FID and KID between two folders of images."""
 
-    first: DirectoryPath
+    first: Images
     """A folder of images."""
-    second: DirectoryPath
+    second: Images
     """Another, such as one of real images."""
     features: FeatureName = "inception"
     """Network; inception is that of real FID."""
     device: Device | None = None
-    """cpu, cuda, cuda:1; else the first GPU, or the CPU."""
+    """cpu, cuda, cuda:1 [the first GPU, or the CPU]."""
 
 
 class ReportSettings(CommandSettings):
@@ -344,7 +366,7 @@ class FolderSettings(SamplingSettings):
     batch_size: int = Field(8, ge=1)
     """Images made at once. Fewer where there would be less than three batches; a run may go on with another
     number."""
-    out: Path = RESULTS / "table"
+    out: OutFolder = RESULTS / "table"
     """The run's folder. The same folder resumes it."""
 
 
@@ -358,18 +380,18 @@ class RunSettings(FolderSettings):
     fewer_steps: FewerSteps = (0.8, 0.68, 0.56, 0.48, 0.4)
     samplers: PlainSamplers = ("unipckarras",)
     ratios: tuple[Ratio, ...] = Field((0.4,), min_length=1)
-    """Shares of the tokens that are merged, for every method."""
+    """Shares of the tokens to merge, for every method."""
     images: int = Field(64, ge=2)
     """Images for each row."""
     limit: int | None = Field(None, ge=2)
     """A trial on so many images a row, in OUT-limit-N. It takes as many real images."""
-    prompts: FilePath | None = None
+    prompts: Lines | None = None
     """A text file, a prompt a line. Without one, the toy model's captions are taken, or prompts that ship for
     other models."""
-    classes: FilePath | None = None
+    classes: Lines | None = None
     """A text file, a class name a line. Two images of each are asked for by the paper's prompt."""
-    reference: DirectoryPath | None = None
-    """A folder of real images; else the toy model's own."""
+    reference: Images | None = None
+    """A folder of real images [the toy model's own]."""
     references: int = Field(4096, ge=8)
     """Fresh scenes, the toy model's real images."""
     reference_steps: ReferenceSteps = 100
@@ -386,10 +408,16 @@ class RunSettings(FolderSettings):
         out, mark = Path(values.get("out") or cls.model_fields["out"].default), f"-limit-{values['limit']}"
         return values if out.name.endswith(mark) else {**values, "out": out.with_name(out.name + mark)}
 
+    @model_validator(mode="after")
+    def _one_list(self) -> RunSettings:
+        if self.classes and self.prompts:
+            raise ValueError("--prompts and --classes exclude each other: give one")
+        return self
+
 
 class CheckSettings(RunSettings):
-    """Check the recipes on your own model: baseline, fewer steps and each recipe; a page, and results to
-    send."""
+    """Check the recipes on your own model, beside the baseline in fewer steps; write a page, and results that
+    you can send in."""
 
     hidden: ClassVar[tuple[str, ...]] = ("named", "ratios", "fewer_steps", "references")
     references: int = 0
@@ -397,13 +425,15 @@ class CheckSettings(RunSettings):
     """Recipes' files that `calibrate` wrote."""
     images: int = Field(32, ge=2)
     batch_size: int = Field(4, ge=1)
-    out: Path = RESULTS / "check"
+    out: OutFolder = RESULTS / "check"
 
     @model_validator(mode="before")
     @classmethod
     def _calibrated_are_rows(cls, values: Any) -> Any:
         if not isinstance(values, dict) or not (paths := [Path(p) for p in values.get("calibrated") or ()]):
             return values
+        if gone := [path for path in paths if not path.exists()]:
+            raise ValueError(f"--calibrated = {gone[0]}: no such file; agentsd-eval calibrate writes one")
         if len(named := {path.stem: path for path in paths}) < len(paths):
             told = ", ".join(map(str, paths))
             raise ValueError(f"--calibrated = {told}: files are called alike: rename one")
@@ -413,3 +443,9 @@ class CheckSettings(RunSettings):
             "methods": list(dict.fromkeys(methods)),
             "named": {**values.get("named", {}), **named},
         }
+
+    @model_validator(mode="after")
+    def _something_to_check(self) -> CheckSettings:
+        if not any(read(text, self.named).parts for text in self.methods):
+            raise ValueError(f"--methods = {','.join(self.methods) or 'none'}: name one that isn't baseline")
+        return self

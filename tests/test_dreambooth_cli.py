@@ -22,7 +22,7 @@ BAD = [
     (["--instance_data_dir", "BROKEN"], "broken.png cannot be read"),
     (["--instance_data_dir", "EMPTY"], "EMPTY has no image (.bmp, .jpeg, .jpg, .png, .webp); 3 to 6 views"),
     (["--resolution", "33"], "--resolution = 33: pass a multiple of 8"),
-    (["--scale", "0.54"], "scale=0.54"),
+    (["--scale", "0.54"], "--scale = 0.54: pass 0.0 or less"),
     (["--lr_scheduler", "cosin"], "--lr_scheduler = cosin: did you mean cosine? choose linear"),
     (["--mixed_precision", "fp16"], "mixed_precision='fp16' needs a CUDA device: pass 'bf16' or 'no'"),
     (["--use_8bit_adam"], "use_8bit_adam needs a CUDA device, this is cpu: pass --no_use_8bit_adam"),
@@ -39,13 +39,19 @@ BAD = [
     (["--report_to", "wandb"], "wandb is not installed; install it, or pass --report_to none"),
     (["--report_to", "paper"], "report_to='paper' is none of aim, comet_ml"),
     (["--enable_xformers_memory_efficient_attention"], "xformers is not installed; leave it out"),
-    (["--pretrained_model_name_or_path", "EMPTY"], "EMPTY has no model_index.json: give the folder of"),
+    (["--pretrained_model_name_or_path", "EMPTY"], "EMPTY: it has no model_index.json; give the folder of"),
     (
-        ["--pretrained_model_name_or_path", "demoo"],
-        "is no folder, and no name on the hub, which is OWNER/NAME",
+        ["--pretrained_model_name_or_path", "/no/such"],
+        "/no/such: there is no such folder, and it is no hub id (OWNER/NAME); 'demo' is the toy model",
     ),
+    (
+        ["--pretrained_model_name_or_path", "demoo", "--dry_run"],
+        "= demoo: there is no such folder, and",
+    ),
+    (["--ratio", "1"], "--ratio = 1: pass 0.9375 or less"),
+    (["--local_rank", "0"], "--local_rank is not accepted: use accelerate launch (see "),
     (["--output_dir", "BROKEN"], "holds broken.png, which the run might overwrite: choose another folder"),
-    (["--output_dir", "BROKEN/broken.png"], "File exists"),
+    (["--output_dir", "BROKEN/broken.png"], "broken.png is a file; name a folder"),
 ]
 
 
@@ -57,7 +63,7 @@ def test_bad_input_is_told_before_anything_is_done(options, message, photographs
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "BROKEN" / "broken.png").write_bytes(b"no image")
     (tmp_path / "LINK").symlink_to(photographs)
-    before = {*tmp_path.rglob("*"), tmp_path / "out"}
+    before = {*tmp_path.rglob("*")}
     options = [str(tmp_path / o) if (tmp_path / o).exists() else o for o in options]
     base = ["--pretrained_model_name_or_path", "no/model", "--instance_prompt", "a sks cat"]
     base += ["--instance_data_dir", str(photographs), "--output_dir", str(tmp_path / "out")]
@@ -66,7 +72,7 @@ def test_bad_input_is_told_before_anything_is_done(options, message, photographs
     assert told.startswith("error: ")
     assert "\n" not in told
     assert len(told) < 1000
-    assert {*tmp_path.rglob("*")} <= before
+    assert {*tmp_path.rglob("*")} == before
 
 
 def test_ctrl_c_says_what_is_kept(photographs, tmp_path, monkeypatch):
@@ -171,7 +177,7 @@ def test_what_is_missing_is_told_as_options():
         (b"#" * 1_000_001, "FILE is larger than 1,000,000 bytes"),
         (b"ratio: x\n", "FILE: ratio = 'x': pass a number"),
         (b"max_steps: 3\n", "FILE: unknown key 'max_steps'; did you mean 'max_train_steps'?"),
-        (None, "error: FILE: No such file or directory\n"),
+        (None, "error: FILE: No such file or directory; name another\n"),
     ],
 )
 def test_a_bad_file_of_settings_is_told_in_a_line(content, message, tmp_path):

@@ -4,6 +4,7 @@ import json
 from collections import namedtuple
 from itertools import accumulate
 
+import diffusers
 import pytest
 import torch
 from agentsd_eval.cost.architectures import SD15, autoencoder
@@ -29,6 +30,7 @@ def sd15(tmp_path_factory):
     width = {"hidden_size": 768, "intermediate_size": 3072}
     depth = {"num_hidden_layers": 12, "num_attention_heads": 12}
     CLIPTextConfig(vocab_size=49408, **width, **depth).save_pretrained(folder / "text_encoder")
+    (folder / "model_index.json").write_text("{}")
     return str(folder)
 
 
@@ -116,8 +118,14 @@ def test_a_dry_run_says_whether_the_card_does(sd15, monkeypatch, size, told):
     assert told in printed
 
 
-def test_a_dry_run_of_something_else_is_refused(tmp_path):
+def test_a_dry_run_of_something_else_is_refused(monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise OSError("We couldn't connect to the hub")
+
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "load_config", unreachable)
     words = "--dry_run --instance_data_dir nowhere --instance_prompt a --pretrained_model_name_or_path"
-    told = run_command([*words.split(), str(tmp_path)], 2)
-    assert "no file named config.json" in told
+    told = run_command([*words.split(), "some/model"], 2)
+    assert told.startswith(
+        "error: some/model can't be reached, needs `hf auth login`, or is no diffusers model"
+    )
     assert told.count("\n") == 1

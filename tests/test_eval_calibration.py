@@ -83,7 +83,7 @@ def test_fewer_steps_are_advised_where_they_win():
         ((), "give one goal"),
         ((*GOAL, "--max-distance", 0.1), "give one goal"),
         (("--speedup", 0.9), "speedup"),
-        ((*GOAL, "--prompt", "a cat", "--held-out", 1), "held_out=1 of 1 prompts: leave one"),
+        ((*GOAL, "--prompt", "a cat", "--held-out", 1), "--held-out = 1 of 1 prompts: leave one"),
     ],
 )
 def test_a_wrong_goal_is_one_message_before_the_model_is_loaded(arguments, message, monkeypatch, tmp_path):
@@ -93,6 +93,8 @@ def test_a_wrong_goal_is_one_message_before_the_model_is_loaded(arguments, messa
 
 
 def test_what_cannot_be_calibrated_is_one_message(model_folder, tmp_path):
-    printed = invoke("--model", model_folder, *GOAL, "--steps", 5, "--out", tmp_path / "mine.json", code=2)
+    printed = invoke(
+        "--model", model_folder, *GOAL, "--steps", 5, "--out", tmp_path / "new" / "mine.json", code=2
+    )
     assert "a run of 5 steps has none to spare" in printed
     assert not list(tmp_path.iterdir())

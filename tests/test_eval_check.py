@@ -98,7 +98,11 @@ def test_the_rows_are_those_of_the_readmes_table():
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "mine.json isn't there; make it first"), ("[", "mine.json is no recipe")]
+    ("content", "message"),
+    [
+        (None, "mine.json: no such file; agentsd-eval calibrate writes one"),
+        ("[", "mine.json is no recipe"),
+    ],
 )
 def test_a_wrong_file_is_one_message_before_any_image(content, message, model_folder, tmp_path):
     path = tmp_path / "mine.json"

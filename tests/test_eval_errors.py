@@ -26,6 +26,9 @@ REFUSED = (
     "check --scheduler unipck",
     "table --config nope",
     "table --reference /nowhere",
+    "table --reference empty",
+    "compare --out /dev/null/x.png",
+    "table --device gpu",
     "table --clip /nowhere",
     "compare --steps 0",
     "check --device toaster!",
@@ -33,7 +36,7 @@ REFUSED = (
 )
 
 
-def test_wrong_words_are_refused_before_torch_is_loaded():
+def test_wrong_words_are_refused_before_torch_is_loaded(tmp_path):
     """Loading torch and diffusers takes seconds. OpenMP is told before that its threads should not spin."""
     code = """
 import os, sys
@@ -48,7 +51,9 @@ for words in sys.argv[1:]:
     assert "torch" not in sys.modules, words
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 """
-    done = subprocess.run([sys.executable, "-c", code, *REFUSED], capture_output=True, text=True)
+    (tmp_path / "empty").mkdir()
+    command = [sys.executable, "-c", code, *REFUSED]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(done.stderr.splitlines()) == done.stderr.count("error: ") == len(REFUSED) + 1  # of two folders
 
@@ -57,7 +62,7 @@ for words in sys.argv[1:]:
     ("words", "message"),
     [
         ("compare --device cuda:77", "--device = cuda:77: this machine has no CUDA device; use cpu"),
-        ("compare --device toaster", "device 'toaster'"),
+        ("compare --device toaster", "--device = toaster: pass cpu, cuda, cuda:1 or mps"),
         ("check --dtype fp16", "--dtype = fp16: did you mean float16? choose float32, float16 or"),
         ("check --offload model", "--offload = model: this machine has no GPU whose memory it would"),
         ("check --model gone.safetensors", "--model = gone.safetensors: there is no such file"),
@@ -65,8 +70,18 @@ for words in sys.argv[1:]:
         ("table --ratios 0.9", "error: --ratios = 0.9: pass 0.75 or less"),
         ("compare --ratio 1.5", "--ratio = 1.5"),
         ("latency --sizes 100", "--sizes = 100"),
-        ("table --stepz 3", "Error: No such option '--stepz'"),
+        ("table --stepz 3", "error: no such option '--stepz'"),
         ("report /no/such", "folder = '/no/such': there is no such folder"),
+        ("report", "error: missing argument 'FOLDER' (see "),
+        ("fid a b c", " extra argument (c) (see "),
+        ("tabel", "error: no such command 'tabel'. Did you mean 'table'? (see "),
+        ("latency --arch sd15 --model demo", "--arch and --model exclude each other: give one"),
+        (
+            "check --methods baseline,baseline@9",
+            "--methods = baseline,baseline@9: name one that isn't",
+        ),
+        ("compare --config table10", "table10 is a preset: agentsd-eval table --config table10"),
+        ("check --calibrated gone.json", "--calibrated = gone.json: no such file; agentsd-eval calibrate"),
     ],
 )
 def test_a_wrong_option_is_one_message(words, message):
@@ -75,6 +90,33 @@ def test_a_wrong_option_is_one_message(words, message):
     printed = invoke(*words.split(), code=2)
     assert message in printed
     assert printed.lower().count("error: ") == 1
+
+
+IN_A_FOLDER = (
+    ("calibrate --speedup 1.5 --out empty", "--out = empty: it is a folder; name a file that ends in .json"),
+    ("compare --out grid.txt", "--out = grid.txt: name a file that ends in .png"),
+    ("compare --out file.txt/x.png", "--out = file.txt/x.png: file.txt is a file; name a folder"),
+    ("table --out file.txt", "--out = file.txt: file.txt is a file; name a folder"),
+    ("latency --out file.txt", "--out = file.txt: file.txt is a file; name a folder"),
+    ("table --limit 4 --out file.txt/x", "--out = file.txt/x-limit-4: file.txt is a file; name a folder"),
+    ("table --model empty", "--model = empty: it has no model_index.json; give the folder of"),
+    ("table --model bad.safetensors", "--model = bad.safetensors: it is no .safetensors file"),
+    ("table --prompts blank.txt", "blank.txt is empty"),
+    ("table --prompts file.txt --classes file.txt", "--prompts and --classes exclude each other: give one"),
+    ("table --reference empty", "empty holds 0 images"),
+    ("fid empty empty", "empty holds 0 images"),
+)
+
+
+@pytest.mark.parametrize(("words", "message"), IN_A_FOLDER)
+def test_a_wrong_path_is_one_message_and_nothing_is_made(words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for name, content in (("file.txt", "a cat"), ("blank.txt", ""), ("bad.safetensors", "no weights")):
+        (tmp_path / name).write_text(content)
+    before = {*tmp_path.rglob("*")}
+    assert invoke(*words.split(), code=2).startswith(f"error: {message}")
+    assert {*tmp_path.rglob("*")} == before
 
 
 OPTIONS = (

@@ -32,7 +32,7 @@ def test_the_help_is_a_screen_that_names_every_setting(name):
 
 def test_the_table_s_help_has_groups_and_defaults():
     text = re.sub(r"\s+", " ", shown("table", "--help"))
-    for part in ("Model: --model", "Methods: --methods", "References: --reference", "[25]", "[0.8,0.68,"):
+    for part in ("Model: --model", "Methods: --methods", "References: --reference", "[25]", "[0.8, 0.68,"):
         assert part in text
 
 

@@ -89,7 +89,7 @@ def test_too_few_images_are_said_before_the_first(images, prompts, told, model_f
 
     monkeypatch.setattr(table, "generate", made)
     (tmp_path / "prompts.txt").write_text("\n".join(f"p{i}" for i in range(prompts)))
-    words = ("--prompts", tmp_path / "prompts.txt", "--images", images, "--steps", 2, "--methods", "none")
+    words = ("--prompts", tmp_path / "prompts.txt", "--images", images, "--steps", 2, "--methods", "fast")
     printed = invoke("check", "--model", model_folder, *words, "--out", tmp_path / "run", code=2)
     assert "the first image" in printed
     assert told in printed

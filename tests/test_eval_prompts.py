@@ -23,9 +23,10 @@ def test_an_empty_list_and_two_lists_are_refused(tmp_path):
     empty = tmp_path / "empty.txt"
     empty.write_text("\n")
     with pytest.raises(EvalError, match=r"empty.txt is empty"):
-        specs_of(RunSettings(prompts=empty))
-    with pytest.raises(EvalError, match="not both"):
-        specs_of(RunSettings(prompts=empty, classes=empty))
+        RunSettings(prompts=empty)
+    empty.write_text("a cat\n")
+    with pytest.raises(ValueError, match="--prompts and --classes exclude each other: give one"):
+        RunSettings(prompts=empty, classes=empty)
 
 
 def test_a_model_is_asked_for_the_prompts_that_are_given_or_those_that_ship(tmp_path):

@@ -119,7 +119,7 @@ def test_every_command_refuses_before_any_work(command, folder, photographs, tmp
     name = command.partition(",")[0]
     words = [name, "--model", folder, *COMMANDS[command]]
     words += ["--subject", photographs] if name == "subject" else []
-    words += ["--out", tmp_path / ("x.png" if name == "compare" else "x")]
+    words += ["--out", tmp_path / {"compare": "x.png", "calibrate": "x.json"}.get(name, "x")]
     program = research if name in ("priced", "metric-validation", "subject") else main
     told = run(*words, code=2, program=program).output
     assert "use --scheduler model --samplers none, and no NAME/SAMPLER" in told

@@ -197,14 +197,13 @@ def test_images_are_judged_by_views_and_references(tmp_path):
         (("--subject", "ONE"), "holds 1 image; 2 views or more can be compared"),
         (("--images", "1"), "--images = 1: pass 2 or more"),
         (("--learning-rate", "0"), "--learning-rate = 0: pass more than 0"),
-        (("--model", "EMPTY"), "subject: the bundled subject is for the toy model; give --subject"),
+        (("--model", "x/y"), "subject: the bundled subject is for the toy model; give --subject"),
         (("--out", "/proc/no/such"), "choose another place with --out"),
     ],
 )
 def test_wrong_settings_are_one_message_and_exit_code_2(arguments, message, tmp_path):
-    folders = {"ONE": tmp_path / "one", "EMPTY": tmp_path / "empty"}
-    for folder in folders.values():
-        folder.mkdir()
+    folders = {"ONE": tmp_path / "one"}
+    folders["ONE"].mkdir()
     Image.new("RGB", (8, 8)).save(folders["ONE"] / "one.png")
     option, value = arguments
     assert message in invoke("--out", tmp_path / "out", option, folders.get(value, value), code=2)

@@ -12,7 +12,7 @@ MAY_IMPORT = {
     "log": set(),
     "names": set(),
     "intervals": set(),
-    "settings": {"names"},
+    "settings": {"files", "names"},
     "files": {"errors"},
     "run_file": {"errors", "files"},
     "environment": {"settings"},

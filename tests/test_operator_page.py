@@ -65,5 +65,5 @@ def test_it_is_an_operator_like_the_packages_own(page, tmp_path):
         assert not torch.equal(call(unet, 1), late)
     with pytest.raises(ValueError, match="stride=1: pass 2 or more"):
         page.AverageKeys(1)
-    with pytest.raises(TypeError, match="stride='2' is a str: pass a int"):
+    with pytest.raises(TypeError, match="stride='2': pass a whole number"):
         page.AverageKeys("2")

@@ -129,7 +129,7 @@ def prior():
     ("make", "recipe", "error", "message"),
     [
         (make_unet, of_levels(4), ValueError, "levels=4.*3 levels"),
-        (make_unet, 3, TypeError, "recipe=3 is a int: pass a Recipe, or its file or folder"),
+        (make_unet, 3, TypeError, "recipe=3: pass a Recipe, or its file or folder"),
         (lambda: torch.nn.Linear(1, 1), None, TypeError, "Linear has no U-Net"),
         (prior, AGENTSD, ValueError, "PriorTransformer has no self-attention that agentsd"),
         (lambda: with_processor(PAGIdentitySelfAttnProcessor2_0()), AGENTSD, ValueError, "PAGIdentity"),

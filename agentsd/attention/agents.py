@@ -30,7 +30,7 @@ class Agents(RankedOperator):
     """Tokens are merged by `ratio`, and by the same ranking further for the agents.
 
     Attributes:
-        ratio: share of the tokens merged away before attention, in [0, 1).
+        ratio: share of the tokens merged away before attention, 0 to 1 - 1 / stride**2.
         k: weight of the `+ kV` residual, 0 or more.
         scale: exponent of the head width `d` in the broadcast softmax, `d**scale`; 0 or less. The usual
             attention scale is -0.5, the paper's is -0.15.

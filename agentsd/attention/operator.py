@@ -91,7 +91,7 @@ class Operator:
 def check_operator(name: str, value: object) -> None:
     """Raise TypeError unless the value is an operator or None."""
     if value is not None and not isinstance(value, Operator):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: pass an operator, as Agents()")
+        raise TypeError(f"{name}={value!r}: pass an operator, as Agents()")
 
 
 def project(attn: Attention, tokens: Tensor, query: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

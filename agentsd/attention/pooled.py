@@ -27,7 +27,7 @@ class PooledAgents(RankedOperator):
 
     Attributes:
         count: how many agents, at most; None takes one for each cell.
-        ratio: share of the tokens merged away before attention, in [0, 1).
+        ratio: share of the tokens merged away before attention, 0 to 1 - 1 / stride**2.
         k, scale, stride, at_most, ranking, destinations: see `Agents`, whose `k` and `scale` (AgentSD's) are
             others; the last two are of the merging.
     """

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check, check_share
+from ..checks import check
 from .matching import Partition, Ranking, rank_tokens, sample_destinations, split_grid
 from .merging import make_merge_map
 from .operator import GridContext, Operator, Plan
@@ -30,8 +30,9 @@ class RankedOperator(Operator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_share("ratio", self.ratio, below_one=True)
         check_stride(self.stride, self.at_most)
+        most = 1 - 1 / self.stride**2
+        check("ratio", self.ratio, 0 <= self.ratio <= most, f"pass 0 to {most:g}, as each cell keeps a token")
         check("ranking", self.ranking, self.ranking in ("level", "layer"), "choose 'level' or 'layer'")
         ok = self.destinations in ("random", "first")
         check("destinations", self.destinations, ok, "choose 'random' or 'first'")

@@ -43,7 +43,8 @@ def _run(kind: type[DreamBoothConfig], config: str | None, dry_run: bool, **opti
     except ValidationError as error:
         lines = explain(kind, error, given, path, join="_")
     except OSError as error:
-        lines = [f"{error.filename}: {error.strerror}" if error.filename else " ".join(str(error).split())]
+        named = f"{error.filename}: {error.strerror}; name another"
+        lines = [named if error.filename else " ".join(str(error).split())]
     except (ValueError, FloatingPointError) as error:
         lines = [str(error)]
     except RuntimeError as error:
@@ -94,10 +95,16 @@ def _dry(settings: DreamBoothConfig) -> list[str]:
     return report(settings)
 
 
+def _launched_otherwise(ctx: click.Context, option: click.Parameter, rank: str | None) -> None:
+    if rank is not None:
+        raise click.UsageError("--local_rank is not accepted: use accelerate launch")
+
+
 def _command(kind: type[DreamBoothConfig]) -> SettingsCommand:
     options: list[click.Parameter] = [
         click.Option(["--config"], metavar="FILE", help="YAML of settings; options override it."),
         click.Option(["--dry_run"], is_flag=True, help="Only say if a step's memory fits."),
+        click.Option(["--local_rank"], hidden=True, expose_value=False, callback=_launched_otherwise),
         *parameters_of(kind, arguments=False, join="_"),
     ]
     return SettingsCommand(
@@ -106,7 +113,7 @@ def _command(kind: type[DreamBoothConfig]) -> SettingsCommand:
         GROUPS,
         options,
         help="Finetune a subject into Stable Diffusion with agent attention in every step.",
-        context_settings={"max_content_width": 100},
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
         callback=partial(_run, kind),
     )
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 if TYPE_CHECKING:
     from ..attention import Operator
@@ -36,12 +37,34 @@ The images themselves are compared, and not where they lie.
 """
 
 
+def check_model(name: str) -> str:
+    """Return the name of a model: the toy model's, a folder, or a hub id; raises ValueError for another."""
+    if name != "demo" and not Path(name).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        raise ValueError("there is no such folder, and it is no hub id (OWNER/NAME); 'demo' is the toy model")
+    return name
+
+
+def check_pipeline(name: str) -> str:
+    """Return the name of a pipeline; raises ValueError for a folder that holds none."""
+    if name != "demo" and Path(name).is_dir() and not (Path(name) / "model_index.json").is_file():
+        raise ValueError("it has no model_index.json; give the folder of a diffusers pipeline")
+    return name
+
+
+def check_folder(path: Path) -> Path:
+    """Return the path of a folder; raises ValueError where a file is in its place, or in that of a parent."""
+    nearest = next(place for place in (path, *path.parents) if place.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"{nearest} is a file; name a folder")
+    return path
+
+
 class DreamBoothConfig(BaseModel):
     """One run. An unknown key, a wrong type or a value out of range raises pydantic's ValidationError."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    pretrained_model_name_or_path: str
+    pretrained_model_name_or_path: Annotated[str, AfterValidator(check_model), AfterValidator(check_pipeline)]
     """Stable Diffusion 1.x or 2.x: a folder, a hub id, or "demo" for the bundled toy model."""
     revision: str | None = None
     """Branch, tag or commit of the model on the hub."""
@@ -67,7 +90,7 @@ class DreamBoothConfig(BaseModel):
     """Class images that are drawn at once."""
     prior_generation_precision: Literal["no", "fp32", "fp16", "bf16"] | None = None
     """Precision in which class images are drawn; by default that of training."""
-    output_dir: Path = Path("dreambooth-model")
+    output_dir: Annotated[Path, AfterValidator(check_folder)] = Path("dreambooth-model")
     """An empty or new folder; the model, checkpoints and images go there."""
     resolution: int | None = Field(None, ge=8, multiple_of=8)
     """Pixels on a side; by default the model's own."""
@@ -139,7 +162,8 @@ class DreamBoothConfig(BaseModel):
     checkpoints_total_limit: int = Field(2, ge=0)
     """How many checkpoints are kept; 0 keeps all."""
     resume_from_checkpoint: str | None = None
-    """Go on from "latest", or from a checkpoint in the output folder by its name or path."""
+    """Go on from a checkpoint in the output folder: its name or path, or "latest", which begins at step 0 if
+    there is none."""
     validation_prompt: str | None = None
     """Prompt of the images that are drawn while training goes on."""
     validation_steps: int = Field(200, ge=1)
@@ -162,11 +186,11 @@ class DreamBoothConfig(BaseModel):
     """Token for push_to_hub; by default the one of `hf auth login`. It is written nowhere."""
     hub_model_id: str | None = None
     """Name of the model on the hub; by default the output folder's."""
-    ratio: float = 0.4
+    ratio: float = Field(0.4, ge=0, le=0.9375)
     """Share of the tokens that agents merge; 0 merges none."""
-    k: float = 0.075
+    k: float = Field(0.075, ge=0, le=1000)
     """Weight of the residual `+ kV` (equation 9)."""
-    scale: float = -0.15
+    scale: float = Field(-0.15, le=0)
     """Exponent of the head width in the second softmax; the usual attention has -0.5."""
     apply: Apply = "train+generate"
     """Where agent attention runs: train+generate, generate (in the images that a run draws) or none."""

@@ -16,6 +16,7 @@ from .config import DreamBoothConfig
 from .counting import Storages, compute_in, fused_attention
 from .models import DTYPES, check_kind, load_source, make_trainable, trained_in
 from .optimizer import moment_bytes
+from .pretrained import load_index
 
 SPARE = 1.0
 """GB that CUDA, its libraries and PyTorch's allocator take beside what is counted; 0.7 on an H200."""
@@ -125,6 +126,7 @@ def _hollow(config: DreamBoothConfig) -> SimpleNamespace:
         demo = load_source(config)
         configs: Any = demo.unet.config, demo.vae.config, demo.text_encoder.config
     else:
+        load_index(source, revision)
         text: Any = CLIPTextConfig.from_pretrained(
             source, subfolder="text_encoder", revision=revision or "main"
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import re
 from pathlib import Path
 
 import torch
@@ -20,8 +19,6 @@ logger = logging.getLogger(__name__)
 def check_files(config: DreamBoothConfig) -> tuple[list[Path], list[Path], Path | None]:
     """Images of the subject, those of its class so far, and the checkpoint to go on from, if any.
 
-    The output folder is made.
-
     Raises:
         ValueError, OSError: a folder is missing, empty, broken or in use, or there is no such checkpoint.
     """
@@ -31,9 +28,7 @@ def check_files(config: DreamBoothConfig) -> tuple[list[Path], list[Path], Path 
             raise ValueError(f"class_data_dir={str(place)!r} is no folder: choose another")
         if image_paths(place):
             classes = find_images(place)
-    _check_source(config.pretrained_model_name_or_path)
     folder, name = config.output_dir, config.resume_from_checkpoint
-    folder.mkdir(parents=True, exist_ok=True)
     have = list_checkpoints(folder)
     there = [] if name and have else _in_the_way(config)
     if there:
@@ -43,18 +38,6 @@ def check_files(config: DreamBoothConfig) -> tuple[list[Path], list[Path], Path 
             f"folder{told}"
         )
     return instance, classes, find_checkpoint(folder, name) if name else None
-
-
-def _check_source(source: str) -> None:
-    """Raise ValueError for a model that is no folder of a pipeline, and can't be on the hub."""
-    if Path(source).is_dir() and source != "demo":
-        if not (Path(source) / "model_index.json").is_file():
-            raise ValueError(f"{source} has no model_index.json: give the folder of a diffusers pipeline")
-    elif source != "demo" and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source):
-        raise ValueError(
-            f"pretrained_model_name_or_path={source!r} is no folder, and no name on the hub, which is "
-            "OWNER/NAME; 'demo' is the toy model"
-        )
 
 
 def _in_the_way(config: DreamBoothConfig) -> list[str]:
@@ -67,7 +50,7 @@ def _in_the_way(config: DreamBoothConfig) -> list[str]:
         added_to.append(config.class_data_dir)
     return sorted(
         path.name
-        for path in config.output_dir.iterdir()
+        for path in config.output_dir.glob("*")
         if not path.name.startswith(".")
         and not any(place.resolve().is_relative_to(path.resolve()) for place in added_to)
         and not (config.resume_from_checkpoint and path.match("validation-*.png"))

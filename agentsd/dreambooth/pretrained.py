@@ -24,7 +24,7 @@ def load_pretrained(
     Raises:
         OSError, ValueError: of diffusers, where neither can be loaded.
     """
-    config = DiffusionPipeline.load_config(source, revision=revision)
+    config = load_index(source, revision)
     unused: dict[str, Any] = {}
     if "safety_checker" in config:
         unused = {"safety_checker": None, "requires_safety_checker": False}
@@ -39,6 +39,15 @@ def load_pretrained(
             pipe.to(dtype)
         return pipe
     raise errors[0]
+
+
+def load_index(source: str, revision: str | None = None) -> Any:
+    """Return what a pipeline's model_index.json holds; raises OSError where there is none to be had."""
+    try:
+        return DiffusionPipeline.load_config(source, revision=revision)
+    except OSError as error:
+        told = "can't be reached, needs `hf auth login`, or is no diffusers model"
+        raise OSError(f"{source} {told}") from error
 
 
 def _variants(source: str, dtype: torch.dtype) -> list[str | None]:

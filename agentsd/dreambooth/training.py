@@ -79,6 +79,7 @@ class Run:
         if self.resume is not None:
             check_settings(self.resume, settings)
             self.step = step_of(self.resume)
+        config.output_dir.mkdir(parents=True, exist_ok=True)
         if config.allow_tf32:
             torch.set_float32_matmul_precision("high")
         self.repository = claim_repository(config) if self.accelerator.is_main_process else None

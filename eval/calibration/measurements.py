@@ -32,6 +32,7 @@ class Measurements:
         if path is None:
             return
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
             lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
             self._known = {(line["of"], line["name"]): line["value"] for line in lines}

@@ -54,10 +54,7 @@ def find_device(name: str | None) -> torch.device:
     """Return the device of that name, or without one the first CUDA device, or the CPU."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise EvalError(f"device {name!r}: {error}") from None
+    device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise EvalError(f"device {name!r} was asked for, but torch finds no CUDA device; use cpu")
     return device

@@ -118,8 +118,6 @@ def specs_of(settings: RunSettings) -> list[ImageSpec]:
 
     Raises EvalError if a file is missing or empty.
     """
-    if settings.classes and settings.prompts:
-        raise EvalError(f"give prompts ({settings.prompts}) or classes ({settings.classes}), not both")
     if settings.classes:
         names = read_lines(settings.classes)
         if "images" in settings.model_fields_set:

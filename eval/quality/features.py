@@ -143,17 +143,6 @@ def open_image(source: Image.Image | Path, crop: tuple[int, int] | None = None) 
     return ImageOps.fit(image, (crop[1], crop[0]), Image.Resampling.LANCZOS) if crop else image
 
 
-def image_files(folder: Path) -> list[Path]:
-    """Return the images in a folder and below, sorted. Raises EvalError if there are fewer than 3."""
-    suffixes = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
-    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
-    if len(files) < 3:
-        raise EvalError(
-            f"{folder} holds {len(files)} images (PNG, JPEG, WebP, BMP); a distance needs 3 or more"
-        )
-    return files
-
-
 def frechet_features(features: np.ndarray, network: str, scenes: bool) -> np.ndarray:
     """Return what a FD is of: the features (N, D); of the toy model's scenes, in a basis, (N, 48).
 

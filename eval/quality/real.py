@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from ..files import image_files
 from ..settings import RunSettings
-from .features import Sources, image_files
+from .features import Sources
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,12 @@ from pydantic import DirectoryPath, Field, model_validator
 from ..settings import (
     CommandSettings,
     CostSettings,
+    Device,
     FewerSteps,
     FolderSettings,
     Model,
     OneRatio,
+    OutFolder,
     ReferenceSteps,
     RunSettings,
     SchedulerName,
@@ -38,21 +40,21 @@ class PricedSettings(CostSettings):
     """Measure a whole run's seconds from one U-Net call of each kind, where a run would take an hour."""
 
     fewer_steps: FewerSteps = (0.8, 0.6, 0.4)
-    out: Path = Path("outputs/priced")
+    out: OutFolder = Path("outputs/priced")
     """Folder for latency.jsonl, .csv and .md."""
 
 
 class ComputedSettings(CommandSettings):
     """Count the peak memory of runs of SD 1.5 and SDXL without allocating it."""
 
-    out: Path = Path("runs/computed-memory")
+    out: OutFolder = Path("runs/computed-memory")
     """Folder for memory.jsonl, .csv and .md."""
 
 
 class CountedSettings(CommandSettings):
     """Count the MACs and kernels of steps of SD 1.5 and SDXL, without computing them."""
 
-    out: Path = Path("runs/computed-cost")
+    out: OutFolder = Path("runs/computed-cost")
     """Folder for cost.jsonl, .csv and .md."""
 
 
@@ -61,7 +63,7 @@ class RedundancySettings(ShowSettings):
 
     images: int = Field(8, ge=1)
     """How many prompts, where none is given."""
-    out: Path = Path("runs/redundancy")
+    out: OutFolder = Path("runs/redundancy")
     """Folder for redundancy.jsonl, .csv, .md and .png."""
 
 
@@ -75,8 +77,8 @@ class IntervalsSettings(CommandSettings):
 class GpuSettings(CommandSettings):
     """Ask a GPU what is not known yet, in minutes: times, memory, the gpu tests, DreamBooth's peak."""
 
-    device: str | None = None
-    """cuda, cuda:1, or cpu for a trial; else the first GPU."""
+    device: Device | None = None
+    """cuda, cuda:1, or cpu for a trial [the first GPU]."""
     tiny: bool = False
     """Tiny shapes, to try all stages."""
     seconds: float = Field(230, gt=0)
@@ -85,7 +87,7 @@ class GpuSettings(CommandSettings):
     """Seconds after which tests and training, which run side by side at first, are ended."""
     start: str | None = None
     """The stage to begin with, by name; those before it are left out."""
-    out: Path = Path("runs/gpu")
+    out: OutFolder = Path("runs/gpu")
     """Folder for rows and logs."""
 
 
@@ -97,7 +99,7 @@ class SubjectSettings(FolderSettings):
     steps: Steps = 20
     ratio: OneRatio = 0.4
     subject: DirectoryPath | None = None
-    """Folder of the subject's images, 2 or more; else the toy one."""
+    """Folder of the subject's images, 2 or more [the toy one]."""
     instance_prompt: str = "an emoji of a sks face"
     """The prompt that the subject is taught under."""
     class_prompt: str = "an emoji of a face"
@@ -123,7 +125,7 @@ class SubjectSettings(FolderSettings):
     """A CLIP model (folder or hub id) for CLIP-I and CLIP-T."""
     dino: Model | None = None
     """A DINO model (folder or hub id) for the DINO score."""
-    out: Path = Path("runs/subject")
+    out: OutFolder = Path("runs/subject")
 
     @model_validator(mode="after")
     def _own_subject(self) -> SubjectSettings:

@@ -10,11 +10,12 @@ from torchmetrics.image.fid import FrechetInceptionDistance
 
 from agentsd.progress import progress
 
+from ..files import image_files
 from ..images.models import find_device
 from ..intervals import FEWEST
 from ..pages.rows import Column, Row, distance_name, figure, to_terminal
 from ..quality import metrics
-from ..quality.features import features_of, image_files, load_network, pytorch_fid, user_cache
+from ..quality.features import features_of, load_network, pytorch_fid, user_cache
 from ..settings import FidSettings
 
 
