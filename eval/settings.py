@@ -416,8 +416,8 @@ class RunSettings(FolderSettings):
 
 
 class CheckSettings(RunSettings):
-    """Check the recipes on your own model, beside the baseline in fewer steps; write a page, and results that
-    you can send in."""
+    """Check the recipes on your own model, beside the baseline in fewer steps; write a page, and all
+    results in one file."""
 
     hidden: ClassVar[tuple[str, ...]] = ("named", "ratios", "fewer_steps", "references")
     references: int = 0

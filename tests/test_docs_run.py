@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import agentsd_eval
-import click
 import pytest
 import torch
 from agentsd_eval.calibration.search import calibrate
@@ -164,6 +163,8 @@ def test_a_command_of_a_page_parses(words, tmp_path, monkeypatch):
     results = "agentsd-results/mine", "agentsd-results/first"
     for folder in ("FOLDER", "FOLDER_OR_HUB_ID", "IMAGES", "my-dog", *results):
         (tmp_path / folder).mkdir(parents=True)
+        for file in ("model_index.json", "0.png", "1.png", "2.png"):  # of a model, or of images
+            (tmp_path / folder / file).touch()
     (tmp_path / "prompts.txt").write_text("a cat\n")
     AGENTSD.save(tmp_path / "mine.json")
     (tmp_path / "eval").symlink_to(ROOT / "eval")
@@ -173,7 +174,7 @@ def test_a_command_of_a_page_parses(words, tmp_path, monkeypatch):
 
 def test_commands_are_found_and_wrong_ones_are_told():
     assert sum(words[0].startswith("agentsd-eval") for _, words in COMMANDS) >= 8
-    with pytest.raises(click.UsageError):
+    with pytest.raises(SystemExit):
         check_command(["agentsd-eval", "table", "--metods", "fast"])
     with pytest.raises(KeyError):
         check_command(["agentsd-eval", "tabel", "--images", "3"])
