@@ -52,12 +52,13 @@ def make(page):
 def test_both_images_are_made_and_compared_under_a_slider(page):
     assert make(page) == "FFFfFffFff (10 calls: 5 full; 5 cached; 3 corrected)"
     row = r"\s+\d+\.\d\d s\s+"
-    told = rf"baseline{row}fast{row}\d\.\d\dx as fast in CPU time\s+\d+.*(\d+) plain steps{row}\d+.* dB PSNR"
+    # On a busy machine, fast may take as long as all plain steps, whose image is the baseline's.
+    near = r"(\d+.* dB PSNR|the same image)"
+    told = rf"baseline{row}fast{row}\d\.\d\dx as fast in CPU time\s+\d+.*(\d+) plain steps{row}{near}"
     assert re.search(told, page.inner_text("body"), re.DOTALL)
-    baseline, own, again, plain = page.locator("img[src*='/file=']").all()
-    bodies = [page.request.get(one.get_attribute("src")).body() for one in (baseline, own, again, plain)]
-    assert bodies[0] == bodies[2]
-    assert len(set(bodies)) == 3
+    baseline, own, again, _ = page.locator("img[src*='/file=']").all()
+    bodies = [page.request.get(one.get_attribute("src")).body() for one in (baseline, own, again)]
+    assert bodies[0] == bodies[2] != bodies[1]
     page.get_by_text("plain steps, which take about as long").wait_for()
     clip = "[...document.querySelectorAll('img')].map(i => getComputedStyle(i).clipPath).join()"
     before = page.evaluate(clip)
