@@ -42,10 +42,12 @@ def test_points_of_two_samplers_are_not_joined():
     assert cheapest(0.22, [first, second])[0] == pytest.approx(10 * 0.4 / 0.22)
 
 
-def test_a_sampler_that_comes_less_near_is_no_choice():
+def test_a_sampler_that_was_not_measured_as_near_bounds_the_cost():
+    """In more steps it might come as near for anything above its dearest."""
     far = np.array([1.0, 2.0]), np.array([0.8, 0.4])
     near = np.array([5.0, 20.0]), np.array([0.4, 0.1])
-    assert cheapest(0.2, [far, near]) == (pytest.approx(10), None)
+    assert cheapest(0.2, [far, near]) == (pytest.approx(2), "more")
+    assert cheapest(0.2, [(20 * far[0], far[1]), near]) == (pytest.approx(10), None)
 
 
 def line(plain):

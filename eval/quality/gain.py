@@ -38,10 +38,11 @@ def cost_at(distance: float, costs: Array, distances: Array) -> tuple[float, str
 
 
 def cheapest(distance: float, lines: Sequence[tuple[Array, Array]]) -> tuple[float, str | None]:
-    """Return the least cost of several lines at a distance, of those that come as near if any does."""
-    found = [cost_at(distance, *line) for line in lines]
-    reached = [one for one in found if one[1] != "more"]
-    return min(reached or found, key=lambda one: one[0])
+    """Return the least cost of several lines at a distance, and whether the true one is "more" or "less".
+
+    A sampler that was not measured as near as that might still be the cheapest: its nearest end is a bound.
+    """
+    return min((cost_at(distance, *line) for line in lines), key=lambda one: one[0])
 
 
 @dataclass(frozen=True)
